@@ -1,0 +1,55 @@
+"""Any NumPy function as a planner, called on the host in every step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.legality import check_plan
+from jax_moe_lb.plan import Plan
+from jax_moe_lb.topology import Topology
+from jax_moe_lb.types import Counts, State
+
+Planner = Callable[[np.ndarray, Plan, Topology], Plan]
+
+
+@dataclass(frozen=True)
+class HostBalancer(Balancer):
+    """Plans through a host callback: slow, and the quickest way to try an idea.
+
+    Args:
+        planner: a pure function of the counts `[R, E]`, the plan so far (both NumPy) and
+            the topology. What it returns is checked before it is used.
+    """
+
+    planner: Planner
+
+    def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
+        """Calls the planner.
+
+        Raises:
+            ValueError: the plan is illegal; inside `jax.jit` it is a run-time error with the same message.
+        """
+
+        def call(counts: np.ndarray, plan: Plan) -> Plan:
+            counts, plan = jax.tree.map(np.asarray, (counts, plan))
+            answer = self.planner(counts, plan, topology)
+            if not isinstance(answer, Plan):
+                raise ValueError(f"planner returned {type(answer).__name__}; expected a Plan")
+            check_plan(answer, counts)
+            return jax.tree.map(_same_type, answer, plan)
+
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), plan)
+        answer = jax.pure_callback(call, shapes, counts, plan, vmap_method="sequential")
+        # A callback's result carries no manual axes; counts carry the ones that it depends on.
+        zero = jnp.asarray(counts).reshape(-1)[0].astype(jnp.int32) * 0
+        return jax.tree.map(lambda leaf: leaf + zero, answer), state
+
+
+def _same_type(answer: np.ndarray, before: np.ndarray) -> np.ndarray:
+    if answer.shape != before.shape:
+        raise ValueError(f"planner returned an array of shape {answer.shape}; expected {before.shape}, as it was given")
+    return np.asarray(answer, before.dtype)

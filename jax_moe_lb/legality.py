@@ -1,0 +1,216 @@
+"""A bad plan never reaches a copy: the rules of a plan, checked on the host and inside a jitted program.
+
+Both checks read the same list of rules. The jitted one costs a few integer reductions;
+only when a rule is broken does it call the host, which names what is wrong.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int
+
+from jax_moe_lb.plan import Plan, home_experts_per_rank, nearest_first
+from jax_moe_lb.types import AnyArray, Counts, host_iota
+
+INT32_MAX = np.iinfo(np.int32).max
+
+
+def check_counts(counts: AnyArray) -> None:
+    """Refuses counts that no plan can be made from.
+
+    Raises:
+        ValueError: not two-dimensional, not integers, negative, or a sum beyond int32;
+            the message names the entry.
+    """
+    counts = np.asarray(counts)
+    if counts.ndim != 2:
+        raise ValueError(f"counts has shape {counts.shape}; expected [R, E]")
+    if not np.issubdtype(counts.dtype, np.integer):
+        raise ValueError(f"counts has dtype {counts.dtype}; expected integers")
+    if (counts < 0).any():
+        rank, expert = np.argwhere(counts < 0)[0]
+        raise ValueError(
+            f"counts of rank {rank}, expert {expert} is {counts[rank, expert]}; expected a number of tokens, at least 0"
+        )
+    # A sum of unsigned 64-bit counts could wrap round; float64 is exact far beyond int32.
+    if counts.sum(dtype=np.float64) > INT32_MAX:
+        raise ValueError(f"counts sum to {counts.sum(dtype=np.float64):.0f} tokens; expected at most {INT32_MAX}")
+
+
+def check_plan(plan: Plan, counts: Counts) -> None:
+    """Refuses a plan that loses tokens, serves from an empty slot or breaks a domain.
+
+    Args:
+        plan: concrete arrays (not traced).
+        counts: `[R, E]`, the load it was made for.
+
+    Raises:
+        ValueError: names the field, the expert, the rank and the numbers.
+    """
+    counts = np.asarray(counts)
+    check_counts(counts)
+    _check_shapes(plan, counts.shape)
+    plan = jax.tree.map(np.asarray, plan)
+    for broken, describe in _rules(plan, counts, np):
+        if broken.any():
+            raise ValueError(describe(*np.argwhere(broken)[0]))
+    if plan.rails is not None:
+        _check_rails(plan, counts)
+
+
+def ensure_legal(plan: Plan, counts: Counts) -> Plan:
+    """The same plan, or an error at run time with the message of `check_plan`.
+
+    For use inside `jax.jit` and `jax.shard_map`, with `plan` and `counts` equal on all
+    ranks, so that either all of them stop or none does.
+    """
+    _check_shapes(plan, counts.shape)
+    legal = jnp.stack([~broken.any() for broken, _ in _rules(plan, counts, jnp)]).all()
+    stop = ensure(legal, check_plan, plan, counts)
+    return jax.tree.map(lambda leaf: leaf + stop, plan)
+
+
+def check_routed(wrong: AnyArray, num_experts: AnyArray) -> None:
+    """Refuses what a router got wrong.
+
+    Args:
+        wrong: `[R, 4]`, of each rank: expert ids out of range, the lowest and the highest of
+            them (0 where there are none), and whether some routing weight is not finite.
+        num_experts: `E`.
+
+    Raises:
+        ValueError: names the rank.
+    """
+    for rank, (num_bad, lowest, highest, bad_weights) in enumerate(np.asarray(wrong).tolist()):
+        if bad_weights:
+            raise ValueError(f"router logits of rank {rank} give weights that are not finite; expected finite logits")
+        if num_bad:
+            bad = lowest if lowest < -1 else highest
+            raise ValueError(
+                f"expert ids of rank {rank} include {bad} ({num_bad} bad ones); "
+                f"expected 0 to {int(num_experts) - 1}, or -1 for no expert"
+            )
+
+
+def ensure(ok: Bool[jax.Array, ""], check: Callable[..., None], *args: Any) -> Int[jax.Array, ""]:
+    """Zero; if not `ok`, calls `check(*args)` on the host, where it raises.
+
+    Add the zero to what is used next, so that no compiler can drop the check.
+    """
+
+    def call(*args: Any) -> np.ndarray:
+        check(*args)
+        return np.zeros((), np.int32)
+
+    def stop(args: Any) -> jax.Array:
+        answer = jax.pure_callback(call, jax.ShapeDtypeStruct((), jnp.int32), *args, vmap_method="sequential")
+        return answer + zero
+
+    # A constant of the same manual axes as `ok`, which both branches must share.
+    zero = ok.astype(jnp.int32) * 0
+    return jax.lax.cond(ok, lambda args: zero, stop, args)
+
+
+def _check_shapes(plan: Plan, counts_shape: tuple[int, ...]) -> None:
+    num_ranks, num_experts = counts_shape
+    home = home_experts_per_rank(num_experts, num_ranks)
+    placement, quota, domain = plan.placement, plan.quota, plan.domain
+    if placement.ndim != 2 or placement.shape[0] != num_ranks or placement.shape[1] < home:
+        raise ValueError(f"plan.placement has shape {placement.shape}; expected [{num_ranks}, S] with S >= {home}")
+    if quota.shape != (num_experts, num_ranks):
+        raise ValueError(f"plan.quota has shape {quota.shape}; expected [E, R] = {(num_experts, num_ranks)}")
+    for name, array in (("placement", placement), ("quota", quota), ("relay", plan.relay), ("rails", plan.rails)):
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"plan.{name} has dtype {array.dtype}; expected integers")
+    if plan.relay is not None and plan.relay.shape != placement.shape:
+        raise ValueError(f"plan.relay has shape {plan.relay.shape}; expected that of placement, {placement.shape}")
+    if plan.rails is not None and (plan.rails.ndim != 3 or plan.rails.shape[:2] != (num_ranks, num_ranks)):
+        raise ValueError(f"plan.rails has shape {plan.rails.shape}; expected [{num_ranks}, {num_ranks}, N]")
+    if domain < 1 or num_ranks % domain:
+        raise ValueError(f"plan.domain is {domain}; expected a divisor of the {num_ranks} ranks")
+
+
+def _rules(plan: Plan, counts: Counts, xp: Any) -> Iterator[tuple[AnyArray, Callable[..., str]]]:
+    """Every rule as (entries that break it, what to say of one such entry)."""
+    placement, quota, home = plan.placement, plan.quota, plan.num_home
+    ranks = host_iota(plan.num_ranks)[:, None]
+    expected_home = host_iota(plan.num_experts).reshape(-1, home)
+    in_range = (placement >= -1) & (placement < plan.num_experts)
+    expert = xp.where(in_range, placement, -1)
+    copies = _copies(expert, plan.num_experts)
+    routed, served = counts.sum(0, dtype=np.int32), quota.sum(1, dtype=np.int32)
+
+    yield (
+        ~in_range,
+        lambda r, s: f"plan.placement of rank {r}, slot {s} is {placement[r, s]}; "
+        f"expected an expert below {plan.num_experts}, or -1 for an empty slot",
+    )
+    yield (
+        expert[:, :home] != expected_home,
+        lambda r, s: f"plan.placement of rank {r}, slot {s} is {placement[r, s]}; "
+        f"expected its home expert {expected_home[r, s]}",
+    )
+    yield (
+        copies > 1,
+        lambda r, e: f"plan.placement puts expert {e} {copies[r, e]} times on rank {r}; expected at most once",
+    )
+    yield (
+        (expert >= 0) & (expert // home // plan.domain != ranks // plan.domain),
+        lambda r, s: f"plan.placement of rank {r}, slot {s} is expert {placement[r, s]}, whose home is rank "
+        f"{placement[r, s] // home}; expected one from inside its domain of {plan.domain} ranks",
+    )
+    yield (
+        quota < 0,
+        lambda e, r: f"plan.quota of expert {e}, rank {r} is {quota[e, r]}; expected at least 0",
+    )
+    yield (
+        (quota > 0) & (copies.T == 0),
+        lambda e, r: f"plan.quota of expert {e}, rank {r} is {quota[e, r]}; expected 0: no slot of the rank holds it",
+    )
+    yield (
+        served != routed,
+        lambda e: f"plan.quota of expert {e} sums to {served[e]} tokens; expected the {routed[e]} of counts",
+    )
+    if plan.relay is not None:
+        yield from _relay_rules(plan, copies)
+    if plan.rails is not None:
+        yield (
+            plan.rails < 0,
+            lambda r, t, n: f"plan.rails of rank {r} to {t}, rail {n} is {plan.rails[r, t, n]}; expected at least 0",
+        )
+
+
+def _relay_rules(plan: Plan, copies: AnyArray) -> Iterator[tuple[AnyArray, Callable[..., str]]]:
+    relay, placement = plan.relay, plan.placement
+    inside = (relay >= 0) & (relay < plan.num_ranks)
+    source = relay.clip(0, plan.num_ranks - 1)
+    yield (
+        (placement >= 0) & (~inside | (copies[source, placement.clip(0, plan.num_experts - 1)] == 0)),
+        lambda r, s: f"plan.relay of rank {r}, slot {s} is {relay[r, s]}; "
+        f"expected a rank that holds expert {placement[r, s]}",
+    )
+
+
+def _copies(expert: AnyArray, num_experts: int) -> AnyArray:
+    """Slots of each rank that hold each expert, `[R, E]`."""
+    ranks = np.broadcast_to(host_iota(expert.shape[0])[:, None], expert.shape)
+    if isinstance(expert, np.ndarray):
+        copies = np.zeros((expert.shape[0], num_experts + 1), np.int32)
+        np.add.at(copies, (ranks, expert), 1)
+        return copies[:, :-1]
+    zeros = jnp.zeros((expert.shape[0], num_experts + 1), jnp.int32)
+    return zeros.at[ranks, jnp.where(expert < 0, num_experts, expert)].add(1)[:, :-1]
+
+
+def _check_rails(plan: Plan, counts: Counts) -> None:
+    rows = [nearest_first(counts, plan.quota, rank, plan.domain).sum(0) for rank in range(plan.num_ranks)]
+    expected, rails = np.stack(rows), plan.rails.sum(-1)
+    if (rails != expected).any():
+        source, to = np.argwhere(rails != expected)[0]
+        raise ValueError(
+            f"plan.rails from rank {source} to rank {to} sums to {rails[source, to]} tokens; "
+            f"expected the {expected[source, to]} that it sends there"
+        )

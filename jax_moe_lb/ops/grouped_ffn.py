@@ -1,0 +1,184 @@
+"""The experts' feed-forward network over rows sorted by slot.
+
+On a CPU the rows are walked group by group in blocks: `lax.ragged_dot` there multiplies
+every row with every expert. Elsewhere `lax.ragged_dot`, or tokamax where it is installed.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jax_moe_lb.experts import Experts
+from jax_moe_lb.types import GroupSizes, Rows, iota, wide_dtype
+
+BLOCK_ROWS = (256, 64, 16)
+"""Rows of a block: a group is cut into as many of the first as fit, then of the next; the last may be padded."""
+
+Matmul = Callable[[Array, Array, Array], Array]
+
+
+@jax.custom_vjp
+def grouped_ffn(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
+    """Each row through the expert of its group.
+
+    Args:
+        rows: sorted by group; rows beyond `group_sizes.sum()` may hold anything, even NaN.
+        experts: weights of the `S` groups, in the dtype of `rows`.
+        group_sizes: rows of each group; may be 0, and then the expert's gradient is exactly 0.
+
+    Returns:
+        The outputs, 0 in rows beyond `group_sizes.sum()`. Only `rows` and `experts` are
+        kept for the backward pass, which computes the hidden activations again.
+    """
+    return _forward(rows, experts, group_sizes)
+
+
+def _forward(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
+    return jax.lax.platform_dependent(rows, experts, group_sizes, cpu=blocked, default=ragged)
+
+
+def _save(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> tuple[Rows, tuple[Rows, Experts, GroupSizes]]:
+    return _forward(rows, experts, group_sizes), (rows, experts, group_sizes)
+
+
+def grouped_ffn_gradients(rows: Rows, experts: Experts, group_sizes: GroupSizes, upstream: Rows) -> tuple[Rows, Experts]:
+    """Gradients of `grouped_ffn` for rows and experts; those of the experts in float32 at least."""
+    return jax.lax.platform_dependent(
+        rows, experts, group_sizes, upstream, cpu=blocked_gradients, default=ragged_gradients
+    )
+
+
+def _backward(saved: tuple[Rows, Experts, GroupSizes], upstream: Rows) -> tuple[Rows, Experts, None]:
+    rows, experts, group_sizes = saved
+    row_gradients, expert_gradients = grouped_ffn_gradients(rows, experts, group_sizes, upstream)
+    return row_gradients, jax.tree.map(lambda g, w: g.astype(w.dtype), expert_gradients, experts), None
+
+
+grouped_ffn.defvjp(_save, _backward)
+
+
+def dense_ffn(rows: Float[Array, "B H"], expert: Experts, matmul: Callable[[Array, Array], Array] = jnp.matmul) -> Array:
+    """One expert, whose weights have no leading dimension, over all rows."""
+    if expert.gate is None:
+        return matmul(jax.nn.gelu(matmul(rows, expert.up)), expert.down)
+    return matmul(jax.nn.silu(matmul(rows, expert.gate)) * matmul(rows, expert.up), expert.down)
+
+
+# ---- blocks, for a CPU -----------------------------------------------------
+
+
+def blocked(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
+    """`grouped_ffn` in blocks of rows: at most one padded block per group, `O(A)` rows of memory."""
+
+    def block(start: Array, x: Array, expert: Experts, out: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(out, dense_ffn(x, expert), start, 0)
+
+    def group(g: Array, start: Array, end: Array, out: Array) -> Array:
+        expert = jax.tree.map(lambda w: w[g], experts)
+        return _walk(padded, start, end, functools.partial(block, expert=expert), out)
+
+    padded = _pad(rows)
+    return _each_group(group_sizes, group, jnp.zeros_like(padded))[: rows.shape[0]]
+
+
+def blocked_gradients(rows: Rows, experts: Experts, group_sizes: GroupSizes, upstream: Rows) -> tuple[Rows, Experts]:
+    """`grouped_ffn_gradients` in blocks of rows."""
+
+    def group(g: Array, start: Array, end: Array, carry: tuple[Array, Experts]) -> tuple[Array, Experts]:
+        expert = jax.tree.map(lambda w: w[g], experts)
+
+        def block(start: Array, x: Array, out: tuple[Array, Experts]) -> tuple[Array, Experts]:
+            row_gradients, sums = out
+            x, dy = x[:, : rows.shape[1]], x[:, rows.shape[1] :]
+            dx, gradients = jax.vjp(dense_ffn, x, expert)[1](dy)
+            row_gradients = jax.lax.dynamic_update_slice_in_dim(row_gradients, dx, start, 0)
+            return row_gradients, jax.tree.map(lambda a, d: a + d.astype(a.dtype), sums, gradients)
+
+        row_gradients, totals = carry
+        zeros = jax.tree.map(lambda w: jnp.zeros_like(w, wide_dtype(w)), expert)
+        row_gradients, sums = _walk(padded, start, end, block, (row_gradients, zeros))
+        return row_gradients, jax.tree.map(lambda t, s: t.at[g].set(s), totals, sums)
+
+    # Side by side, so that one slice and one mask serve both.
+    padded = _pad(jnp.concatenate([rows, upstream], axis=1))
+    zeros = jax.tree.map(lambda w: jnp.zeros_like(w, wide_dtype(w)), experts)
+    row_gradients, totals = _each_group(group_sizes, group, (_pad(jnp.zeros_like(rows)), zeros))
+    return row_gradients[: rows.shape[0]], totals
+
+
+def _each_group(group_sizes: GroupSizes, body: Callable, carry: Array | tuple) -> Array | tuple:
+    """Runs `body(group, start, end, carry)` for each group in turn; empty ones cost nothing."""
+    ends = group_sizes.cumsum(dtype=jnp.int32)
+
+    def step(g: Array, carry: Array | tuple) -> Array | tuple:
+        end, size = ends[g], group_sizes[g]
+        return jax.lax.cond(size > 0, lambda c: body(g, end - size, end, c), lambda c: c, carry)
+
+    return jax.lax.fori_loop(0, group_sizes.shape[0], step, carry)
+
+
+def _walk(padded: Array, start: Array, end: Array, block: Callable, carry: Array | tuple) -> Array | tuple:
+    """Runs `block(row, rows, carry)` over rows `start` to `end`.
+
+    A last block reaches beyond `end`: those rows come as zeros, and what is written
+    there is written again by the group they belong to.
+    """
+    for size in (size for size in BLOCK_ROWS if size <= padded.shape[0]):
+        round_up = size - 1 if size == BLOCK_ROWS[-1] else 0
+        num_blocks = (end - start + round_up) // size
+
+        def step(i: Array, carry: Array | tuple, size: int = size, start: Array = start) -> Array | tuple:
+            at = start + i * size
+            x = jax.lax.dynamic_slice_in_dim(padded, at, size)
+            inside = at + iota(size) < end
+            return block(at, jnp.where(inside[:, None], x, 0), out=carry)
+
+        carry = jax.lax.fori_loop(0, num_blocks, step, carry)
+        start = start + num_blocks * size
+    return carry
+
+
+def _pad(rows: Array) -> Array:
+    return jnp.pad(rows, ((0, BLOCK_ROWS[-1]), (0, 0)))
+
+
+# ---- ragged_dot, for accelerators -------------------------------------------
+
+
+def has_tokamax() -> bool:
+    """Whether the ragged path multiplies with tokamax."""
+    return importlib.util.find_spec("tokamax") is not None
+
+
+def ragged_dot() -> Matmul:
+    """tokamax's where it is installed, else JAX's own."""
+    if has_tokamax():
+        import tokamax
+
+        return tokamax.ragged_dot
+    return jax.lax.ragged_dot
+
+
+def ragged(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
+    """`grouped_ffn` out of ragged matrix products."""
+    valid = _valid_rows(rows, group_sizes)
+    multiply = ragged_dot()
+    # Rows that nobody wrote are masked on the way in and out, in both directions.
+    out = dense_ffn(jnp.where(valid, rows, 0), experts, lambda x, w: multiply(x, w, group_sizes))
+    return jnp.where(valid, out, 0)
+
+
+def ragged_gradients(rows: Rows, experts: Experts, group_sizes: GroupSizes, upstream: Rows) -> tuple[Rows, Experts]:
+    """`grouped_ffn_gradients` out of ragged matrix products."""
+    gradients = jax.vjp(lambda rows, experts: ragged(rows, experts, group_sizes), rows, experts)[1](upstream)
+    used = (group_sizes > 0)[:, None, None]
+    expert_gradients = jax.tree.map(lambda d: jnp.where(used, d, 0).astype(wide_dtype(d)), gradients[1])
+    return gradients[0], expert_gradients
+
+
+def _valid_rows(rows: Rows, group_sizes: GroupSizes) -> Array:
+    return (iota(rows.shape[0]) < group_sizes.sum(dtype=jnp.int32))[:, None]

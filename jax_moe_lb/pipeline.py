@@ -1,0 +1,200 @@
+"""The one executor: routing to counts to plan to weights to tokens to experts and back."""
+
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jax_moe_lb._pytree import pytree
+from jax_moe_lb.experts import Experts
+from jax_moe_lb.legality import check_routed, ensure, ensure_legal
+from jax_moe_lb.losses import Losses
+from jax_moe_lb.plan import Plan, imbalance, load, plain_plan, straggler, traffic
+from jax_moe_lb.routing import (
+    NO_EXPERT,
+    Router,
+    Routing,
+    mask_tokens,
+    tokens_per_expert,
+)
+from jax_moe_lb.systems import System
+from jax_moe_lb.topology import Topology
+from jax_moe_lb.transport.rounds import from_sending_order, serve, to_sending_order
+from jax_moe_lb.types import Counts, State, TokenMask, Tokens, wide_dtype
+
+CHECKPOINT_NAMES = ("moe_routing", "moe_sent", "moe_served")
+"""Names of intermediates for `jax.checkpoint_policies`: the routing, and token copies
+before and after the experts."""
+
+
+@pytree
+class Stats:
+    """What happened in one layer and microbatch; equal on all ranks of the group.
+
+    `moe` returns it without the leading dimensions, over which callers stack groups and layers.
+
+    Args:
+        counts: token copies that each rank routed to each expert.
+        load_before: token copies that each rank would serve under plain expert parallelism.
+        load_after: token copies that each rank served.
+        imbalance_before: `max / mean` of the load, likewise before and after.
+        imbalance_after: see above.
+        straggler_before: `max - mean` of the load, in token copies.
+        straggler_after: see above.
+        rounds: how often the receive buffer was filled.
+        rows_moved: token copies that were served by another rank than their own, one way.
+        weight_bytes_moved: bytes of expert weights copied into slots of other ranks.
+        loss: the weighted sum of the router losses; add it to the model's.
+    """
+
+    counts: Int[Array, "*D R E"]
+    load_before: Int[Array, "*D R"]
+    load_after: Int[Array, "*D R"]
+    imbalance_before: Float[Array, "*D"]
+    imbalance_after: Float[Array, "*D"]
+    straggler_before: Float[Array, "*D"]
+    straggler_after: Float[Array, "*D"]
+    rounds: Int[Array, "*D"]
+    rows_moved: Int[Array, "*D"]
+    weight_bytes_moved: Float[Array, "*D"]
+    loss: Float[Array, "*D"]
+
+
+def moe(
+    x: Tokens,
+    kernel: Float[Array, "H E"],
+    experts: Experts,
+    router: Router,
+    system: System,
+    topology: Topology,
+    *,
+    state: State = (),
+    bias: Float[Array, "E"] | None = None,
+    mask: TokenMask | None = None,
+    losses: Losses = Losses(),
+    sequence_length: int | None = None,
+) -> tuple[Tokens, Stats, State]:
+    """A mixture-of-experts layer on one rank; call it inside `jax.shard_map`.
+
+    Equal to a dense mixture of experts in values and gradients, whatever the plan.
+
+    Args:
+        x: this rank's tokens.
+        kernel: the router's, equal on all ranks; maps tokens to logits.
+        experts: the `L` home experts of this rank.
+        router: `TopK`, `ForceBalanced` or a callable like them.
+        system: the strategies.
+        topology: of `Topology.from_mesh`, with the axes that `x` varies over.
+        state: of `system.balancer.init`, or what the last call returned.
+        bias: added to the router's scores when it chooses experts; not learned.
+        mask: false for padding tokens, which no expert serves and whose output is 0.
+        losses: coefficients of the router losses.
+        sequence_length: consecutive tokens of a sequence, for the sequence-wise loss.
+
+    Returns:
+        The outputs, what happened, and the balancer's new state.
+
+    Raises:
+        ValueError: shapes that do not fit each other or the topology. Bad values (a logit
+            that is not finite, an expert id out of range, an illegal plan) stop the program
+            on all ranks with an error of the same form.
+    """
+    _check_arguments(x, kernel, experts, topology)
+    routing = route(x, kernel, router, topology, bias, mask)
+    counts = count(routing, kernel.shape[1], topology)
+    start = plain_plan(counts, topology, experts.up.shape[0] + system.replica_slots)
+    plan, state = system.balancer.rebalance(counts, start, topology, state)
+    plan = ensure_legal(plan, counts)
+    receipt = system.dispatch.address(routing.experts, counts, plan, topology)
+    sent = checkpoint_name(to_sending_order(x, receipt, routing.experts.shape[1]), "moe_sent")
+    served = serve(sent, vary_like_tokens(experts, topology), plan, receipt, system, topology)
+    served = checkpoint_name(served, "moe_served")
+    y = combine(from_sending_order(served, receipt), routing.weights)
+    loss = losses(routing, counts, topology.expert_axes, sequence_length)
+    return y, _stats(counts, start, plan, receipt.rounds, experts, loss), state
+
+
+def route(
+    x: Tokens,
+    kernel: Float[Array, "H E"],
+    router: Router,
+    topology: Topology,
+    bias: Float[Array, "E"] | None = None,
+    mask: TokenMask | None = None,
+) -> Routing:
+    """Experts and weights of this rank's tokens, computed in float32 at least."""
+    dtype = wide_dtype(x)
+    logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision=jax.lax.Precision.HIGHEST)
+    first_token = jax.lax.axis_index(topology.expert_axes) * x.shape[0]
+    routing = router(logits, bias, first_token)
+    routing = routing if mask is None else mask_tokens(routing, mask)
+    return checkpoint_name(routing, "moe_routing")
+
+
+def count(routing: Routing, num_experts: int, topology: Topology) -> Counts:
+    """The exact load of this microbatch, `[R, E]`, equal on all ranks.
+
+    Every rank also counts what its router got wrong, so that all of them stop or none does.
+    """
+    valid = (routing.experts >= NO_EXPERT) & (routing.experts < num_experts)
+    bad_weights = ~jnp.isfinite(routing.weights).all()
+    first_bad = jnp.where(valid, 0, routing.experts).reshape(-1)
+    wrong = jnp.stack([(~valid).sum(dtype=jnp.int32), first_bad.min(), first_bad.max(), bad_weights.astype(jnp.int32)])
+    mine = jnp.concatenate([tokens_per_expert(routing.experts.reshape(1, -1), num_experts)[0], wrong])
+    table = jax.lax.all_gather(mine, topology.expert_axes, to="invarying")
+    counts, wrong = table[:, :num_experts], table[:, num_experts:]
+    ok = (wrong[:, 0] == 0).all() & (wrong[:, 3] == 0).all()
+    return counts + ensure(ok, check_routed, wrong, np.int32(num_experts))
+
+
+def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:
+    """The experts, as different values on each data shard: the transpose sums their gradients over the shards."""
+    if not topology.data_axes:
+        return experts
+    return jax.lax.pcast(experts, topology.data_axes, to="varying")
+
+
+def combine(copies: Float[Array, "C H"], weights: Float[Array, "T K"]) -> Tokens:
+    """The weighted sum of each token's expert outputs, accumulated in float32 at least."""
+    by_token = copies.reshape(*weights.shape, copies.shape[1]).astype(weights.dtype)
+    return (by_token * weights[:, :, None]).sum(1).astype(copies.dtype)
+
+
+def _stats(
+    counts: Counts, before: Plan, after: Plan, rounds: Int[Array, ""], experts: Experts, loss: Float[Array, ""]
+) -> Stats:
+    moved = traffic(after, counts)
+    load_before, load_after = load(before), load(after)
+    expert_bytes = experts.nbytes // after.num_home
+    return Stats(
+        counts=counts,
+        load_before=load_before,
+        load_after=load_after,
+        imbalance_before=imbalance(load_before),
+        imbalance_after=imbalance(load_after),
+        straggler_before=straggler(load_before),
+        straggler_after=straggler(load_after),
+        rounds=rounds,
+        rows_moved=moved.rows,
+        # In floating point: a rack moves more than 2^31 bytes.
+        weight_bytes_moved=moved.replicas.astype(jnp.float32) * expert_bytes,
+        loss=loss,
+    )
+
+
+def _check_arguments(x: Tokens, kernel: Float[Array, "H E"], experts: Experts, topology: Topology) -> None:
+    if not topology.expert_axes:
+        raise ValueError("topology has no expert_axes; expected one made by Topology.from_mesh")
+    width, num_experts = kernel.shape
+    home, experts_width, _ = experts.up.shape
+    if home * topology.num_ranks != num_experts:
+        raise ValueError(
+            f"experts holds {home} experts on each of {topology.num_ranks} ranks; "
+            f"expected {num_experts} in all, those of the router's kernel"
+        )
+    if x.shape[-1] != width or experts_width != width:
+        raise ValueError(
+            f"x has width {x.shape[-1]} and experts.up {experts_width}; expected that of the router's kernel, {width}"
+        )

@@ -1,0 +1,104 @@
+"""As many rounds as the plan needs, forward and backward, in the memory of one."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jax_moe_lb.experts import Experts
+from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
+from jax_moe_lb.plan import Plan
+from jax_moe_lb.systems import System
+from jax_moe_lb.topology import Topology
+from jax_moe_lb.transport.direct import Copies, Receipt
+from jax_moe_lb.types import Tokens, wide_dtype
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def serve(copies: Copies, experts: Experts, plan: Plan, receipt: Receipt, system: System, topology: Topology) -> Copies:
+    """Every token copy through its expert, wherever the plan put it.
+
+    The loop's length is known only at run time, so reverse mode cannot look into it: the
+    backward pass runs the same rounds again. Each sends the copies and the gradients of
+    their outputs, and returns the gradients of the copies. The number of rounds is
+    equal on all ranks, so the exchanges inside the loop always find their partners.
+    Replicas are not kept for the backward pass either, but copied again by the same plan.
+
+    Args:
+        copies: in the sending order of `receipt`.
+        experts: the home experts of this rank.
+        plan: says what the slots hold.
+        receipt: of `system.dispatch.address`.
+        system: how weights and copies travel.
+        topology: its expert axes.
+
+    Returns:
+        The experts' outputs in the same order; 0 for copies that go nowhere.
+    """
+    slots = system.replicate(experts, plan, topology)
+
+    def one_round(i: Array, out: Copies) -> Copies:
+        rows, group_sizes = system.dispatch.send(copies, receipt, i, topology)
+        return system.dispatch.send_back(grouped_ffn(rows, slots, group_sizes), receipt, i, out, topology)
+
+    return jax.lax.fori_loop(0, receipt.rounds, one_round, jnp.zeros_like(copies))
+
+
+def _save(
+    copies: Copies, experts: Experts, plan: Plan, receipt: Receipt, system: System, topology: Topology
+) -> tuple[Copies, tuple[Copies, Experts, Plan, Receipt]]:
+    return serve(copies, experts, plan, receipt, system, topology), (copies, experts, plan, receipt)
+
+
+def _backward(
+    system: System, topology: Topology, saved: tuple[Copies, Experts, Plan, Receipt], upstream: Copies
+) -> tuple[Copies, Experts, None, None]:
+    copies, experts, plan, receipt = saved
+    slots, sum_at_home = jax.vjp(lambda experts: system.replicate(experts, plan, topology), experts)
+
+    def one_round(i: Array, carry: tuple[Copies, Experts]) -> tuple[Copies, Experts]:
+        copy_gradients, slot_gradients = carry
+        rows, group_sizes = system.dispatch.send(copies, receipt, i, topology)
+        row_upstream, _ = system.dispatch.send(upstream, receipt, i, topology)
+        row_gradients, gradients = grouped_ffn_gradients(rows, slots, group_sizes, row_upstream)
+        copy_gradients = system.dispatch.send_back(row_gradients, receipt, i, copy_gradients, topology)
+        return copy_gradients, jax.tree.map(jnp.add, slot_gradients, gradients)
+
+    zeros = jax.tree.map(lambda w: jnp.zeros_like(w, wide_dtype(w)), slots)
+    copy_gradients, totals = jax.lax.fori_loop(0, receipt.rounds, one_round, (jnp.zeros_like(copies), zeros))
+    slot_gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), totals, slots)
+    return copy_gradients, *sum_at_home(slot_gradients), None, None
+
+
+serve.defvjp(_save, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def to_sending_order(tokens: Tokens, receipt: Receipt, per_tok: int) -> Copies:
+    """The `K = per_tok` copies of each token. Its transpose gathers too, where autodiff would scatter."""
+    return tokens[receipt.order // per_tok]
+
+
+def _save_receipt(tokens: Tokens, receipt: Receipt, per_tok: int) -> tuple[Copies, Receipt]:
+    return to_sending_order(tokens, receipt, per_tok), receipt
+
+
+def _sum_copies(per_tok: int, receipt: Receipt, upstream: Copies) -> tuple[Tokens, None]:
+    by_token = upstream[receipt.place].reshape(-1, per_tok, upstream.shape[1])
+    return by_token.sum(1, dtype=wide_dtype(upstream)).astype(upstream.dtype), None
+
+
+to_sending_order.defvjp(_save_receipt, _sum_copies)
+
+
+@jax.custom_vjp
+def from_sending_order(copies: Copies, receipt: Receipt) -> Copies:
+    """Copies back to token order, `token * K + k`."""
+    return copies[receipt.place]
+
+
+from_sending_order.defvjp(
+    lambda copies, receipt: (copies[receipt.place], receipt),
+    lambda receipt, upstream: (upstream[receipt.order], None),
+)
