@@ -1,0 +1,1 @@
+"""Who serves which tokens: one file per balancer."""

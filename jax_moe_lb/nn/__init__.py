@@ -1,0 +1,5 @@
+"""Flax modules."""
+
+from jax_moe_lb.nn.moe import MoE as MoE
+from jax_moe_lb.nn.moe import as_linen as as_linen
+from jax_moe_lb.nn.moe import logical_axis_rules as logical_axis_rules

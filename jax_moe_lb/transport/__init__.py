@@ -1,0 +1,1 @@
+"""How weights and tokens move, by mechanism."""

@@ -81,7 +81,11 @@ fetch.defvjp(_save, _backward)
 
 
 def ring_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
-    """`fetch`: the home blocks walk up the ring, as far as somebody wants them."""
+    """`fetch`: the home blocks walk up the ring, past every rank.
+
+    Always all the way: a permute is one operation of all devices of the mesh, and
+    groups side by side, whose plans differ, must agree on how many there are.
+    """
     num_ranks, num_home = wanted.shape[0], home.shape[0]
     distance, local = _ring_distance(wanted, num_home), wanted % num_home
     me = jax.lax.axis_index(axis_name)
@@ -94,7 +98,7 @@ def ring_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
 
     # Zeros that vary over the same mesh axes as the weights.
     slots = jnp.zeros_like(home, shape=(wanted.shape[1], *home.shape[1:]))
-    return jax.lax.fori_loop(1, distance.max() + 1, step, (home, slots))[1]
+    return jax.lax.fori_loop(1, num_ranks, step, (home, slots))[1]
 
 
 def ring_sum(upstream: Weights, wanted: Wanted, *, num_home: int, axis_name: Axes) -> Weights:
@@ -103,14 +107,13 @@ def ring_sum(upstream: Weights, wanted: Wanted, *, num_home: int, axis_name: Axe
     distance, local = _ring_distance(wanted, num_home), wanted % num_home
     me = jax.lax.axis_index(axis_name)
     down = [(r, (r - 1) % num_ranks) for r in range(num_ranks)]
-    farthest = distance.max()
 
     def step(i: Array, sums: Weights) -> Weights:
-        here = _column(distance[me] == farthest - i, upstream)
+        here = _column(distance[me] == num_ranks - 1 - i, upstream)
         sums = sums.at[local[me]].add(jnp.where(here, upstream, 0).astype(sums.dtype))
         return jax.lax.ppermute(sums, axis_name, down)
 
-    return jax.lax.fori_loop(0, farthest, step, _zero_sums(upstream, num_home)).astype(upstream.dtype)
+    return jax.lax.fori_loop(0, num_ranks - 1, step, _zero_sums(upstream, num_home)).astype(upstream.dtype)
 
 
 def _ring_distance(wanted: Wanted, num_home: int) -> Wanted:

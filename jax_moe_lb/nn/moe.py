@@ -1,0 +1,228 @@
+"""The Flax layer: holds parameters and the balancer's state, calls `pipeline.moe`."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float
+
+from jax_moe_lb.experts import Experts
+from jax_moe_lb.losses import Losses
+from jax_moe_lb.ops.grouped_ffn import dense_ffn
+from jax_moe_lb.pipeline import Stats, moe
+from jax_moe_lb.plan import home_experts_per_rank
+from jax_moe_lb.routing import Router, updated_bias
+from jax_moe_lb.systems import System
+from jax_moe_lb.topology import Topology
+
+LogicalAxisRules = tuple[tuple[str, tuple[str, ...] | str | None], ...]
+
+
+class BalancerState(nnx.Variable):
+    """What the balancer remembers between steps; not a parameter, so no optimizer touches it."""
+
+
+class RouterBias(nnx.Variable):
+    """The routing bias of each expert; moved by `MoE.update_bias`, never by gradients."""
+
+
+def logical_axis_rules(topology: Topology) -> LogicalAxisRules:
+    """The default table: experts over the expert axes, their weights whole.
+
+    Replace entries to shard `embed` or `mlp` over further axes (FSDP): the layer gathers what it needs.
+    """
+    return (("exp", topology.expert_axes), ("embed", None), ("mlp", None))
+
+
+class MoE(nnx.Module):
+    """A mixture-of-experts layer that stays balanced and drops nothing.
+
+    Args:
+        embed_dim: `H`.
+        mlp_dim: `F`, inner width of an expert.
+        num_experts: `E`, a multiple of the number of ranks.
+        router: `TopK`, `ForceBalanced` or a callable like them.
+        mesh: of the expert and data axes; Auto or Explicit.
+        topology: of `Topology.from_mesh(mesh, ...)`.
+        system: the strategies.
+        gated: SwiGLU experts; plain GELU ones otherwise.
+        shared_mlp_dim: inner width of the shared expert, which every token passes; 0: none.
+        use_bias: keep a `RouterBias` (auxiliary-loss-free balancing).
+        losses: coefficients of the router losses, whose sum is `Stats.loss`.
+        dtype: of the experts' arithmetic and of replicated weights; `None`: that of the input.
+        param_dtype: of the parameters.
+        kernel_init: of all kernels.
+        rules: logical to mesh axes; `logical_axis_rules(topology)` by default.
+        rngs: random numbers for the parameters.
+
+    Raises:
+        ValueError: `num_experts` is no multiple of the ranks, or the topology is not the mesh's.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        mlp_dim: int,
+        num_experts: int,
+        router: Router,
+        *,
+        mesh: Mesh,
+        topology: Topology,
+        system: System = System(),
+        gated: bool = True,
+        shared_mlp_dim: int = 0,
+        use_bias: bool = False,
+        losses: Losses = Losses(),
+        dtype: jnp.dtype | type | None = None,
+        param_dtype: jnp.dtype | type = jnp.float32,
+        kernel_init: nnx.Initializer = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=(0,)),
+        rules: LogicalAxisRules | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        home_experts_per_rank(num_experts, topology.num_ranks)
+        _check_mesh(mesh, topology)
+        self.router, self.mesh, self.topology, self.system = router, mesh, topology, system
+        self.losses, self.dtype = losses, dtype
+        rules = logical_axis_rules(topology) if rules is None else rules
+
+        def param(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
+            # Initializers take the leading axis of a stack of kernels for a batch: give single ones such an axis.
+            value = kernel_init(rngs.params(), (1, *shape) if len(shape) == 2 else shape, param_dtype)
+            return nnx.Param(value.reshape(shape), out_sharding=axes, mesh=mesh, sharding_rules=rules)
+
+        up, down = (embed_dim, mlp_dim), (mlp_dim, embed_dim)
+        self.kernel = param((embed_dim, num_experts), ("embed", None))
+        self.up = param((num_experts, *up), ("exp", "embed", "mlp"))
+        self.down = param((num_experts, *down), ("exp", "mlp", "embed"))
+        self.gate = param((num_experts, *up), ("exp", "embed", "mlp")) if gated else None
+        if shared_mlp_dim:
+            self.shared_up = param((embed_dim, shared_mlp_dim), ("embed", "mlp"))
+            self.shared_down = param((shared_mlp_dim, embed_dim), ("mlp", "embed"))
+            self.shared_gate = param((embed_dim, shared_mlp_dim), ("embed", "mlp")) if gated else None
+        self.has_shared = bool(shared_mlp_dim)
+        self.bias = RouterBias(jnp.zeros((num_experts,), jnp.float32)) if use_bias else None
+        state = system.balancer.init((topology.num_ranks, num_experts))
+        groups = self._num_groups()
+        stacked = jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * groups), state)
+        self.state = BalancerState(stacked) if jax.tree.leaves(state) else None
+        self.empty_state = None if jax.tree.leaves(state) else state
+
+    def __call__(
+        self, x: Float[Array, "*B H"], mask: Bool[Array, "*B"] | None = None
+    ) -> tuple[Float[Array, "*B H"], Stats]:
+        """Tokens through their experts.
+
+        Args:
+            x: the tokens in all leading dimensions together are a multiple of the shards, `D * R`;
+                with three dimensions or more the last but one is the sequence.
+            mask: false for padding tokens.
+
+        Returns:
+            The outputs, placed like `x`, and statistics stacked over the `D` groups.
+        """
+        shards = self._num_groups() * self.topology.num_ranks
+        num_tokens = math.prod(x.shape[:-1])
+        if num_tokens % shards:
+            raise ValueError(f"x has {num_tokens} tokens; expected a multiple of the {shards} shards of the mesh")
+        x = x if self.dtype is None else x.astype(self.dtype)
+        tokens = x.reshape(num_tokens, x.shape[-1])
+        mask = jnp.ones((num_tokens,), bool) if mask is None else mask.reshape(num_tokens)
+        state = self.empty_state if self.state is None else self.state.get_value()
+        experts = jax.tree.map(lambda w: w.astype(x.dtype), self._experts())
+        bias = None if self.bias is None else self.bias[...]
+        sequence_length = x.shape[-2] if x.ndim > 2 else None
+        y, stats, state = self._run(tokens, mask, self.kernel[...], experts, bias, state, sequence_length)
+        if self.state is not None:
+            self.state.set_value(state)
+        y = _place(y.reshape(x.shape), jax.typeof(x).sharding, self.mesh)
+        if self.has_shared:
+            y = y + dense_ffn(x, jax.tree.map(lambda w: w.astype(x.dtype), self._shared()))
+        return y, stats
+
+    def update_bias(self, stats: Stats, rate: float = 1e-3) -> None:
+        """Moves the router's bias against the load of one step (see `updated_bias`); call it after the optimizer.
+
+        Raises:
+            ValueError: the layer was made without `use_bias`.
+        """
+        if self.bias is None:
+            raise ValueError("use_bias is False; expected True, for update_bias")
+        load = stats.counts.reshape(-1, stats.counts.shape[-1]).sum(0, dtype=jnp.int32)
+        self.bias[...] = updated_bias(self.bias[...], load, rate)
+
+    def _run(
+        self,
+        tokens: Float[Array, "C H"],
+        mask: Bool[Array, "C"],
+        kernel: Float[Array, "H E"],
+        experts: Experts,
+        bias: Float[Array, "E"] | None,
+        state: object,
+        sequence_length: int | None,
+    ) -> tuple[Float[Array, "C H"], Stats, object]:
+        topology = self.topology
+        by_expert = PartitionSpec(topology.expert_axes)
+        by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
+        by_group = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
+
+        def one_rank(tokens, mask, kernel, experts, bias, state):  # noqa: ANN001, ANN202
+            # Statistics and state have one entry per group, of which this rank sees its own.
+            state = jax.tree.map(lambda leaf: leaf[0], state)
+            y, stats, state = moe(
+                tokens,
+                kernel,
+                experts,
+                self.router,
+                self.system,
+                topology,
+                state=state,
+                bias=bias,
+                mask=mask,
+                losses=self.losses,
+                sequence_length=sequence_length,
+            )
+            return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state))
+
+        specs = (by_token, by_token, PartitionSpec(), by_expert, PartitionSpec(), by_group)
+        args = (tokens, mask, kernel, experts, bias, state)
+        args = tuple(_place(arg, NamedSharding(self.mesh, spec), self.mesh) for arg, spec in zip(args, specs, strict=True))
+        run = jax.shard_map(one_rank, mesh=self.mesh, in_specs=specs, out_specs=(by_token, by_group, by_group))
+        return run(*args)
+
+    def _experts(self) -> Experts:
+        return Experts(self.up[...], self.down[...], None if self.gate is None else self.gate[...])
+
+    def _shared(self) -> Experts:
+        gate = None if self.shared_gate is None else self.shared_gate[...]
+        return Experts(self.shared_up[...], self.shared_down[...], gate)
+
+    def _num_groups(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self.topology.data_axes)
+
+
+as_linen = functools.partial(nnx.bridge.to_linen, MoE)
+"""`MoE` as a Linen module, from the same arguments but `rngs`.
+
+State and bias are in collections of their own, `BalancerState` and `RouterBias`.
+"""
+
+
+def _place(tree: object, sharding: jax.sharding.Sharding, mesh: Mesh) -> object:
+    """Reshards where the mesh has Explicit axes; where they are Auto, the compiler does."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return tree
+    return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
+
+
+def _check_mesh(mesh: Mesh, topology: Topology) -> None:
+    for axis in topology.expert_axes + topology.data_axes:
+        if axis not in mesh.axis_names:
+            raise ValueError(f"topology names axis {axis!r}; expected an axis of the mesh, one of {mesh.axis_names}")
+    ranks = math.prod(mesh.shape[axis] for axis in topology.expert_axes)
+    if not topology.expert_axes or ranks != topology.num_ranks:
+        raise ValueError(
+            f"topology has {topology.num_ranks} ranks; expected the {ranks} of mesh axes {topology.expert_axes}"
+        )
