@@ -34,7 +34,7 @@ class HostBalancer(Balancer):
             ValueError: the plan is illegal; inside `jax.jit` it is a run-time error with the same message.
         """
 
-        def call(counts: np.ndarray, plan: Plan) -> Plan:
+        def call(counts: Counts, plan: Plan) -> Plan:
             counts, plan = jax.tree.map(np.asarray, (counts, plan))
             answer = self.planner(counts, plan, topology)
             if not isinstance(answer, Plan):

@@ -1,0 +1,106 @@
+"""What every balancer and system must keep, on every workload."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_moe_lb
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import (
+    Balancer,
+    Chain,
+    Greedy,
+    HostBalancer,
+    Plain,
+    Plan,
+    System,
+    TopK,
+    Topology,
+    check_plan,
+    greedy,
+    plain,
+    plain_plan,
+)
+from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+
+
+def swap_halves(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
+    """A planner on the host: the first expert of each rank shares its tokens with the next rank of its domain."""
+    placement, quota = plan.placement.copy(), plan.quota.copy()
+    for rank in range(plan.num_ranks):
+        helper = rank // plan.domain * plan.domain + (rank + 1) % plan.domain
+        expert = placement[rank, 0]
+        if helper != rank:
+            placement[helper, plan.num_home] = expert
+            half = quota[expert, rank] // 2
+            quota[expert] += half * ((np.arange(plan.num_ranks) == helper) - 1 * (np.arange(plan.num_ranks) == rank))
+    return Plan(placement, quota, domain=plan.domain)
+
+
+BALANCERS = {
+    Plain: Plain(),
+    Greedy: Greedy(),
+    HostBalancer: HostBalancer(swap_halves),
+    Chain: Chain((HostBalancer(swap_halves), Greedy(min_tokens=2))),
+}
+SYSTEMS = {
+    "plain": plain(),
+    "greedy": greedy(),
+    "greedy in small rounds": greedy(replica_slots=1, headroom=0.4),
+    "host": System(BALANCERS[HostBalancer], replica_slots=1),
+    "chain": System(BALANCERS[Chain], replica_slots=3),
+}
+# ranks, ranks per domain, experts, slots
+SHAPES = [(8, 8, 16, 4), (8, 4, 16, 3), (8, 2, 8, 3), (1, 1, 4, 5), (6, 3, 18, 4)]
+
+
+def test_every_exported_balancer_is_here():
+    exported = {
+        value
+        for value in vars(jax_moe_lb).values()
+        if inspect.isclass(value) and issubclass(value, Balancer) and not inspect.isabstract(value)
+    }
+    assert exported == set(BALANCERS)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("balancer", BALANCERS.values(), ids=lambda b: type(b).__name__)
+def test_plans_are_legal_deterministic_and_compiled_once(balancer, shape):
+    num_ranks, domain, num_experts, slots = shape
+    topology = Topology.flat(num_ranks, domain)
+
+    @jax.jit
+    def rebalance(counts):
+        state = balancer.init(counts.shape)
+        return balancer.rebalance(counts, plain_plan(counts, topology, slots), topology, state)[0]
+
+    for workload in WORKLOADS:
+        for seed in range(3):
+            counts = workload.counts(seed, num_ranks, 50, num_experts, 2)
+            plan, again = rebalance(jnp.asarray(counts)), rebalance(jnp.asarray(counts))
+            check_plan(plan, counts)
+            assert plan.domain == domain
+            np.testing.assert_array_equal(plan.placement, again.placement)
+            np.testing.assert_array_equal(plan.quota, again.quota)
+    assert rebalance._cache_size() == 1
+
+
+@pytest.mark.parametrize(("dtype", "relative"), [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 4e-2)])
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_layer_equals_dense(name, dtype, relative, x64):
+    """Outputs and gradients of tokens, router and experts; one compilation for all workloads."""
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    topology = Topology.from_mesh(mesh, ranks_per_domain=4)
+    kernel, experts = case.params(dtype)
+    layer, dense = with_gradients(sharded_moe(mesh, topology, SYSTEMS[name])), dense_with_gradients(TopK(2))
+    for workload in WORKLOADS:
+        x, mask = case.tokens(workload, 8, dtype)
+        target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float64")
+        (y, stats), gradients = layer(x, mask, kernel, experts, target)
+        (want, _), want_gradients = dense(x, mask, kernel, experts, target)
+        assert_close((y, gradients), (want, want_gradients), relative)
+        assert int(stats.counts.sum()) == int(stats.load_after.sum()) == 2 * int(mask.sum())
+    assert layer._cache_size() == 1

@@ -1,0 +1,19 @@
+"""Every test runs on 8 virtual CPU devices, with strict promotion and checked shape annotations."""
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Before anything imports the package, and for as long as the tests run.
+install_import_hook("jax_moe_lb", "beartype.beartype")
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield

@@ -1,0 +1,99 @@
+"""One MoE layer over a mesh, next to its dense reference."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+
+from benchmarks.workloads import Workload
+from jax_moe_lb import Experts, System, TopK, Topology, moe
+from tests.oracle import dense_moe
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a layer. The first columns of its tokens are random, the last `E` carry their preferences."""
+
+    num_tokens: int = 24
+    features: int = 4
+    mlp_dim: int = 8
+    num_experts: int = 16
+    per_tok: int = 2
+    gated: bool = True
+
+    @property
+    def width(self) -> int:
+        return self.features + self.num_experts
+
+    def params(self, dtype) -> tuple[jax.Array, Experts]:
+        rng = np.random.default_rng(1)
+        kernel = np.concatenate([0.01 * rng.normal(size=(self.features, self.num_experts)), np.eye(self.num_experts)])
+        up, gate = 0.3 * rng.normal(size=(2, self.num_experts, self.width, self.mlp_dim))
+        down = 0.3 * rng.normal(size=(self.num_experts, self.mlp_dim, self.width))
+        experts = Experts(jnp.asarray(up, dtype), jnp.asarray(down, dtype), jnp.asarray(gate, dtype))
+        return jnp.asarray(kernel, dtype), experts if self.gated else Experts(experts.up, experts.down)
+
+    def tokens(self, workload: Workload, num_shards: int, dtype) -> tuple[jax.Array, jax.Array]:
+        """Tokens of all shards, and their mask."""
+        logits = workload.logits(0, num_shards, self.num_tokens, self.num_experts)
+        features = np.random.default_rng(2).normal(size=(*logits.shape[:2], self.features))
+        # Preferences come in whole numbers, so that rounding to bfloat16 changes no choice of expert.
+        ranks = np.argsort(np.argsort(logits, axis=-1), axis=-1)
+        x = np.concatenate([features, ranks - self.num_experts / 2], -1) / 4
+        mask = workload.mask(num_shards, self.num_tokens).reshape(-1)
+        return jnp.asarray(x.reshape(-1, self.width), dtype), jnp.asarray(mask)
+
+
+def make_mesh(sizes, names, axis_type=AxisType.Auto):
+    return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes), devices=jax.devices()[: np.prod(sizes)])
+
+
+def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma=True, losses=None):
+    """`(x, mask, kernel, experts) -> (y, stats)` over the mesh; stats stacked over groups."""
+    tokens = PartitionSpec(topology.data_axes + topology.expert_axes)
+    groups = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
+    router = TopK(2) if router is None else router
+
+    def one_rank(x, mask, kernel, experts):
+        options = {} if losses is None else {"losses": losses, "sequence_length": x.shape[0] // 2}
+        state = system.balancer.init((topology.num_ranks, kernel.shape[1]))
+        y, stats, _ = moe(x, kernel, experts, router, system, topology, mask=mask, state=state, **options)
+        return y, jax.tree.map(lambda leaf: leaf[None], stats)
+
+    return jax.shard_map(
+        one_rank,
+        mesh=mesh,
+        in_specs=(tokens, tokens, PartitionSpec(), PartitionSpec(topology.expert_axes)),
+        out_specs=(tokens, groups),
+        check_vma=check_vma,
+    )
+
+
+def with_gradients(layer):
+    """Jitted `(x, mask, kernel, experts, target) -> ((y, stats), gradients of x, kernel and experts)`."""
+
+    def loss(x, kernel, experts, mask, target):
+        y, stats = layer(x, mask, kernel, experts)
+        return (y.astype(target.dtype) * target).sum(), (y, stats)
+
+    @jax.jit
+    def run(x, mask, kernel, experts, target):
+        gradients, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, kernel, experts, mask, target)
+        return out, gradients
+
+    return run
+
+
+def dense_with_gradients(router):
+    """The same for the dense reference."""
+    return with_gradients(lambda x, mask, kernel, experts: (dense_moe(x, kernel, experts, router, mask), None))
+
+
+def assert_close(actual, expected, relative):
+    """Leaf by leaf, relative to the largest entry of the expected leaf."""
+    for (path, got), want in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        error, scale = np.abs(got - want).max(initial=0), max(np.abs(want).max(initial=0), 1e-6)
+        assert error <= relative * scale, f"{jax.tree_util.keystr(path)}: error {error:.3g} of {scale:.3g}"

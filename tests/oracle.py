@@ -1,0 +1,66 @@
+"""Plain references, written to be read: no collectives, no sorting, no cleverness."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_moe_lb import Experts
+
+
+def dense_moe(x, kernel, experts: Experts, router, mask=None, bias=None):
+    """Every token through every expert; `[T, H]` tokens of all ranks, `[E, ...]` experts of all ranks."""
+    wide = x.dtype if x.dtype == jnp.float64 else jnp.float32
+    logits = jnp.matmul(x.astype(wide), kernel.astype(wide), precision="highest")
+    routing = router(logits, bias, jnp.int32(0))
+    up = jnp.einsum("th,ehf->etf", x, experts.up)
+    if experts.gate is None:
+        hidden = jax.nn.gelu(up)
+    else:
+        hidden = jax.nn.silu(jnp.einsum("th,ehf->etf", x, experts.gate)) * up
+    by_expert = jnp.einsum("etf,efh->teh", hidden, experts.down)
+    chosen = jnp.take_along_axis(by_expert, routing.experts[:, :, None], axis=1)
+    y = (chosen.astype(wide) * routing.weights[:, :, None]).sum(1).astype(x.dtype)
+    return y if mask is None else jnp.where(mask[:, None], y, 0)
+
+
+def split(counts, quota, domain):
+    """The split rule token by token: `[R, E, R]`, copies of an expert from a source to the rank that serves them."""
+    num_ranks, num_experts = counts.shape
+    left, room = counts.astype(int).copy(), quota.astype(int).copy()
+    out = np.zeros((num_ranks, num_experts, num_ranks), int)
+    nearness = (
+        lambda r, t: r == t,
+        lambda r, t: r // domain == t // domain,
+        lambda r, t: r % domain == t % domain,
+        lambda r, t: True,
+    )
+    for near in nearness:
+        for e in range(num_experts):
+            for r in range(num_ranks):
+                for t in range(num_ranks):
+                    if near(r, t):
+                        take = min(left[r, e], room[e, t])
+                        out[r, e, t] += take
+                        left[r, e] -= take
+                        room[e, t] -= take
+    return out
+
+
+def random_plan(rng, counts, slots, domain):
+    """A legal plan drawn at random: `(placement, quota)`."""
+    num_ranks, num_experts = counts.shape
+    home = num_experts // num_ranks
+    placement = np.full((num_ranks, slots), -1, np.int32)
+    placement[:, :home] = np.arange(num_experts).reshape(num_ranks, home)
+    for rank in range(num_ranks):
+        block = rank // domain * domain
+        inside = np.arange(block * home, (block + domain) * home)
+        others = rng.permutation(inside[inside // home != rank])
+        for slot in range(home, slots):
+            if len(others) and rng.random() < 0.7:
+                placement[rank, slot], others = others[0], others[1:]
+    quota = np.zeros((num_experts, num_ranks), np.int32)
+    for e, total in enumerate(counts.sum(0)):
+        holders = np.flatnonzero((placement == e).any(1))
+        quota[e, holders] = rng.multinomial(total, rng.dirichlet(np.ones(len(holders))))
+    return placement, quota
