@@ -40,7 +40,7 @@ def check_counts(counts: AnyArray) -> None:
         raise ValueError(f"counts sum to {counts.sum(dtype=np.float64):.0f} tokens; expected at most {INT32_MAX}")
 
 
-def check_plan(plan: Plan, counts: Counts) -> None:
+def check_plan(plan: Plan, counts: AnyArray) -> None:
     """Refuses a plan that loses tokens, serves from an empty slot or breaks a domain.
 
     Args:

@@ -11,6 +11,9 @@ from jax_moe_lb._pytree import pytree
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import AnyArray, Counts, Load, Quota, host_iota
 
+Scalar = Float[AnyArray, ""] | float
+"""An array in a jitted program, a NumPy number on a host."""
+
 
 @pytree
 class Plan:
@@ -172,13 +175,13 @@ def load(plan: Plan) -> Load:
     return plan.quota.sum(0, dtype=np.int32)
 
 
-def straggler(load: Load) -> Float[AnyArray, ""]:
+def straggler(load: Load) -> Scalar:
     """`max(load) - mean(load)`, in token copies (FEPLB, token straggler)."""
     load = _as_float(load)
     return load.max() - load.mean()
 
 
-def imbalance(load: Load) -> Float[AnyArray, ""]:
+def imbalance(load: Load) -> Scalar:
     """`max(load) / mean(load)` (UltraEP, section 4.3); 1 where there is no load."""
     load = _as_float(load)
     xp = _namespace(load)
@@ -195,8 +198,8 @@ class Traffic(NamedTuple):
         fan_out: copies of expert weights that each rank sends, `[R]`.
     """
 
-    rows: Int[AnyArray, ""]
-    replicas: Int[AnyArray, ""]
+    rows: Int[AnyArray, ""] | np.integer
+    replicas: Int[AnyArray, ""] | np.integer
     fan_out: Int[AnyArray, "R"]
 
 

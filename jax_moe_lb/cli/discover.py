@@ -1,0 +1,45 @@
+"""A balancer by the name of its file in `jax_moe_lb/balancers/`: a new file needs no entry anywhere."""
+
+import importlib
+import inspect
+import pkgutil
+
+from jax_moe_lb import balancers
+from jax_moe_lb.balancers.base import Balancer
+
+
+def load_balancer(name: str) -> Balancer:
+    """The balancer of file `name`, with its default hyper-parameters.
+
+    Raises:
+        ValueError: no such balancer; the message lists those that there are.
+    """
+    found = _balancer_class(name) if name in _file_names() else None
+    if found is None:
+        raise ValueError(f"--system is {name!r}; expected one of {', '.join(balancer_names())}")
+    return found()
+
+
+def balancer_names() -> list[str]:
+    """Every name that `load_balancer` knows."""
+    return [name for name in _file_names() if _balancer_class(name) is not None]
+
+
+def _file_names() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(balancers.__path__))
+
+
+def _balancer_class(file_name: str) -> type[Balancer] | None:
+    """The concrete balancer called like its file (`eplb_plus`: `EplbPlus`) that needs no arguments."""
+    module = importlib.import_module(f"{balancers.__name__}.{file_name}")
+    for name, value in vars(module).items():
+        if name.lower() == file_name.replace("_", "") and _is_usable(value):
+            return value
+    return None
+
+
+def _is_usable(value: object) -> bool:
+    if not (isinstance(value, type) and issubclass(value, Balancer)) or inspect.isabstract(value):
+        return False
+    parameters = inspect.signature(value).parameters.values()
+    return all(parameter.default is not inspect.Parameter.empty for parameter in parameters)

@@ -1,0 +1,102 @@
+"""Recorded counts from files, plans into files. Whatever is wrong with a file becomes one ValueError that names it."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from jax_moe_lb.legality import check_counts
+from jax_moe_lb.plan import Plan, home_experts_per_rank
+
+
+class Trace(NamedTuple):
+    """Counts of several steps.
+
+    Args:
+        steps: the number of each step.
+        counts: token copies that each rank routed to each expert.
+    """
+
+    steps: list[int]
+    counts: Int[np.ndarray, "steps layers R E"]
+
+
+def read_counts(path: Path) -> Int[np.ndarray, "layers R E"]:
+    """Counts `[R, E]` or `[layers, R, E]` of one step.
+
+    Raises:
+        ValueError: the file cannot be read, or no plan can be made from what it holds.
+    """
+    counts = _load("COUNTS", path)["counts"]
+    if counts.ndim not in (2, 3):
+        raise ValueError(f"COUNTS {path}: counts has shape {counts.shape}; expected [R, E] or [layers, R, E]")
+    return _checked("COUNTS", path, counts.reshape(-1, *counts.shape[-2:]) if counts.size else counts)
+
+
+def read_trace(path: Path) -> Trace:
+    """Counts `[steps, layers, R, E]`, with the numbers of the steps where the file has them.
+
+    Raises:
+        ValueError: the file cannot be read, or no plan can be made from what it holds.
+    """
+    arrays = _load("TRACE", path)
+    counts = arrays["counts"]
+    if counts.ndim != 4:
+        raise ValueError(f"TRACE {path}: counts has shape {counts.shape}; expected [steps, layers, R, E]")
+    steps = arrays.get("steps", np.arange(len(counts)))
+    if steps.shape != counts.shape[:1] or not np.issubdtype(steps.dtype, np.integer):
+        raise ValueError(
+            f"TRACE {path}: steps has shape {steps.shape} and dtype {steps.dtype}; "
+            f"expected an integer for each of the {len(counts)} steps of counts"
+        )
+    return Trace(steps.tolist(), _checked("TRACE", path, counts))
+
+
+def write_plans(path: Path, plans: Sequence[Plan], leading_shape: tuple[int, ...]) -> None:
+    """An npz with `placement` `[*leading_shape, R, S]` and `quota` `[*leading_shape, E, R]`.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    arrays = {name: np.stack([np.asarray(getattr(plan, name)) for plan in plans]) for name in ("placement", "quota")}
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{name: a.reshape(*leading_shape, *a.shape[1:]) for name, a in arrays.items()})
+    try:
+        path.write_bytes(buffer.getvalue())
+    except OSError as error:
+        raise ValueError(f"--out is {path}: {error.strerror}; expected a file that can be written") from error
+
+
+def _load(argument: str, path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an npz, or the one of a npy under the name `counts`."""
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        arrays = {"counts": loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
+    except OSError as error:
+        raise ValueError(f"{argument} is {path}: {error.strerror or error}; expected a .npy or .npz file") from error
+    except Exception as error:  # a damaged file makes NumPy and zipfile raise nearly anything
+        raise ValueError(f"{argument} is {path}: not a whole NumPy file ({error}); expected .npy or .npz") from error
+    if "counts" not in arrays:
+        raise ValueError(f"{argument} is {path}, with arrays {sorted(arrays)}; expected one called 'counts'")
+    return arrays
+
+
+def _checked(argument: str, path: Path, counts: np.ndarray) -> Int[np.ndarray, "... R E"]:
+    """The counts as int32, planning's integer type, if every layer of every step can be planned for."""
+    if counts.size == 0:
+        raise ValueError(f"{argument} {path}: counts has shape {counts.shape}; expected no empty dimension")
+    for index in np.ndindex(counts.shape[:-2]):
+        try:
+            check_counts(counts[index])
+            home_experts_per_rank(counts.shape[-1], counts.shape[-2])
+        except ValueError as error:
+            raise ValueError(f"{argument} {path}, {_where(index)}: {error}") from error
+    return counts.astype(np.int32)
+
+
+def _where(index: tuple[int, ...]) -> str:
+    names = ("step", "layer")[-len(index) :]
+    return ", ".join(f"{name} {i}" for name, i in zip(names, index, strict=True))

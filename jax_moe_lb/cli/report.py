@@ -1,0 +1,95 @@
+"""What the commands print: a table for people, one JSON object for programs."""
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import TypeVar
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import Progress
+from rich.table import Table
+
+from jax_moe_lb.cli.planning import Effect
+
+BAR_AFTER_S = 2.0
+"""Seconds without a word that a user is asked to bear."""
+
+Item = TypeVar("Item")
+
+
+def effect_json(effect: Effect, expert_bytes: int | None) -> dict[str, float]:
+    """The fields of an effect; with `weight_bytes` where the size of an expert is known."""
+    fields = asdict(effect)
+    return fields if expert_bytes is None else {**fields, "weight_bytes": effect.replicas * expert_bytes}
+
+
+def effect_table(
+    title: str, index: str, rows: list[tuple[int, Effect]], mean: Effect, expert_bytes: int | None
+) -> Table:
+    """A row per layer or step, and their mean.
+
+    Args:
+        title: the line above.
+        index: what the rows are, "layer" or "step".
+        rows: number of each row and its effect.
+        mean: the last row.
+        expert_bytes: size of one expert's weights; `None` leaves the column out.
+    """
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    for header in (index, "imbalance\nbefore", "\nafter", "straggler\nbefore", "\nafter", "replicas", "max\nfan-out"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for header in (*(() if expert_bytes is None else ("weights",)), "planner\nus"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for number, effect in rows:
+        table.add_row(str(number), *_cells(effect, expert_bytes))
+    table.add_section()
+    table.add_row("mean", *_cells(mean, expert_bytes))
+    table.caption = "imbalance: max / mean of the load; straggler: max - mean, in token copies"
+    return table
+
+
+def print_json(value: dict) -> None:
+    """One object on one line of stdout."""
+    typer.echo(json.dumps(value))
+
+
+def print_table(table: Table) -> None:
+    """On stdout, whole also where the terminal is narrow or none."""
+    console = Console()
+    needed = console.measure(table).minimum
+    console.width = max(console.width, needed)
+    console.print(table)
+
+
+def with_progress(items: Iterable[Item], num_items: int) -> Iterator[Item]:
+    """The same items, with a bar on a terminal's stderr once they take longer than `BAR_AFTER_S`."""
+    console = Console(stderr=True)
+    progress = Progress(console=console, transient=True)
+    task, start, shown = progress.add_task("planning", total=num_items), time.monotonic(), False
+    try:
+        for item in items:
+            yield item
+            progress.advance(task)
+            if not shown and console.is_terminal and time.monotonic() - start > BAR_AFTER_S:
+                progress.start()
+                shown = True
+    finally:
+        if shown:
+            progress.stop()
+
+
+def _cells(effect: Effect, expert_bytes: int | None) -> list[str]:
+    cells = [
+        f"{effect.imbalance_before:.3f}",
+        f"{effect.imbalance_after:.3f}",
+        f"{effect.straggler_before:.1f}",
+        f"{effect.straggler_after:.1f}",
+        f"{effect.replicas:g}",
+        f"{effect.max_fan_out:g}",
+    ]
+    if expert_bytes is not None:
+        cells.append(decimal(round(effect.replicas * expert_bytes)))
+    return [*cells, f"{effect.planner_us:.0f}"]
