@@ -1,0 +1,102 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jax_moe_lb import Experts, Gather, Plan, Topology
+from jax_moe_lb.transport import gather
+from tests.layer import make_mesh
+from tests.oracle import random_plan
+
+RANKS, HOME, SLOTS = 8, 3, 6
+MESH = make_mesh((RANKS,), ("expert",))
+TOPOLOGY = Topology.from_mesh(MESH)
+SPEC = PartitionSpec("expert")
+
+
+def plans():
+    rng = np.random.default_rng(0)
+    counts = np.ones((RANKS, RANKS * HOME), np.int32)
+    drawn = [random_plan(rng, counts, SLOTS, domain)[0] for domain in (8, 4, 1)]
+    everywhere = drawn[0].copy()
+    everywhere[:, HOME:] = -1
+    everywhere[1:, HOME] = 1
+    return {"any": drawn[0], "domains": drawn[1], "no replicas": drawn[2], "one expert everywhere": everywhere}
+
+
+PLANS = plans()
+
+
+def weights(dtype):
+    rng = np.random.default_rng(1)
+    return jnp.asarray(rng.integers(-8, 8, (RANKS * HOME, 2, 5)), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", PLANS)
+def test_slots_hold_their_experts_and_gradients_come_home(name, dtype):
+    """Small integers, so that every sum is exact and order does not matter."""
+    placement, home = PLANS[name], weights(dtype)
+    quota = np.zeros((RANKS * HOME, RANKS), np.int32)
+    upstream = jnp.asarray(np.random.default_rng(2).integers(-3, 3, (RANKS * SLOTS, 2, 5)), dtype)
+
+    def one_rank(home, upstream, placement):
+        plan = Plan(placement, jnp.asarray(quota), domain=8)
+        slots, vjp = jax.vjp(lambda w: Gather()(Experts(w, w.swapaxes(1, 2)), plan, TOPOLOGY).up, home)
+        return slots, vjp(upstream)[0]
+
+    run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, SPEC, PartitionSpec()), out_specs=SPEC))
+    slots, gradients = run(home, upstream, jnp.asarray(placement))
+    flat = placement.reshape(-1)
+    expected = np.where((flat >= 0)[:, None, None], np.asarray(home, np.float32)[np.maximum(flat, 0)], 0)
+    np.testing.assert_array_equal(np.asarray(slots, np.float32), expected)
+    sums = np.zeros(home.shape, np.float32)
+    np.add.at(sums, flat[flat >= 0], np.asarray(upstream, np.float32)[flat >= 0])
+    np.testing.assert_array_equal(np.asarray(gradients, np.float32), sums)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_accelerators_path_equals_the_ring(name):
+    """The same functions that run over `lax.ragged_all_to_all`, here over its CPU form."""
+    wanted = jnp.asarray(PLANS[name][:, HOME:])
+
+    def one_rank(home, upstream, wanted):
+        there = gather.ring_fetch(home, wanted, axis_name=("expert",))
+        also = gather.ragged_fetch(home, wanted, axis_name=("expert",))
+        sums = partial(gather.ring_sum, num_home=HOME, axis_name=("expert",))(upstream, wanted)
+        also_sums = partial(gather.ragged_sum, num_home=HOME, axis_name=("expert",))(upstream, wanted)
+        return there, also, sums, also_sums
+
+    run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, SPEC, PartitionSpec()), out_specs=SPEC))
+    # What an empty slot got as a gradient must go nowhere.
+    upstream = jnp.where((wanted >= 0).reshape(-1, 1, 1), 1.0 + jnp.arange(RANKS * (SLOTS - HOME), dtype=jnp.float32)[:, None, None], jnp.nan)
+    upstream = jnp.broadcast_to(upstream, (RANKS * (SLOTS - HOME), 2, 5)).astype(jnp.float32)
+    there, also, sums, also_sums = run(weights("float32"), upstream, wanted)
+    np.testing.assert_array_equal(there, also)
+    np.testing.assert_array_equal(sums, also_sums)
+    assert jnp.isfinite(sums).all()
+
+
+def test_memory_is_that_of_slots_not_of_all_experts():
+    """64 experts, of which a rank sees 8 home ones and 2 replicas."""
+    expert_bytes = 32 * 32 * 4
+
+    def one_rank(home, placement):
+        plan = Plan(placement, jnp.zeros((64, 8), jnp.int32), domain=8)
+        return jax.value_and_grad(lambda w: jnp.square(Gather()(Experts(w, w.swapaxes(1, 2)), plan, TOPOLOGY).up).sum())(home)[1]
+
+    run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, PartitionSpec()), out_specs=SPEC))
+    shapes = jax.ShapeDtypeStruct((64, 32, 32), jnp.float32), jax.ShapeDtypeStruct((8, 10), jnp.int32)
+    temporaries = run.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+    assert temporaries < 6 * 10 * expert_bytes
+    assert temporaries < 64 * expert_bytes
+
+
+def test_relays_are_refused():
+    placement = jnp.asarray(PLANS["any"])
+    plan = Plan(placement, jnp.zeros((24, 8), jnp.int32), relay=placement, domain=8)
+    with pytest.raises(ValueError, match=r"plan.relay is set; expected None"):
+        Gather()(Experts(weights("float32"), weights("float32").swapaxes(1, 2)), plan, TOPOLOGY)
