@@ -1,6 +1,5 @@
 """The weights of experts, as one pytree."""
 
-
 import jax
 from jaxtyping import Array, Float
 

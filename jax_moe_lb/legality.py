@@ -85,14 +85,14 @@ def check_routed(wrong: AnyArray, num_experts: AnyArray) -> None:
         ValueError: names the rank.
     """
     for rank, (num_bad, lowest, highest, bad_weights) in enumerate(np.asarray(wrong).tolist()):
-        if bad_weights:
-            raise ValueError(f"router logits of rank {rank} give weights that are not finite; expected finite logits")
         if num_bad:
             bad = lowest if lowest < -1 else highest
             raise ValueError(
                 f"expert ids of rank {rank} include {bad} ({num_bad} bad ones); "
                 f"expected 0 to {int(num_experts) - 1}, or -1 for no expert"
             )
+        if bad_weights:
+            raise ValueError(f"router logits of rank {rank} give weights that are not finite; expected finite logits")
 
 
 def ensure(ok: Bool[jax.Array, ""], check: Callable[..., None], *args: Any) -> Int[jax.Array, ""]:
@@ -145,13 +145,16 @@ def _rules(plan: Plan, counts: Counts, xp: Any) -> Iterator[tuple[AnyArray, Call
 
     yield (
         ~in_range,
-        lambda r, s: f"plan.placement of rank {r}, slot {s} is {placement[r, s]}; "
-        f"expected an expert below {plan.num_experts}, or -1 for an empty slot",
+        lambda r, s: (
+            f"plan.placement of rank {r}, slot {s} is {placement[r, s]}; "
+            f"expected an expert below {plan.num_experts}, or -1 for an empty slot"
+        ),
     )
     yield (
         expert[:, :home] != expected_home,
-        lambda r, s: f"plan.placement of rank {r}, slot {s} is {placement[r, s]}; "
-        f"expected its home expert {expected_home[r, s]}",
+        lambda r, s: (
+            f"plan.placement of rank {r}, slot {s} is {placement[r, s]}; expected its home expert {expected_home[r, s]}"
+        ),
     )
     yield (
         copies > 1,
@@ -159,8 +162,10 @@ def _rules(plan: Plan, counts: Counts, xp: Any) -> Iterator[tuple[AnyArray, Call
     )
     yield (
         (expert >= 0) & (expert // home // plan.domain != ranks // plan.domain),
-        lambda r, s: f"plan.placement of rank {r}, slot {s} is expert {placement[r, s]}, whose home is rank "
-        f"{placement[r, s] // home}; expected one from inside its domain of {plan.domain} ranks",
+        lambda r, s: (
+            f"plan.placement of rank {r}, slot {s} is expert {placement[r, s]}, whose home is rank "
+            f"{placement[r, s] // home}; expected one from inside its domain of {plan.domain} ranks"
+        ),
     )
     yield (
         quota < 0,
@@ -189,8 +194,9 @@ def _relay_rules(plan: Plan, copies: AnyArray) -> Iterator[tuple[AnyArray, Calla
     source = relay.clip(0, plan.num_ranks - 1)
     yield (
         (placement >= 0) & (~inside | (copies[source, placement.clip(0, plan.num_experts - 1)] == 0)),
-        lambda r, s: f"plan.relay of rank {r}, slot {s} is {relay[r, s]}; "
-        f"expected a rank that holds expert {placement[r, s]}",
+        lambda r, s: (
+            f"plan.relay of rank {r}, slot {s} is {relay[r, s]}; expected a rank that holds expert {placement[r, s]}"
+        ),
     )
 
 

@@ -76,7 +76,9 @@ def sequence_loss(routing: Routing, sequence_length: int) -> Float[Array, ""]:
     """
     num_tokens, num_experts = routing.scores.shape
     if sequence_length < 1 or num_tokens % sequence_length:
-        raise ValueError(f"sequence_length is {sequence_length}; expected a divisor of the {num_tokens} tokens of a rank")
+        raise ValueError(
+            f"sequence_length is {sequence_length}; expected a divisor of the {num_tokens} tokens of a rank"
+        )
     chosen = tokens_per_expert(routing.experts.reshape(num_tokens // sequence_length, -1), num_experts)
     active = (routing.experts != NO_EXPERT).any(1).reshape(-1, sequence_length, 1)
     scores = jnp.where(active, routing.scores.reshape(-1, sequence_length, num_experts), 0)

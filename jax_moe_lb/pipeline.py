@@ -1,6 +1,5 @@
 """The one executor: routing to counts to plan to weights to tokens to experts and back."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -129,9 +129,7 @@ def _split(supply: Quota, demand: Quota, rank: Int[AnyArray, ""] | int, domain: 
     supply, demand = supply - kept, demand - kept
     for shape, member_axis in _tiers(num_ranks, domain):
         tiers = (num_experts, *shape)
-        part, supply, demand = _tier(
-            supply.reshape(tiers), demand.reshape(tiers), own.reshape(1, *shape), member_axis
-        )
+        part, supply, demand = _tier(supply.reshape(tiers), demand.reshape(tiers), own.reshape(1, *shape), member_axis)
         row = row + part.reshape(num_experts, num_ranks)
     return row
 

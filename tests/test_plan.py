@@ -109,7 +109,10 @@ ILLEGAL = {
     "no such expert": (broken("placement", (1, 2), 8), r"placement of rank 1, slot 2 is 8; expected an expert below 8"),
     "home moved": (broken("placement", (1, 0), 0), r"placement of rank 1, slot 0 is 0; expected its home expert 2"),
     "twice": (broken("placement", (1, 2), 2), r"placement puts expert 2 2 times on rank 1"),
-    "other domain": (broken("placement", (1, 2), 7), r"slot 2 is expert 7, whose home is rank 3; expected one from inside"),
+    "other domain": (
+        broken("placement", (1, 2), 7),
+        r"slot 2 is expert 7, whose home is rank 3; expected one from inside",
+    ),
 }
 
 
@@ -190,7 +193,10 @@ def test_bad_shapes_are_refused(shape, slots, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"placement": np.zeros((3, 3), np.int32)}, r"plan.placement has shape \(3, 3\); expected \[4, S\] with S >= 2"),
+        (
+            {"placement": np.zeros((3, 3), np.int32)},
+            r"plan.placement has shape \(3, 3\); expected \[4, S\] with S >= 2",
+        ),
         ({"quota": np.zeros((8, 3), np.int32)}, r"plan.quota has shape \(8, 3\); expected \[E, R\] = \(8, 4\)"),
         ({"relay": np.zeros((4, 2), np.int32)}, r"plan.relay has shape \(4, 2\); expected that of placement"),
         ({"rails": np.zeros((4, 3, 2), np.int32)}, r"plan.rails has shape \(4, 3, 2\); expected \[4, 4, N\]"),

@@ -93,7 +93,10 @@ def test_the_bias_evens_out_the_load():
         (lambda: TopK(5, group_limit=GroupLimit(4, 2))(LOGITS), r"num_experts_per_tok is 5; expected at most 4"),
         (lambda: GroupLimit(4, 5), r"top_groups is 5; expected 1 to num_groups = 4"),
         (lambda: GroupLimit(4, 2, 0), r"experts_per_score is 0; expected at least 1"),
-        (lambda: TopK(1, group_limit=GroupLimit(3, 2))(LOGITS), r"num_groups is 3; expected a divisor of the 8 experts"),
+        (
+            lambda: TopK(1, group_limit=GroupLimit(3, 2))(LOGITS),
+            r"num_groups is 3; expected a divisor of the 8 experts",
+        ),
     ],
 )
 def test_bad_routers_are_refused(make, message):

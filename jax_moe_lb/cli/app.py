@@ -4,40 +4,32 @@ Bad input ends in one line on stderr and exit code 2, whichever command it was g
 """
 
 import logging
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 
-from jax_moe_lb.cli import doctor as doctor_
 from jax_moe_lb.cli.discover import load_balancer
+from jax_moe_lb.cli.doctor import diagnosis, facts_table, ops_table, version
 from jax_moe_lb.cli.files import read_counts, read_trace, write_plans
+from jax_moe_lb.cli.options import ExpertBytes, Json, Out, RanksPerDomain, Slots, System
 from jax_moe_lb.cli.planning import Effect, Planner, mean_effect
 from jax_moe_lb.cli.report import effect_json, effect_table, print_json, print_table, with_progress
 from jax_moe_lb.topology import Topology
 
 BAD_INPUT = 2
-USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+INTERRUPTED = 130
+TABLE_COLUMNS = 100
+UsageError: Any = typer.BadParameter.__mro__[1]
 """click's, which typer imports or ships a copy of, depending on its version."""
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-System = Annotated[str, typer.Option("--system", metavar="NAME", help="A balancer, by the name of its file.")]
-RanksPerDomain = Annotated[
-    int | None,
-    typer.Option("--ranks-per-domain", metavar="M", min=1, help="Ranks among which experts may move [default: R]"),
-]
-Slots = Annotated[
-    int | None, typer.Option("--slots", metavar="S", min=1, help="Slots per rank [default: home experts + 2]")
-]
-ExpertBytes = Annotated[
-    int | None, typer.Option("--expert-bytes", min=1, help="Bytes of one expert's weights: shows what replicas cost.")
-]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
-Out = Annotated[Path | None, typer.Option("--out", metavar="PLAN.npz", help="Write placement and quota there.")]
+# Without markup, which would take the [R, E] of a help text for a style.
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,10 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("jax").setLevel(logging.ERROR)
     try:
         return app(argv, prog_name="jax-moe-lb", standalone_mode=False) or 0
-    except USAGE_ERROR as error:
-        return _refuse(error.format_message())
+    except UsageError as error:
+        _print_error(error.format_message())
+        return BAD_INPUT
     except typer.Abort:
-        return 130
+        return INTERRUPTED
 
 
 @app.command()
@@ -78,14 +71,15 @@ def plan(
         (planned,) = planner.replay(counts[None])
         if out is not None:
             write_plans(out, [layer.plan for layer in planned], counts.shape[:1])
-        rows = [(number, layer.effect) for number, layer in enumerate(planned)]
-        _print("layer", rows, _head(system, planner, counts), expert_bytes, as_json)
+        effects = [layer.effect for layer in planned]
+        _print("layer", range(len(planned)), effects, _head(system, planner, counts), expert_bytes, as_json)
 
 
 @app.command()
 def replay(
     trace_file: Annotated[
-        Path, typer.Argument(metavar="TRACE.npz", help="Integers `counts` [steps, layers, R, E], and `steps`; or a npy.")
+        Path,
+        typer.Argument(metavar="TRACE.npz", help="With integers counts [steps, layers, R, E] and steps; or a npy."),
     ],
     system: System,
     ranks_per_domain: RanksPerDomain = None,
@@ -96,33 +90,92 @@ def replay(
 ) -> None:
     """Plan for a recorded trace, step by step; a balancer that keeps history carries it along.
 
-    Numbers are means over a step's layers. Planner time is that of one layer, after a warm-up call.
+    Every row is the mean over a step's layers. Planner time is that of the compiled planner for one layer on the
+    default device, after a warm-up call.
     """
     with _one_line_errors():
         steps, counts = read_trace(trace_file)
         planner = _planner(system, counts, ranks_per_domain, slots)
-        rows, plans = [], []
-        for number, planned in zip(steps, with_progress(planner.replay(counts), len(steps)), strict=True):
-            rows.append((number, mean_effect([layer.effect for layer in planned])))
+        effects, plans = [], []
+        for planned in with_progress(planner.replay(counts), len(steps)):
+            effects.append(mean_effect([layer.effect for layer in planned]))
             # Plans of a long trace are large: they are kept only to be written.
             plans.extend([] if out is None else [layer.plan for layer in planned])
         if out is not None:
             write_plans(out, plans, counts.shape[:2])
-        _print("step", rows, _head(system, planner, counts), expert_bytes, as_json)
+        _print("step", steps, effects, _head(system, planner, counts), expert_bytes, as_json)
 
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Show versions, devices, and which implementation of each operation will run here."""
     with _one_line_errors():
-        found = doctor_.diagnosis()
+        found = diagnosis()
         if as_json:
             print_json(found)
-            return
-        print_table(doctor_.facts_table(found))
-        print_table(doctor_.ops_table(found))
+        else:
+            print_table(facts_table(found))
+            print_table(ops_table(found))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version("jax_moe_lb"))
+        raise typer.Exit
 
 
 @app.callback()
-def _options(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
-    """Load balance of Mixture-of-Experts layers."""
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Load balance of Mixture-of-Experts layers, from recorded counts."""
+
+
+def _planner(system: str, counts: np.ndarray, ranks_per_domain: int | None, slots: int | None) -> Planner:
+    num_ranks, num_experts = counts.shape[-2:]
+    slots = num_experts // num_ranks + 2 if slots is None else slots
+    return Planner(load_balancer(system), Topology.flat(num_ranks, ranks_per_domain), slots)
+
+
+def _head(system: str, planner: Planner, counts: np.ndarray) -> dict[str, str | int]:
+    num_ranks, num_experts = counts.shape[-2:]
+    return {"system": system, "num_ranks": num_ranks, "num_experts": num_experts, "slots": planner.slots}
+
+
+def _print(
+    index: str,
+    numbers: Sequence[int],
+    effects: Sequence[Effect],
+    head: dict[str, str | int],
+    expert_bytes: int | None,
+    as_json: bool,
+) -> None:
+    """One row per layer or step, whichever `index` says."""
+    mean = mean_effect(effects)
+    if not as_json:
+        title = ", ".join(f"{name} {value}" for name, value in head.items())
+        print_table(effect_table(title, index, numbers, effects, mean, expert_bytes), TABLE_COLUMNS)
+        return
+    rows = [effect_json(effect, expert_bytes) for effect in effects]
+    if index == "step":
+        rows = [{"step": number, **row} for number, row in zip(numbers, rows, strict=True)]
+    print_json({**head, f"{index}s": rows, "mean": effect_json(mean, expert_bytes)})
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        # Whoever reads stdout has gone; the interpreter's last flush must not complain of it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from error
+    except (ValueError, OSError) as error:
+        _print_error(str(error))
+        raise typer.Exit(BAD_INPUT) from error
+
+
+def _print_error(message: str) -> None:
+    typer.echo(f"error: {' '.join(message.split())}", err=True)

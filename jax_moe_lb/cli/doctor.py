@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 
 import jax
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from jax_moe_lb.ops.grouped_ffn import has_tokamax
@@ -48,9 +50,7 @@ def implementations(backend: str) -> list[Implementation]:
             Implementation(
                 "grouped_ffn", "blocked", "lax.ragged_dot on a CPU multiplies every row with every expert", ACCELERATOR
             ),
-            Implementation(
-                "gather", "ring of ppermute", "XLA:CPU cannot run lax.ragged_all_to_all", ACCELERATOR
-            ),
+            Implementation("gather", "ring of ppermute", "XLA:CPU cannot run lax.ragged_all_to_all", ACCELERATOR),
         ]
     native = f"backend {backend} runs it, and only what is needed travels"
     return [
@@ -79,7 +79,7 @@ def diagnosis() -> dict:
 
 def facts_table(found: dict) -> Table:
     """Versions and devices."""
-    table = Table(show_header=False)
+    table = Table(show_header=False, box=SIMPLE_HEAD)
     for package, number in found["versions"].items():
         table.add_row(package, number)
     table.add_section()
@@ -90,7 +90,9 @@ def facts_table(found: dict) -> Table:
 
 def ops_table(found: dict) -> Table:
     """One row per operation."""
-    table = Table("op", "implementation", "why", "how to get a faster one")
+    table = Table(box=SIMPLE_HEAD, show_lines=True)
+    for header in ("op", "implementation", "why", "how to get a faster one"):
+        table.add_column(header, overflow="fold")
     for op in found["ops"]:
-        table.add_row(op["op"], op["implementation"], op["why"], op["faster"] or "this is the fastest")
+        table.add_row(*map(escape, (op["op"], op["implementation"], op["why"], op["faster"] or "this is the fastest")))
     return table

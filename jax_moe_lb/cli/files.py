@@ -61,9 +61,14 @@ def write_plans(path: Path, plans: Sequence[Plan], leading_shape: tuple[int, ...
     Raises:
         ValueError: the file cannot be written.
     """
-    arrays = {name: np.stack([np.asarray(getattr(plan, name)) for plan in plans]) for name in ("placement", "quota")}
+    placement = np.stack([plan.placement for plan in plans])
+    quota = np.stack([plan.quota for plan in plans])
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, **{name: a.reshape(*leading_shape, *a.shape[1:]) for name, a in arrays.items()})
+    np.savez_compressed(
+        buffer,
+        placement=placement.reshape(*leading_shape, *placement.shape[1:]),
+        quota=quota.reshape(*leading_shape, *quota.shape[1:]),
+    )
     try:
         path.write_bytes(buffer.getvalue())
     except OSError as error:
@@ -71,16 +76,20 @@ def write_plans(path: Path, plans: Sequence[Plan], leading_shape: tuple[int, ...
 
 
 def _load(argument: str, path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an npz, or the one of a npy under the name `counts`."""
+    """`counts` and, if it is there, `steps` of an npz, or the array of a npy under the name `counts`."""
     try:
         loaded = np.load(path, allow_pickle=False)
-        arrays = {"counts": loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
+        if isinstance(loaded, np.ndarray):
+            return {"counts": loaded}
+        with loaded:
+            names = loaded.files
+            arrays = {name: loaded[name] for name in ("counts", "steps") if name in names}
     except OSError as error:
         raise ValueError(f"{argument} is {path}: {error.strerror or error}; expected a .npy or .npz file") from error
     except Exception as error:  # a damaged file makes NumPy and zipfile raise nearly anything
         raise ValueError(f"{argument} is {path}: not a whole NumPy file ({error}); expected .npy or .npz") from error
     if "counts" not in arrays:
-        raise ValueError(f"{argument} is {path}, with arrays {sorted(arrays)}; expected one called 'counts'")
+        raise ValueError(f"{argument} is {path}, which holds {names}; expected an array called 'counts'")
     return arrays
 
 

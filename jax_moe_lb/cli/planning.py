@@ -96,9 +96,7 @@ class Planner:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _rebalance(
-    balancer: Balancer, topology: Topology, counts: Counts, plan: Plan, state: State
-) -> tuple[Plan, State]:
+def _rebalance(balancer: Balancer, topology: Topology, counts: Counts, plan: Plan, state: State) -> tuple[Plan, State]:
     return balancer.rebalance(counts, plan, topology, state)
 
 

@@ -2,11 +2,12 @@
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import Progress
@@ -27,27 +28,34 @@ def effect_json(effect: Effect, expert_bytes: int | None) -> dict[str, float]:
 
 
 def effect_table(
-    title: str, index: str, rows: list[tuple[int, Effect]], mean: Effect, expert_bytes: int | None
+    title: str,
+    index: str,
+    numbers: Sequence[int],
+    effects: Sequence[Effect],
+    mean: Effect,
+    expert_bytes: int | None,
 ) -> Table:
     """A row per layer or step, and their mean.
 
     Args:
         title: the line above.
         index: what the rows are, "layer" or "step".
-        rows: number of each row and its effect.
+        numbers: of the rows.
+        effects: one per row.
         mean: the last row.
         expert_bytes: size of one expert's weights; `None` leaves the column out.
     """
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    for header in (index, "imbalance\nbefore", "\nafter", "straggler\nbefore", "\nafter", "replicas", "max\nfan-out"):
+    weights = () if expert_bytes is None else ("weights\nmoved",)
+    headers = ("imbalance\nbefore", "\nafter", "straggler\nbefore", "\nafter", "\nreplicas", "max\nfan-out")
+    caption = "imbalance: max / mean of the load; straggler: max - mean, in token copies"
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    table.box, table.pad_edge = SIMPLE_HEAD, False
+    for header in (f"\n{index}", *headers, *weights, "planner\n(us)"):
         table.add_column(header, justify="right", no_wrap=True)
-    for header in (*(() if expert_bytes is None else ("weights",)), "planner\nus"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for number, effect in rows:
+    for number, effect in zip(numbers, effects, strict=True):
         table.add_row(str(number), *_cells(effect, expert_bytes))
     table.add_section()
     table.add_row("mean", *_cells(mean, expert_bytes))
-    table.caption = "imbalance: max / mean of the load; straggler: max - mean, in token copies"
     return table
 
 
@@ -56,11 +64,10 @@ def print_json(value: dict) -> None:
     typer.echo(json.dumps(value))
 
 
-def print_table(table: Table) -> None:
-    """On stdout, whole also where the terminal is narrow or none."""
+def print_table(table: Table, least_width: int = 0) -> None:
+    """On stdout, in no fewer than `least_width` columns, however narrow the terminal: numbers are not cut."""
     console = Console()
-    needed = console.measure(table).minimum
-    console.width = max(console.width, needed)
+    console.width = max(console.width, least_width)
     console.print(table)
 
 
@@ -87,8 +94,8 @@ def _cells(effect: Effect, expert_bytes: int | None) -> list[str]:
         f"{effect.imbalance_after:.3f}",
         f"{effect.straggler_before:.1f}",
         f"{effect.straggler_after:.1f}",
-        f"{effect.replicas:g}",
-        f"{effect.max_fan_out:g}",
+        f"{effect.replicas:.1f}".removesuffix(".0"),
+        f"{effect.max_fan_out:.1f}".removesuffix(".0"),
     ]
     if expert_bytes is not None:
         cells.append(decimal(round(effect.replicas * expert_bytes)))

@@ -17,6 +17,7 @@ from jax_moe_lb.plan import home_experts_per_rank
 from jax_moe_lb.routing import Router, updated_bias
 from jax_moe_lb.systems import System
 from jax_moe_lb.topology import Topology
+from jax_moe_lb.types import State
 
 LogicalAxisRules = tuple[tuple[str, tuple[str, ...] | str | None], ...]
 
@@ -132,9 +133,20 @@ class MoE(nnx.Module):
         mask = jnp.ones((num_tokens,), bool) if mask is None else mask.reshape(num_tokens)
         state = self.empty_state if self.state is None else self.state.get_value()
         experts = jax.tree.map(lambda w: w.astype(x.dtype), self._experts())
-        bias = None if self.bias is None else self.bias[...]
-        sequence_length = x.shape[-2] if x.ndim > 2 else None
-        y, stats, state = self._run(tokens, mask, self.kernel[...], experts, bias, state, sequence_length)
+        y, stats, state = _sharded_moe(
+            tokens,
+            mask,
+            self.kernel[...],
+            experts,
+            None if self.bias is None else self.bias[...],
+            state,
+            router=self.router,
+            system=self.system,
+            topology=self.topology,
+            mesh=self.mesh,
+            losses=self.losses,
+            sequence_length=x.shape[-2] if x.ndim > 2 else None,
+        )
         if self.state is not None:
             self.state.set_value(state)
         y = _place(y.reshape(x.shape), jax.typeof(x).sharding, self.mesh)
@@ -153,45 +165,6 @@ class MoE(nnx.Module):
         load = stats.counts.reshape(-1, stats.counts.shape[-1]).sum(0, dtype=jnp.int32)
         self.bias[...] = updated_bias(self.bias[...], load, rate)
 
-    def _run(
-        self,
-        tokens: Float[Array, "C H"],
-        mask: Bool[Array, "C"],
-        kernel: Float[Array, "H E"],
-        experts: Experts,
-        bias: Float[Array, "E"] | None,
-        state: object,
-        sequence_length: int | None,
-    ) -> tuple[Float[Array, "C H"], Stats, object]:
-        topology = self.topology
-        by_expert = PartitionSpec(topology.expert_axes)
-        by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
-        by_group = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
-
-        def one_rank(tokens, mask, kernel, experts, bias, state):  # noqa: ANN001, ANN202
-            # Statistics and state have one entry per group, of which this rank sees its own.
-            state = jax.tree.map(lambda leaf: leaf[0], state)
-            y, stats, state = moe(
-                tokens,
-                kernel,
-                experts,
-                self.router,
-                self.system,
-                topology,
-                state=state,
-                bias=bias,
-                mask=mask,
-                losses=self.losses,
-                sequence_length=sequence_length,
-            )
-            return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state))
-
-        specs = (by_token, by_token, PartitionSpec(), by_expert, PartitionSpec(), by_group)
-        args = (tokens, mask, kernel, experts, bias, state)
-        args = tuple(_place(arg, NamedSharding(self.mesh, spec), self.mesh) for arg, spec in zip(args, specs, strict=True))
-        run = jax.shard_map(one_rank, mesh=self.mesh, in_specs=specs, out_specs=(by_token, by_group, by_group))
-        return run(*args)
-
     def _experts(self) -> Experts:
         return Experts(self.up[...], self.down[...], None if self.gate is None else self.gate[...])
 
@@ -208,6 +181,46 @@ as_linen = functools.partial(nnx.bridge.to_linen, MoE)
 
 State and bias are in collections of their own, `BalancerState` and `RouterBias`.
 """
+
+
+# Compiled once for all layers of a kind, also where the caller does not jit.
+@functools.partial(
+    jax.jit,
+    inline=True,
+    static_argnames=("router", "system", "topology", "mesh", "losses", "sequence_length"),
+)
+def _sharded_moe(
+    tokens: Float[Array, "C H"],
+    mask: Bool[Array, "C"],
+    kernel: Float[Array, "H E"],
+    experts: Experts,
+    bias: Float[Array, "E"] | None,
+    state: State,
+    *,
+    router: Router,
+    system: System,
+    topology: Topology,
+    mesh: Mesh,
+    losses: Losses,
+    sequence_length: int | None,
+) -> tuple[Float[Array, "C H"], Stats, State]:
+    """`moe` over the tokens of all ranks; statistics and state have one entry per group."""
+    by_expert = PartitionSpec(topology.expert_axes)
+    by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
+    by_group = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
+
+    def one_rank(
+        tokens: Array, mask: Array, kernel: Array, experts: Experts, bias: Array | None, state: State
+    ) -> tuple[Array, Stats, State]:
+        state = jax.tree.map(lambda leaf: leaf[0], state)
+        options = {"bias": bias, "mask": mask, "losses": losses, "sequence_length": sequence_length}
+        y, stats, state = moe(tokens, kernel, experts, router, system, topology, state=state, **options)
+        return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state))
+
+    specs = (by_token, by_token, PartitionSpec(), by_expert, PartitionSpec(), by_group)
+    args = (tokens, mask, kernel, experts, bias, state)
+    placed = [_place(arg, NamedSharding(mesh, spec), mesh) for arg, spec in zip(args, specs, strict=True)]
+    return jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=(by_token, by_group, by_group))(*placed)
 
 
 def _place(tree: object, sharding: jax.sharding.Sharding, mesh: Mesh) -> object:

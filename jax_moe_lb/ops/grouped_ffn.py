@@ -45,7 +45,9 @@ def _save(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> tuple[Rows, 
     return _forward(rows, experts, group_sizes), (rows, experts, group_sizes)
 
 
-def grouped_ffn_gradients(rows: Rows, experts: Experts, group_sizes: GroupSizes, upstream: Rows) -> tuple[Rows, Experts]:
+def grouped_ffn_gradients(
+    rows: Rows, experts: Experts, group_sizes: GroupSizes, upstream: Rows
+) -> tuple[Rows, Experts]:
     """Gradients of `grouped_ffn` for rows and experts; those of the experts in float32 at least."""
     return jax.lax.platform_dependent(
         rows, experts, group_sizes, upstream, cpu=blocked_gradients, default=ragged_gradients
@@ -61,7 +63,9 @@ def _backward(saved: tuple[Rows, Experts, GroupSizes], upstream: Rows) -> tuple[
 grouped_ffn.defvjp(_save, _backward)
 
 
-def dense_ffn(rows: Float[Array, "B H"], expert: Experts, matmul: Callable[[Array, Array], Array] = jnp.matmul) -> Array:
+def dense_ffn(
+    rows: Float[Array, "*B H"], expert: Experts, matmul: Callable[[Array, Array], Array] = jnp.matmul
+) -> Array:
     """One expert, whose weights have no leading dimension, over all rows."""
     if expert.gate is None:
         return matmul(jax.nn.gelu(matmul(rows, expert.up)), expert.down)

@@ -117,4 +117,3 @@ def _copy_own(
 def _transpose(per_peer: Sizes, axis_name: tuple[str, ...]) -> Sizes:
     """`[U]` by destination becomes `[U]` by source."""
     return jax.lax.all_to_all(per_peer, axis_name, 0, 0, tiled=True)
-

@@ -185,7 +185,7 @@ def _sending_order(experts: Int[Array, "C"], going: Int[Array, "E R"], plan: Pla
 def _by_slot(coming: Int[Array, "R S"], num_rows: int) -> Int[Array, "A"]:
     """Takes rows that stand by source, then slot, to by slot, then source: the source row of each row."""
     by_slot = coming.T.reshape(-1)
-    shift = (_starts(coming.reshape(-1)).reshape(coming.shape).T.reshape(-1) - _starts(by_slot))
+    shift = _starts(coming.reshape(-1)).reshape(coming.shape).T.reshape(-1) - _starts(by_slot)
     row = iota(num_rows)
     used = row < by_slot.sum(dtype=jnp.int32)
     return jnp.where(used, row + shift[_segment(by_slot, num_rows)], row)

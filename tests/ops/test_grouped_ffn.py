@@ -57,7 +57,9 @@ def relative_error(got, want):
 def test_both_implementations_equal_one_expert_at_a_time(forward, backward, sizes, gated, dtype, relative):
     rows, experts, upstream = case(dtype, gated)
     group_sizes = jnp.asarray(sizes, jnp.int32)
-    want = reference(*jax.tree.map(lambda a: a.astype(jnp.float32), (rows, experts)), sizes, upstream.astype(jnp.float32))
+    want = reference(
+        *jax.tree.map(lambda a: a.astype(jnp.float32), (rows, experts)), sizes, upstream.astype(jnp.float32)
+    )
     # Rows that nobody wrote: whatever they hold must reach nothing.
     beyond = jnp.arange(NUM_ROWS)[:, None] >= sum(sizes)
     rows, upstream = jnp.where(beyond, jnp.nan, rows), jnp.where(beyond, jnp.nan, upstream)

@@ -72,7 +72,11 @@ def test_the_accelerators_path_equals_the_ring(name):
 
     run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, SPEC, PartitionSpec()), out_specs=SPEC))
     # What an empty slot got as a gradient must go nowhere.
-    upstream = jnp.where((wanted >= 0).reshape(-1, 1, 1), 1.0 + jnp.arange(RANKS * (SLOTS - HOME), dtype=jnp.float32)[:, None, None], jnp.nan)
+    upstream = jnp.where(
+        (wanted >= 0).reshape(-1, 1, 1),
+        1.0 + jnp.arange(RANKS * (SLOTS - HOME), dtype=jnp.float32)[:, None, None],
+        jnp.nan,
+    )
     upstream = jnp.broadcast_to(upstream, (RANKS * (SLOTS - HOME), 2, 5)).astype(jnp.float32)
     there, also, sums, also_sums = run(weights("float32"), upstream, wanted)
     np.testing.assert_array_equal(there, also)
@@ -86,7 +90,9 @@ def test_memory_is_that_of_slots_not_of_all_experts():
 
     def one_rank(home, placement):
         plan = Plan(placement, jnp.zeros((64, 8), jnp.int32), domain=8)
-        return jax.value_and_grad(lambda w: jnp.square(Gather()(Experts(w, w.swapaxes(1, 2)), plan, TOPOLOGY).up).sum())(home)[1]
+        return jax.value_and_grad(
+            lambda w: jnp.square(Gather()(Experts(w, w.swapaxes(1, 2)), plan, TOPOLOGY).up).sum()
+        )(home)[1]
 
     run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, PartitionSpec()), out_specs=SPEC))
     shapes = jax.ShapeDtypeStruct((64, 32, 32), jnp.float32), jax.ShapeDtypeStruct((8, 10), jnp.int32)

@@ -1,0 +1,258 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_moe_lb import CHECKPOINT_NAMES, Balancer, Experts, Losses, Plan, System, TopK, Topology, greedy, plain
+from jax_moe_lb.nn import MoE, as_linen, logical_axis_rules
+from jax_moe_lb.nn.moe import BalancerState, RouterBias
+from jax_moe_lb.ops.grouped_ffn import dense_ffn
+from tests.layer import assert_close, make_mesh
+from tests.oracle import dense_moe
+
+WIDTH, INNER, NUM_EXPERTS = 16, 24, 8
+
+
+def make(mesh, system=greedy(), router=TopK(2), expert_axis="expert", **options):
+    topology = Topology.from_mesh(mesh, expert_axis)
+    return MoE(
+        WIDTH, INNER, NUM_EXPERTS, router, mesh=mesh, topology=topology, system=system, rngs=nnx.Rngs(0), **options
+    )
+
+
+def tokens(mesh=None, spec=None):
+    x = jax.random.normal(jax.random.key(1), (16, 4, WIDTH))
+    return x if mesh is None else jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def dense_layer(layer, x):
+    """The layer by the oracle, shared expert and all."""
+    flat = x.reshape(-1, WIDTH)
+    gate = None if layer.gate is None else layer.gate[...]
+    experts = Experts(layer.up[...], layer.down[...], gate)
+    bias = None if layer.bias is None else layer.bias[...]
+    y = dense_moe(flat, layer.kernel[...], experts, layer.router, bias=bias)
+    if layer.has_shared:
+        y = y + dense_ffn(flat, Experts(layer.shared_up[...], layer.shared_down[...], layer.shared_gate[...]))
+    return y.reshape(x.shape)
+
+
+def gradients(call, layer, x):
+    return nnx.jit(nnx.grad(lambda layer: jnp.square(call(layer, x)).mean()))(layer)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    ("sizes", "names", "expert_axis"),
+    [
+        ((2, 4), ("data", "expert"), "expert"),
+        ((2, 2, 2), ("data", "node", "gpu"), ("node", "gpu")),
+        ((8,), ("expert",), "expert"),
+    ],
+    ids=str,
+)
+def test_the_layer_equals_a_dense_one(axis_type, sizes, names, expert_axis):
+    mesh = make_mesh(sizes, names, axis_type)
+    layer = make(mesh, expert_axis=expert_axis, shared_mlp_dim=12, use_bias=True)
+    reference = make(make_mesh((1,), ("expert",)), shared_mlp_dim=12, use_bias=True)
+    x = tokens(mesh, PartitionSpec(names))
+    y, stats = nnx.jit(lambda layer, x: layer(x))(layer, x)
+    assert_close(y, dense_layer(reference, tokens()), 1e-5)
+    assert stats.counts.shape[0] == (2 if "data" in names else 1)
+    got = gradients(lambda layer, x: layer(x)[0], layer, x)
+    want = gradients(dense_layer, reference, tokens())
+    assert_close(nnx.to_pure_dict(got), nnx.to_pure_dict(want), 1e-5)
+
+
+def test_parameters_carry_logical_axes_and_are_placed():
+    mesh = make_mesh((2, 2, 2), ("data", "node", "gpu"))
+    layer = make(mesh, expert_axis=("node", "gpu"))
+    assert layer.up[...].sharding.spec == PartitionSpec(("node", "gpu"), None, None)
+    assert layer.up.get_metadata()["out_sharding"] == ("exp", "embed", "mlp")
+    assert layer.down.get_metadata()["out_sharding"] == ("exp", "mlp", "embed")
+    assert layer.kernel[...].sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_rules_can_shard_weights_further(axis_type):
+    mesh = make_mesh((2, 4), ("data", "expert"), axis_type)
+    rules = (("embed", "data"), *(rule for rule in logical_axis_rules(Topology.from_mesh(mesh)) if rule[0] != "embed"))
+    layer, x = make(mesh, rules=rules), tokens(mesh, PartitionSpec(("data", "expert")))
+    assert layer.up[...].sharding.spec == PartitionSpec("expert", "data", None)
+    y, _ = nnx.jit(lambda layer, x: layer(x))(layer, x)
+    assert_close(y, dense_layer(make(make_mesh((1,), ("expert",))), tokens()), 1e-5)
+
+
+class CountingSteps(Balancer):
+    """Remembers how often it was called, and the counts of the last time."""
+
+    def __hash__(self):
+        return 0
+
+    def __eq__(self, other):
+        return isinstance(other, CountingSteps)
+
+    def init(self, counts_shape):
+        return {"steps": np.zeros((), np.int32), "last": np.zeros(counts_shape, np.int32)}
+
+    def rebalance(self, counts, plan: Plan, topology, state):
+        return plan, {"steps": state["steps"] + 1, "last": counts}
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (1, 8)], ids=str)
+def test_balancer_state_lives_outside_the_parameters(sizes):
+    layer = make(make_mesh(sizes, ("data", "expert")), System(CountingSteps()), use_bias=True)
+    state = nnx.state(layer)
+    assert set(nnx.to_pure_dict(nnx.filter_state(state, nnx.Param))) == {"kernel", "up", "down", "gate"}
+    assert isinstance(state["state"], BalancerState)
+    assert isinstance(state["bias"], RouterBias)
+
+    @nnx.jit
+    def step(layer, x):
+        return nnx.value_and_grad(lambda layer: jnp.square(layer(x)[0]).mean())(layer)
+
+    for _ in range(3):
+        step(layer, tokens())
+    remembered = layer.state.get_value()
+    assert remembered["steps"].tolist() == [3] * sizes[0]
+    assert int(remembered["last"].sum()) == 16 * 4 * 2
+
+
+def test_a_training_step_needs_no_masks():
+    """optax sees parameters only; the bias moves by its own rule."""
+    layer = make(make_mesh((8,), ("expert",)), use_bias=True, losses=Losses(switch=1e-2))
+    optimizer = nnx.Optimizer(layer, optax.adamw(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(layer, optimizer, x):
+        def loss(layer):
+            y, stats = layer(x)
+            return jnp.square(y - 1).mean() + stats.loss.mean(), stats
+
+        (value, stats), gradient = nnx.value_and_grad(loss, has_aux=True)(layer)
+        optimizer.update(layer, gradient)
+        layer.update_bias(stats)
+        return value
+
+    with jax.numpy_dtype_promotion("standard"):  # for optax's own arithmetic
+        losses = [float(step(layer, optimizer, tokens())) for _ in range(12)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert float(jnp.abs(layer.bias[...]).max()) > 0
+
+
+def test_scan_over_stacked_layers_with_remat():
+    mesh = make_mesh((8,), ("expert",))
+    num_layers = 3
+
+    @nnx.split_rngs(splits=num_layers)
+    @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
+    def stack(rngs):
+        topology = Topology.from_mesh(mesh)
+        return MoE(WIDTH, INNER, NUM_EXPERTS, TopK(2), mesh=mesh, topology=topology, system=greedy(), rngs=rngs)
+
+    layers = stack(nnx.Rngs(0))
+    policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
+
+    @nnx.remat(policy=policy)
+    def block(layer, x):
+        y, stats = layer(x)
+        return x + y, stats
+
+    @nnx.jit
+    def run(layers, x):
+        def loss(layers):
+            out, stats = nnx.scan(lambda x, layer: block(layer, x), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(
+                x, layers
+            )
+            return jnp.square(out).mean(), stats
+
+        return nnx.value_and_grad(loss, has_aux=True)(layers)
+
+    (value, stats), gradient = run(layers, tokens())
+
+    def reference(params):
+        x = tokens()
+        for i in range(num_layers):
+            flat = x.reshape(-1, WIDTH)
+            experts = Experts(params["up"][i], params["down"][i], params["gate"][i])
+            x = x + dense_moe(flat, params["kernel"][i], experts, TopK(2)).reshape(x.shape)
+        return jnp.square(x).mean()
+
+    params = jax.device_get(nnx.to_pure_dict(nnx.state(layers, nnx.Param)))
+    want, want_gradient = jax.value_and_grad(reference)(params)
+    assert stats.counts.shape == (num_layers, 1, 8, NUM_EXPERTS)
+    assert float(value) == pytest.approx(float(want), rel=1e-5)
+    assert_close(nnx.to_pure_dict(gradient), want_gradient, 1e-5)
+
+
+def test_computing_in_bfloat16_keeps_float32_parameters():
+    layer = make(make_mesh((8,), ("expert",)), dtype=jnp.bfloat16)
+    y, stats = layer(tokens())
+    assert y.dtype == jnp.bfloat16
+    assert layer.up[...].dtype == jnp.float32
+    assert_close(y, dense_layer(make(make_mesh((1,), ("expert",))), tokens()), 5e-2)
+    # Replicas travel in bfloat16.
+    assert stats.weight_bytes_moved[0] % (3 * WIDTH * INNER * 2) == 0
+
+
+def test_masked_tokens_get_zero():
+    layer, x = make(make_mesh((8,), ("expert",))), tokens()
+    mask = jnp.arange(64).reshape(16, 4) % 3 > 0
+    y, stats = layer(x, mask)
+    assert (y[~mask] == 0).all()
+    assert int(stats.counts.sum()) == 2 * int(mask.sum())
+
+
+def test_linen_users_get_the_same_layer():
+    mesh = make_mesh((8,), ("expert",))
+    topology = Topology.from_mesh(mesh)
+    linen = as_linen(WIDTH, INNER, NUM_EXPERTS, TopK(2), mesh=mesh, topology=topology, system=greedy(), use_bias=True)
+    variables = linen.init(jax.random.key(0), tokens())
+    assert set(variables) == {"params", "RouterBias", "nnx"} or set(variables) == {"params", "RouterBias"}
+
+    @jax.jit
+    def loss(params, others, x):
+        y, stats = linen.apply({"params": params, **others}, x)
+        return jnp.square(y).mean(), stats
+
+    others = {name: value for name, value in variables.items() if name != "params"}
+    (value, stats), gradient = jax.value_and_grad(loss, has_aux=True)(variables["params"], others, tokens())
+    assert int(stats.counts.sum()) == 128
+    assert np.isfinite(value)
+    assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda mesh: MoE(
+                4, 4, 12, TopK(2), mesh=mesh, topology=Topology.from_mesh(mesh), system=plain(), rngs=nnx.Rngs(0)
+            ),
+            r"num_experts is 12; expected a positive multiple of the 8 ranks",
+        ),
+        (
+            lambda mesh: MoE(
+                4, 4, 8, TopK(2), mesh=make_mesh((8,), ("ep",)), topology=Topology.from_mesh(mesh), rngs=nnx.Rngs(0)
+            ),
+            r"topology names axis 'expert'; expected an axis of the mesh, one of \('ep',\)",
+        ),
+        (
+            lambda mesh: MoE(
+                4, 4, 8, TopK(2), mesh=mesh, topology=Topology.from_mesh(make_mesh((4,), ("expert",))), rngs=nnx.Rngs(0)
+            ),
+            r"topology has 4 ranks; expected the 8 of mesh axes \('expert',\)",
+        ),
+        (lambda mesh: make(mesh)(jnp.zeros((3, WIDTH))), r"x has 3 tokens; expected a multiple of the 8 shards"),
+        (
+            lambda mesh: make(mesh).update_bias(make(mesh)(tokens())[1]),
+            r"use_bias is False; expected True, for update_bias",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(make_mesh((8,), ("expert",)))

@@ -1,0 +1,86 @@
+"""The structure that the documentation promises, read from the sources."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import jax_moe_lb
+
+PACKAGE = Path(jax_moe_lb.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A module imports only from lower layers, or from its own.
+LAYERS = [
+    ["_pytree", "types"],
+    ["topology", "experts"],
+    ["plan", "ops", "routing"],
+    ["legality", "losses"],
+    ["balancers", "transport.direct", "transport.gather"],
+    ["systems"],
+    ["transport.rounds"],
+    ["pipeline"],
+    ["nn"],
+    ["cli"],
+]
+
+
+def layer_of(module: str) -> int:
+    for depth, names in enumerate(LAYERS):
+        if any(module == name or module.startswith(name + ".") for name in names):
+            return depth
+    raise AssertionError(f"{module} has no layer")
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_go_one_way(path):
+    module = module_name(path)
+    for name in imported(path):
+        assert name.split(".")[0] not in {"models", "benchmarks", "tests"}, f"{module} imports {name}"
+        inner = name.removeprefix("jax_moe_lb.")
+        if module not in {"__init__", ""} and name.startswith("jax_moe_lb."):
+            assert layer_of(inner) <= layer_of(module), f"{module} imports {inner}, which is above it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_files_and_functions_stay_short(path):
+    assert path.read_text().count("\n") <= 500
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno <= 80, node.name
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.name == "__init__.py"], ids=module_name)
+def test_init_files_only_export(path):
+    for node in ast.parse(path.read_text()).body[1:]:
+        assert isinstance(node, ast.ImportFrom)
+        assert all(alias.name == alias.asname for alias in node.names)
+
+
+def test_a_balancers_file_is_its_name():
+    for path in (PACKAGE / "balancers").glob("*.py"):
+        classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+        public = [node.name for node in classes if not node.name.startswith("_")]
+        if path.stem not in {"__init__", "base", "host"}:
+            assert [name.lower() for name in public] == [path.stem.replace("_", "")]
+
+
+def test_nothing_reads_the_environment_or_keeps_globals():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}), path
+            assert not isinstance(node, ast.Global), path

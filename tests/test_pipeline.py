@@ -1,0 +1,269 @@
+"""The executor on every kind of mesh, under every transformation, and given nonsense."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import (
+    CHECKPOINT_NAMES,
+    Direct,
+    Experts,
+    ForceBalanced,
+    HostBalancer,
+    Losses,
+    Plan,
+    System,
+    TopK,
+    Topology,
+    greedy,
+    plain,
+)
+from jax_moe_lb.pipeline import moe
+from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+
+BY_NAME = {workload.name: workload for workload in WORKLOADS}
+LAYOUTS = {
+    "expert axis": ((8,), ("expert",), "expert", {"ranks_per_domain": 4}),
+    "tuple of axes": ((2, 2, 2), ("dc", "node", "gpu"), ("dc", "node", "gpu"), {}),
+    "data x expert": ((2, 4), ("data", "expert"), "expert", {}),
+    "expert x data": ((4, 2), ("expert", "data"), "expert", {}),
+    "one device": ((1,), ("expert",), "expert", {}),
+}
+
+
+def arguments(case, workload, shards, dtype="float32"):
+    x, mask = case.tokens(workload, shards, dtype)
+    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
+    return x, mask, *case.params(dtype), target
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_equals_dense(layout, check_vma):
+    sizes, names, axis, options = LAYOUTS[layout]
+    case, mesh = Case(), make_mesh(sizes, names)
+    topology = Topology.from_mesh(mesh, axis, **options)
+    # Headroom below 1, so that groups side by side need different numbers of rounds.
+    layer = with_gradients(sharded_moe(mesh, topology, greedy(1, headroom=0.3), check_vma=check_vma))
+    dense = dense_with_gradients(TopK(2))
+    for name in ("zipf", "hot_rank", "empty_rank"):
+        args = arguments(case, BY_NAME[name], int(np.prod(sizes)))
+        (y, stats), gradients = layer(*args)
+        (want, _), want_gradients = dense(*args)
+        assert_close((y, gradients), (want, want_gradients), 1e-5)
+        assert stats.counts.shape == (mesh.size // topology.num_ranks, topology.num_ranks, case.num_experts)
+
+
+def test_groups_side_by_side_need_different_rounds():
+    """Two data shards, one idle: each takes as many rounds as its own plan needs."""
+    case, mesh = Case(), make_mesh((2, 4), ("data", "expert"))
+    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), plain(headroom=0.5)))
+    x, mask, *rest = arguments(case, BY_NAME["one_hot"], 8)
+    mask = mask & (jnp.arange(mask.shape[0]) < mask.shape[0] // 2)
+    (y, stats), gradients = layer(x, mask, *rest)
+    (want, _), want_gradients = dense_with_gradients(TopK(2))(x, mask, *rest)
+    assert_close((y, gradients), (want, want_gradients), 1e-5)
+    assert stats.rounds[0] > 1
+    assert stats.rounds[1] == 0
+
+
+def test_plain_gelu_experts():
+    case, mesh = Case(gated=False), make_mesh((8,), ("expert",))
+    args = arguments(case, BY_NAME["zipf"], 8)
+    (y, _), gradients = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), greedy()))(*args)
+    (want, _), want_gradients = dense_with_gradients(TopK(2))(*args)
+    assert_close((y, gradients), (want, want_gradients), 1e-5)
+
+
+@pytest.mark.parametrize("headroom", [0.1, 0.5, 1.05, 8.0])
+def test_rounds_are_what_the_load_needs(headroom):
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    x, mask, kernel, experts, _ = arguments(case, BY_NAME["one_hot"], 8)
+    _, stats = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), plain(headroom)))(x, mask, kernel, experts)
+    capacity = int(np.ceil(headroom * case.num_tokens * case.per_tok))
+    assert int(stats.rounds[0]) == -(-int(stats.load_after.max()) // capacity)
+
+
+def test_stats_say_what_happened():
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    workload = BY_NAME["lognormal"]
+    x, mask, kernel, experts, _ = arguments(case, workload, 8)
+    _, stats = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), greedy(2)))(x, mask, kernel, experts)
+    counts = workload.counts(0, 8, case.num_tokens, case.num_experts, 2)
+    before = counts.sum(0).reshape(8, 2).sum(1)
+    np.testing.assert_array_equal(stats.counts[0], counts)
+    np.testing.assert_array_equal(stats.load_before[0], before)
+    assert stats.imbalance_before[0] == pytest.approx(before.max() / before.mean())
+    assert stats.straggler_before[0] == pytest.approx(before.max() - before.mean())
+    after = np.asarray(stats.load_after[0])
+    assert after.sum() == before.sum()
+    assert stats.imbalance_after[0] == pytest.approx(after.max() / after.mean())
+    assert stats.imbalance_after[0] < 1.05 < stats.imbalance_before[0]
+    expert_bytes = 3 * case.width * case.mlp_dim * 4
+    assert stats.weight_bytes_moved[0] % expert_bytes == 0
+    assert 1 <= stats.weight_bytes_moved[0] // expert_bytes <= 16
+    assert 0 < stats.rows_moved[0] <= before.sum()
+
+
+def test_force_balanced_routing_needs_no_balancing():
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    router = ForceBalanced(TopK(2))
+    args = arguments(case, BY_NAME["one_hot"], 8)
+    (y, stats), gradients = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), plain(), router))(*args)
+    (want, _), want_gradients = dense_with_gradients(router)(*args)
+    assert_close((y, gradients), (want, want_gradients), 1e-5)
+    assert stats.imbalance_before[0] == 1
+    assert stats.rounds[0] == 1
+
+
+def test_scan_over_layers_with_remat():
+    """Three layers with the same weights, residuals and router losses; nothing but the named values is kept."""
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
+    losses = Losses(switch=0.1, sequence=0.1, z=0.01)
+    layer = sharded_moe(mesh, Topology.from_mesh(mesh), greedy(1, headroom=0.4), losses=losses)
+    x, mask, kernel, experts, target = arguments(case, BY_NAME["zipf"], 8)
+
+    def loss(x, kernel, experts, wrap, scan):
+        def step(carry, _):
+            y, stats = wrap(layer)(carry[0], mask, kernel, experts)
+            return (carry[0] + 0.1 * y, carry[1] + stats.loss[0]), None
+
+        carry = (x, jnp.float32(0))
+        if scan:
+            carry, _ = jax.lax.scan(step, carry, None, length=3)
+        else:
+            for _ in range(3):
+                carry, _ = step(carry, None)
+        return (carry[0] * target).sum() + carry[1]
+
+    def gradients(wrap, scan):
+        return jax.jit(jax.grad(lambda *args: loss(*args, wrap, scan), argnums=(0, 1, 2)))(x, kernel, experts)
+
+    expected = gradients(lambda f: f, scan=False)
+    assert_close(gradients(lambda f: jax.checkpoint(f, policy=policy), scan=True), expected, 1e-5)
+    assert_close(gradients(jax.checkpoint, scan=True), expected, 1e-5)
+
+
+def test_the_layer_runs_twice_to_the_same_bits():
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), greedy(2, headroom=0.4)))
+    args = arguments(case, BY_NAME["zipf"], 8)
+    for a, b in zip(jax.tree.leaves(layer(*args)), jax.tree.leaves(layer(*args)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_memory_of_one_hot_routing_is_near_the_mean():
+    """Same program, two buffers: 1.05 times the mean in rounds, or the worst case in one."""
+    case, mesh = Case(num_tokens=512, features=48), make_mesh((8,), ("expert",))
+    x, mask, kernel, experts, target = arguments(case, BY_NAME["one_hot"], 8)
+    temporaries = {}
+    for headroom in (1.05, 8.0):
+        layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), plain(headroom)))
+        compiled = layer.lower(x, mask, kernel, experts, target).compile()
+        temporaries[headroom] = compiled.memory_analysis().temp_size_in_bytes
+    assert temporaries[1.05] < 0.4 * temporaries[8.0]
+
+
+# ---- bad input ---------------------------------------------------------------
+
+
+def run_with(router, kernel_scale=1.0):
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    x, mask, kernel, experts, _ = arguments(case, BY_NAME["zipf"], 8)
+    layer = sharded_moe(mesh, Topology.from_mesh(mesh), greedy(), router)
+    return jax.block_until_ready(jax.jit(layer)(x, mask, kernel * kernel_scale, experts))
+
+
+def with_experts(change):
+    def router(logits, bias, first_token):
+        return TopK(2).with_experts(logits, change(TopK(2)(logits).experts, first_token))
+
+    return router
+
+
+@pytest.mark.parametrize(
+    ("router", "scale", "message"),
+    [
+        (TopK(2), np.nan, r"router logits of rank 0 give weights that are not finite; expected finite logits"),
+        (TopK(2), np.inf, r"router logits of rank 0 give weights that are not finite; expected finite logits"),
+        (
+            with_experts(lambda experts, first: jnp.where(first == 48, 16, experts)),
+            1.0,
+            r"expert ids of rank 2 include 16 \(48 bad ones\); expected 0 to 15",
+        ),
+        (
+            with_experts(lambda experts, first: jnp.where(first == 24, -5, experts)),
+            1.0,
+            r"expert ids of rank 1 include -5 \(48 bad ones\); expected 0 to 15",
+        ),
+    ],
+    ids=["nan", "infinite", "too high", "too low"],
+)
+def test_bad_values_stop_all_ranks(router, scale, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        run_with(router, scale)
+    run_with(TopK(2))
+
+
+def lose_a_token(counts, plan, topology):
+    quota = plan.quota.copy()
+    quota[np.unravel_index(quota.argmax(), quota.shape)] -= 1
+    return Plan(plan.placement, quota, domain=plan.domain)
+
+
+@pytest.mark.parametrize(
+    ("planner", "message"),
+    [
+        (lose_a_token, r"plan.quota of expert \d+ sums to \d+ tokens; expected the \d+ of counts"),
+        (lambda counts, plan, topology: plan.quota, r"planner returned ndarray; expected a Plan"),
+        (
+            lambda counts, plan, topology: Plan(plan.placement[:, :2], plan.quota, domain=plan.domain),
+            r"planner returned an array of shape \(8, 2\); expected \(8, 3\), as it was given",
+        ),
+    ],
+)
+def test_a_bad_plan_never_reaches_a_copy(planner, message):
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    x, mask, kernel, experts, _ = arguments(case, BY_NAME["zipf"], 8)
+    system = System(HostBalancer(planner), replica_slots=1)
+    layer = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), system))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(layer(x, mask, kernel, experts))
+
+
+@pytest.mark.parametrize("headroom", [0.0, -1.0, float("nan"), float("inf")])
+def test_bad_headroom_is_refused(headroom):
+    with pytest.raises(ValueError, match=rf"headroom is {headroom}; expected a finite number above 0"):
+        Direct(headroom)
+
+
+def test_bad_shapes_are_refused():
+    mesh = make_mesh((8,), ("expert",))
+    topology = Topology.from_mesh(mesh)
+    x, kernel = jnp.zeros((4, 6)), jnp.zeros((6, 16))
+    with pytest.raises(ValueError, match=r"experts holds 3 experts on each of 8 ranks; expected 16 in all"):
+        moe(x, kernel, Experts(jnp.zeros((3, 6, 2)), jnp.zeros((3, 2, 6))), TopK(2), plain(), topology)
+    with pytest.raises(ValueError, match=r"x has width 6 and experts.up 5; expected that of the router's kernel, 6"):
+        moe(x, kernel, Experts(jnp.zeros((2, 5, 2)), jnp.zeros((2, 2, 5))), TopK(2), plain(), topology)
+    with pytest.raises(ValueError, match=r"topology has no expert_axes; expected one made by Topology.from_mesh"):
+        moe(x, kernel, Experts(jnp.zeros((2, 6, 2)), jnp.zeros((2, 2, 6))), TopK(2), plain(), Topology.flat(8))
+    with pytest.raises(ValueError, match=r"replica_slots is -1; expected at least 0"):
+        System(replica_slots=-1)
+
+
+def test_explicit_mesh():
+    from jax.sharding import AxisType
+
+    case, mesh = Case(), make_mesh((2, 4), ("data", "expert"), AxisType.Explicit)
+    topology = Topology.from_mesh(mesh)
+    args = arguments(case, BY_NAME["zipf"], 8)
+    tokens, whole = PartitionSpec(("data", "expert")), PartitionSpec()
+    specs = (tokens, tokens, whole, PartitionSpec("expert"), tokens)
+    placed = tuple(jax.device_put(arg, NamedSharding(mesh, spec)) for arg, spec in zip(args, specs, strict=True))
+    (y, _), gradients = with_gradients(sharded_moe(mesh, topology, greedy()))(*placed)
+    (want, _), want_gradients = dense_with_gradients(TopK(2))(*args)
+    assert_close((y, gradients), (want, want_gradients), 1e-5)
