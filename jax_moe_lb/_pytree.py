@@ -6,11 +6,11 @@ from typing import Any, TypeVar, dataclass_transform
 
 import jax
 
-Class = TypeVar("Class", bound=type)
+Value = TypeVar("Value")
 
 
 @dataclass_transform(frozen_default=True)
-def pytree(cls: Class) -> Class:
+def pytree(cls: type[Value]) -> type[Value]:
     """Makes `cls` a frozen dataclass and a pytree; a field with metadata `static` is part of the tree's structure.
 
     Unlike `jax.tree_util.register_dataclass` it does not call `__init__` to rebuild a
@@ -29,7 +29,7 @@ def pytree(cls: Class) -> Class:
         return [getattr(value, name) for name in dynamic], tuple(getattr(value, name) for name in static)
 
     def unflatten(aux: tuple, children: Iterable) -> Any:
-        value = object.__new__(cls)
+        value: Any = object.__new__(cls)
         for name, child in (*zip(dynamic, children, strict=True), *zip(static, aux, strict=True)):
             object.__setattr__(value, name, child)
         return value

@@ -8,7 +8,9 @@ from jax_moe_lb._pytree import pytree
 
 @pytree
 class Experts:
-    """Weights of `G` experts: the home experts of a rank (`G = L`), its slots (`G = S`) all (`G = E`), or one, with no leading dimension.
+    """Weights of `G` experts: the home experts of a rank (`G = L`), its slots (`G = S`) or all (`G = E`).
+
+    One expert alone has no leading dimension.
 
     Args:
         up: first projection.

@@ -58,7 +58,7 @@ def check_plan(plan: Plan, counts: AnyArray) -> None:
         if broken.any():
             raise ValueError(describe(*np.argwhere(broken)[0]))
     if plan.rails is not None:
-        _check_rails(plan, counts)
+        _check_rails(plan, plan.rails, counts)
 
 
 def ensure_legal(plan: Plan, counts: Counts) -> Plan:
@@ -180,16 +180,17 @@ def _rules(plan: Plan, counts: Counts, xp: Any) -> Iterator[tuple[AnyArray, Call
         lambda e: f"plan.quota of expert {e} sums to {served[e]} tokens; expected the {routed[e]} of counts",
     )
     if plan.relay is not None:
-        yield from _relay_rules(plan, copies)
+        yield from _relay_rules(plan, plan.relay, copies)
     if plan.rails is not None:
+        rails = plan.rails
         yield (
-            plan.rails < 0,
-            lambda r, t, n: f"plan.rails of rank {r} to {t}, rail {n} is {plan.rails[r, t, n]}; expected at least 0",
+            rails < 0,
+            lambda r, t, n: f"plan.rails of rank {r} to {t}, rail {n} is {rails[r, t, n]}; expected at least 0",
         )
 
 
-def _relay_rules(plan: Plan, copies: AnyArray) -> Iterator[tuple[AnyArray, Callable[..., str]]]:
-    relay, placement = plan.relay, plan.placement
+def _relay_rules(plan: Plan, relay: AnyArray, copies: AnyArray) -> Iterator[tuple[AnyArray, Callable[..., str]]]:
+    placement = plan.placement
     inside = (relay >= 0) & (relay < plan.num_ranks)
     source = relay.clip(0, plan.num_ranks - 1)
     yield (
@@ -211,12 +212,12 @@ def _copies(expert: AnyArray, num_experts: int) -> AnyArray:
     return zeros.at[ranks, jnp.where(expert < 0, num_experts, expert)].add(1)[:, :-1]
 
 
-def _check_rails(plan: Plan, counts: Counts) -> None:
+def _check_rails(plan: Plan, rails: AnyArray, counts: Counts) -> None:
     rows = [nearest_first(counts, plan.quota, rank, plan.domain).sum(0) for rank in range(plan.num_ranks)]
-    expected, rails = np.stack(rows), plan.rails.sum(-1)
-    if (rails != expected).any():
-        source, to = np.argwhere(rails != expected)[0]
+    expected, sprayed = np.stack(rows), rails.sum(-1)
+    if (sprayed != expected).any():
+        source, to = np.argwhere(sprayed != expected)[0]
         raise ValueError(
-            f"plan.rails from rank {source} to rank {to} sums to {rails[source, to]} tokens; "
+            f"plan.rails from rank {source} to rank {to} sums to {sprayed[source, to]} tokens; "
             f"expected the {expected[source, to]} that it sends there"
         )

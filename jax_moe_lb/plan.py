@@ -1,7 +1,7 @@
 """The plan of one layer and microbatch: who serves which tokens, as integers."""
 
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +11,13 @@ from jax_moe_lb._pytree import pytree
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import AnyArray, Counts, Load, Quota, host_iota
 
-Scalar = Float[AnyArray, ""] | float
-"""An array in a jitted program, a NumPy number on a host."""
+if TYPE_CHECKING:
+    Scalar = Any
+    IntScalar = Any
+else:
+    Scalar = Float[AnyArray, ""] | float
+    IntScalar = Int[AnyArray, ""] | np.integer
+    """An array in a jitted program, a NumPy number on a host."""
 
 
 @pytree
@@ -196,8 +201,8 @@ class Traffic(NamedTuple):
         fan_out: copies of expert weights that each rank sends, `[R]`.
     """
 
-    rows: Int[AnyArray, ""] | np.integer
-    replicas: Int[AnyArray, ""] | np.integer
+    rows: IntScalar
+    replicas: IntScalar
     fan_out: Int[AnyArray, "R"]
 
 

@@ -102,6 +102,7 @@ class TopK:
     def __call__(
         self, logits: Logits, bias: Float[Array, "E"] | None = None, first_token: Int[Array, ""] | int = 0
     ) -> Routing:
+        """Chooses by score and bias."""
         del first_token
         scores = self.score(logits)
         choice = scores if bias is None else scores + bias[None].astype(scores.dtype)
@@ -137,11 +138,13 @@ class ForceBalanced:
 
     @property
     def num_experts_per_tok(self) -> int:
+        """`K`."""
         return self.router.num_experts_per_tok
 
     def __call__(
         self, logits: Logits, bias: Float[Array, "E"] | None = None, first_token: Int[Array, ""] | int = 0
     ) -> Routing:
+        """Chooses by the number of the token copy in the group."""
         del bias
         num_tokens, num_experts = logits.shape
         per_tok = self.num_experts_per_tok

@@ -18,13 +18,19 @@
 A *row* is one token copy: a token that goes to `K` experts makes `K` rows.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-AnyArray = Array | np.ndarray
-"""What planning arithmetic accepts: it runs in a jitted program and on a host alike."""
+if TYPE_CHECKING:
+    # The union of two array libraries lacks the methods that both have.
+    AnyArray = Any
+else:
+    AnyArray = Array | np.ndarray
+    """What planning arithmetic accepts: it runs in a jitted program and on a host alike."""
 
 Counts = Int[AnyArray, "R E"]
 """Token copies that each rank routes to each expert in this microbatch."""
@@ -47,7 +53,10 @@ GroupSizes = Int[Array, "S"]
 Tokens = Float[Array, "T H"]
 TokenMask = Bool[Array, "T"]
 
-State = object
+DType = Any
+"""Whatever JAX takes for a dtype."""
+
+State = Any
 """What a balancer remembers between steps: any pytree, `()` for most."""
 
 

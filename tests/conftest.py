@@ -1,5 +1,7 @@
 """Every test runs on 8 virtual CPU devices, with strict promotion and checked shape annotations."""
 
+import os
+
 import jax
 import pytest
 from jaxtyping import install_import_hook
@@ -17,3 +19,23 @@ install_import_hook("jax_moe_lb", "beartype.beartype")
 def x64():
     with jax.enable_x64(True):
         yield
+
+
+ABSENT = {"gpu", "netns"}
+"""Markers of hardware or privilege whose absence excuses a skip in continuous integration."""
+
+
+def pytest_runtest_logreport(report):
+    if report.skipped and not ABSENT & set(report.keywords):
+        UNEXCUSED.append(report.nodeid)
+
+
+UNEXCUSED: list[str] = []
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """A test that was skipped asserted nothing."""
+    if UNEXCUSED and os.environ.get("CI"):
+        print(f"\nskipped without a marker of {sorted(ABSENT)}: {UNEXCUSED}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -13,10 +13,8 @@ def dense_moe(x, kernel, experts: Experts, router, mask=None, bias=None):
     logits = jnp.matmul(x.astype(wide), kernel.astype(wide), precision="highest")
     routing = router(logits, bias, jnp.int32(0))
     up = jnp.einsum("th,ehf->etf", x, experts.up)
-    if experts.gate is None:
-        hidden = jax.nn.gelu(up)
-    else:
-        hidden = jax.nn.silu(jnp.einsum("th,ehf->etf", x, experts.gate)) * up
+    gated = experts.gate is not None
+    hidden = jax.nn.silu(jnp.einsum("th,ehf->etf", x, experts.gate)) * up if gated else jax.nn.gelu(up)
     by_expert = jnp.einsum("etf,efh->teh", hidden, experts.down)
     chosen = jnp.take_along_axis(by_expert, routing.experts[:, :, None], axis=1)
     y = (chosen.astype(wide) * routing.weights[:, :, None]).sum(1).astype(x.dtype)

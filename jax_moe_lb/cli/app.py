@@ -17,14 +17,13 @@ import typer
 from jax_moe_lb.cli.discover import load_balancer
 from jax_moe_lb.cli.doctor import diagnosis, facts_table, ops_table, version
 from jax_moe_lb.cli.files import read_counts, read_trace, write_plans
-from jax_moe_lb.cli.options import ExpertBytes, Json, Out, RanksPerDomain, Slots, System
-from jax_moe_lb.cli.planning import Effect, Planner, mean_effect
-from jax_moe_lb.cli.report import effect_json, effect_table, print_json, print_table, with_progress
+from jax_moe_lb.cli.options import ExpertBytes, Json, Out, RanksPerDomain, Slots, System, positive
+from jax_moe_lb.cli.planning import Planner, mean_effect
+from jax_moe_lb.cli.report import Head, print_effects, print_json, print_table, with_progress
 from jax_moe_lb.topology import Topology
 
 BAD_INPUT = 2
 INTERRUPTED = 130
-TABLE_COLUMNS = 100
 UsageError: Any = typer.BadParameter.__mro__[1]
 """click's, which typer imports or ships a copy of, depending on its version."""
 
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @app.command()
 def plan(
-    counts_file: Annotated[Path, typer.Argument(metavar="COUNTS.npy", help="Integers [R, E] or [layers, R, E].")],
+    counts_file: Annotated[Path, typer.Argument(metavar="COUNTS.npy", help="Integers; or an npz with counts.")],
     system: System,
     ranks_per_domain: RanksPerDomain = None,
     slots: Slots = None,
@@ -61,25 +60,25 @@ def plan(
     expert_bytes: ExpertBytes = None,
     as_json: Json = False,
 ) -> None:
-    """Plan for the counts of one microbatch, layer by layer.
+    """Plan for the counts [R, E] or [layers, R, E] of one microbatch, layer by layer.
 
     Planner time is that of the compiled planner for one layer on the default device, after a warm-up call.
     """
     with _one_line_errors():
-        counts = read_counts(counts_file)
+        counts, one_expert = read_counts(counts_file), positive("--expert-bytes", expert_bytes)
         planner = _planner(system, counts, ranks_per_domain, slots)
         (planned,) = planner.replay(counts[None])
         if out is not None:
             write_plans(out, [layer.plan for layer in planned], counts.shape[:1])
         effects = [layer.effect for layer in planned]
-        _print("layer", range(len(planned)), effects, _head(system, planner, counts), expert_bytes, as_json)
+        print_effects("layer", range(len(planned)), effects, _head(system, planner, counts), one_expert, as_json)
 
 
 @app.command()
 def replay(
     trace_file: Annotated[
         Path,
-        typer.Argument(metavar="TRACE.npz", help="With integers counts [steps, layers, R, E] and steps; or a npy."),
+        typer.Argument(metavar="TRACE.npz", help="With integers counts and steps; or an npy of counts."),
     ],
     system: System,
     ranks_per_domain: RanksPerDomain = None,
@@ -88,13 +87,13 @@ def replay(
     expert_bytes: ExpertBytes = None,
     as_json: Json = False,
 ) -> None:
-    """Plan for a recorded trace, step by step; a balancer that keeps history carries it along.
+    """Plan for a trace [steps, layers, R, E], step by step; a balancer that keeps history carries it along.
 
     Every row is the mean over a step's layers. Planner time is that of the compiled planner for one layer on the
     default device, after a warm-up call.
     """
     with _one_line_errors():
-        steps, counts = read_trace(trace_file)
+        (steps, counts), one_expert = read_trace(trace_file), positive("--expert-bytes", expert_bytes)
         planner = _planner(system, counts, ranks_per_domain, slots)
         effects, plans = [], []
         for planned in with_progress(planner.replay(counts), len(steps)):
@@ -103,7 +102,7 @@ def replay(
             plans.extend([] if out is None else [layer.plan for layer in planned])
         if out is not None:
             write_plans(out, plans, counts.shape[:2])
-        _print("step", steps, effects, _head(system, planner, counts), expert_bytes, as_json)
+        print_effects("step", steps, effects, _head(system, planner, counts), one_expert, as_json)
 
 
 @app.command()
@@ -118,10 +117,11 @@ def doctor(as_json: Json = False) -> None:
             print_table(ops_table(found))
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> bool:
     if wanted:
         typer.echo(version("jax_moe_lb"))
         raise typer.Exit
+    return wanted
 
 
 @app.callback()
@@ -133,35 +133,18 @@ def _options(
     """Load balance of Mixture-of-Experts layers, from recorded counts."""
 
 
-def _planner(system: str, counts: np.ndarray, ranks_per_domain: int | None, slots: int | None) -> Planner:
+def _planner(system: str, counts: np.ndarray, ranks_per_domain: str | None, slots: str | None) -> Planner:
     num_ranks, num_experts = counts.shape[-2:]
-    slots = num_experts // num_ranks + 2 if slots is None else slots
-    return Planner(load_balancer(system), Topology.flat(num_ranks, ranks_per_domain), slots)
+    topology = Topology.flat(num_ranks, positive("--ranks-per-domain", ranks_per_domain))
+    wanted = positive("--slots", slots)
+    if wanted is not None and wanted > num_experts:
+        raise ValueError(f"--slots is {wanted}; expected at most the {num_experts} experts, each once on a rank")
+    return Planner(load_balancer(system), topology, wanted or num_experts // num_ranks + 2)
 
 
-def _head(system: str, planner: Planner, counts: np.ndarray) -> dict[str, str | int]:
+def _head(system: str, planner: Planner, counts: np.ndarray) -> Head:
     num_ranks, num_experts = counts.shape[-2:]
     return {"system": system, "num_ranks": num_ranks, "num_experts": num_experts, "slots": planner.slots}
-
-
-def _print(
-    index: str,
-    numbers: Sequence[int],
-    effects: Sequence[Effect],
-    head: dict[str, str | int],
-    expert_bytes: int | None,
-    as_json: bool,
-) -> None:
-    """One row per layer or step, whichever `index` says."""
-    mean = mean_effect(effects)
-    if not as_json:
-        title = ", ".join(f"{name} {value}" for name, value in head.items())
-        print_table(effect_table(title, index, numbers, effects, mean, expert_bytes), TABLE_COLUMNS)
-        return
-    rows = [effect_json(effect, expert_bytes) for effect in effects]
-    if index == "step":
-        rows = [{"step": number, **row} for number, row in zip(numbers, rows, strict=True)]
-    print_json({**head, f"{index}s": rows, "mean": effect_json(mean, expert_bytes)})
 
 
 @contextmanager

@@ -87,7 +87,9 @@ def _load(argument: str, path: Path) -> dict[str, np.ndarray]:
     except OSError as error:
         raise ValueError(f"{argument} is {path}: {error.strerror or error}; expected a .npy or .npz file") from error
     except Exception as error:  # a damaged file makes NumPy and zipfile raise nearly anything
-        raise ValueError(f"{argument} is {path}: not a whole NumPy file ({error}); expected .npy or .npz") from error
+        raise ValueError(
+            f"{argument} is {path}: damaged, or no NumPy file of numbers; expected .npy or .npz"
+        ) from error
     if "counts" not in arrays:
         raise ValueError(f"{argument} is {path}, which holds {names}; expected an array called 'counts'")
     return arrays

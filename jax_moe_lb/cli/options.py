@@ -1,4 +1,7 @@
-"""Options that several commands share."""
+"""Options that several commands share.
+
+Numbers arrive as text: what typer says of a bad one differs between its versions, and some leave out the value.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,16 +12,27 @@ System = Annotated[
     str, typer.Option("--system", metavar="NAME", help="A balancer: plain, greedy or another file of balancers/.")
 ]
 RanksPerDomain = Annotated[
-    int | None,
-    typer.Option("--ranks-per-domain", metavar="M", min=1, help="Ranks among which experts may move; R by default."),
+    str | None,
+    typer.Option("--ranks-per-domain", metavar="M", help="Ranks among which experts may move; R by default."),
 ]
-Slots = Annotated[
-    int | None, typer.Option("--slots", metavar="S", min=1, help="Slots per rank; home experts + 2 by default.")
-]
+Slots = Annotated[str | None, typer.Option("--slots", metavar="S", help="Slots per rank; home experts + 2 by default.")]
 ExpertBytes = Annotated[
-    int | None, typer.Option("--expert-bytes", metavar="N", min=1, help="Show weights moved, at N bytes per expert.")
+    str | None, typer.Option("--expert-bytes", metavar="N", help="Show weights moved, at N bytes per expert.")
 ]
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="PLAN.npz", help="Write placement and quota of all plans there.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def positive(argument: str, text: str | None) -> int | None:
+    """The number that an option was given, if it was.
+
+    Raises:
+        ValueError: not an integer, or below 1.
+    """
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{argument} is {text!r}; expected an integer, at least 1")
+    return int(text)

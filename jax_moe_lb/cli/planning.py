@@ -35,8 +35,8 @@ class Effect:
     imbalance_after: float
     straggler_before: float
     straggler_after: float
-    replicas: float
-    max_fan_out: float
+    replicas: int | float
+    max_fan_out: int | float
     planner_us: float
 
 

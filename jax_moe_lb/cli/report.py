@@ -13,50 +13,51 @@ from rich.filesize import decimal
 from rich.progress import Progress
 from rich.table import Table
 
-from jax_moe_lb.cli.planning import Effect
+from jax_moe_lb.cli.planning import Effect, mean_effect
 
 BAR_AFTER_S = 2.0
 """Seconds without a word that a user is asked to bear."""
 
+TABLE_COLUMNS = 100
+"""What the widest table of numbers needs."""
+
+Head = dict[str, str | int]
+"""System and sizes, which hold for all rows."""
+
 Item = TypeVar("Item")
 
 
-def effect_json(effect: Effect, expert_bytes: int | None) -> dict[str, float]:
-    """The fields of an effect; with `weight_bytes` where the size of an expert is known."""
-    fields = asdict(effect)
-    return fields if expert_bytes is None else {**fields, "weight_bytes": effect.replicas * expert_bytes}
-
-
-def effect_table(
-    title: str,
+def print_effects(
     index: str,
     numbers: Sequence[int],
     effects: Sequence[Effect],
-    mean: Effect,
+    head: Head,
     expert_bytes: int | None,
-) -> Table:
+    as_json: bool,
+) -> None:
     """A row per layer or step, and their mean.
 
     Args:
-        title: the line above.
         index: what the rows are, "layer" or "step".
         numbers: of the rows.
         effects: one per row.
-        mean: the last row.
-        expert_bytes: size of one expert's weights; `None` leaves the column out.
+        head: what holds for all rows.
+        expert_bytes: size of one expert's weights; `None` leaves out what replicas cost.
+        as_json: one object instead of a table.
     """
-    weights = () if expert_bytes is None else ("weights\nmoved",)
-    headers = ("imbalance\nbefore", "\nafter", "straggler\nbefore", "\nafter", "\nreplicas", "max\nfan-out")
-    caption = "imbalance: max / mean of the load; straggler: max - mean, in token copies"
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    table.box, table.pad_edge = SIMPLE_HEAD, False
-    for header in (f"\n{index}", *headers, *weights, "planner\n(us)"):
-        table.add_column(header, justify="right", no_wrap=True)
+    mean = mean_effect(effects)
+    if as_json:
+        rows = [_effect_json(effect, expert_bytes) for effect in effects]
+        if index == "step":
+            rows = [{"step": number, **row} for number, row in zip(numbers, rows, strict=True)]
+        print_json({**head, f"{index}s": rows, "mean": _effect_json(mean, expert_bytes)})
+        return
+    table = _effect_table(", ".join(f"{name} {value}" for name, value in head.items()), index, expert_bytes is not None)
     for number, effect in zip(numbers, effects, strict=True):
         table.add_row(str(number), *_cells(effect, expert_bytes))
     table.add_section()
     table.add_row("mean", *_cells(mean, expert_bytes))
-    return table
+    print_table(table, least_width=TABLE_COLUMNS)
 
 
 def print_json(value: dict) -> None:
@@ -86,6 +87,22 @@ def with_progress(items: Iterable[Item], num_items: int) -> Iterator[Item]:
     finally:
         if shown:
             progress.stop()
+
+
+def _effect_json(effect: Effect, expert_bytes: int | None) -> dict[str, int | float]:
+    fields = asdict(effect)
+    return fields if expert_bytes is None else {**fields, "weight_bytes": effect.replicas * expert_bytes}
+
+
+def _effect_table(title: str, index: str, with_bytes: bool) -> Table:
+    headers = ("imbalance\nbefore", "\nafter", "straggler\nbefore", "\nafter", "\nreplicas", "max\nfan-out")
+    weights = ("weights\nmoved",) if with_bytes else ()
+    caption = "imbalance: max / mean of the load; straggler: max - mean, in token copies"
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    table.box, table.pad_edge = SIMPLE_HEAD, False
+    for header in (f"\n{index}", *headers, *weights, "planner\n(us)"):
+        table.add_column(header, justify="right", no_wrap=True)
+    return table
 
 
 def _cells(effect: Effect, expert_bytes: int | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax_moe_lb.plan import home_experts_per_rank
 from jax_moe_lb.routing import Router, updated_bias
 from jax_moe_lb.systems import System
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import State
+from jax_moe_lb.types import DType, State
 
 LogicalAxisRules = tuple[tuple[str, tuple[str, ...] | str | None], ...]
 
@@ -77,8 +78,8 @@ class MoE(nnx.Module):
         shared_mlp_dim: int = 0,
         use_bias: bool = False,
         losses: Losses = Losses(),
-        dtype: jnp.dtype | type | None = None,
-        param_dtype: jnp.dtype | type = jnp.float32,
+        dtype: DType | None = None,
+        param_dtype: DType = jnp.float32,
         kernel_init: nnx.Initializer = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=(0,)),
         rules: LogicalAxisRules | None = None,
         rngs: nnx.Rngs,
@@ -213,8 +214,19 @@ def _sharded_moe(
         tokens: Array, mask: Array, kernel: Array, experts: Experts, bias: Array | None, state: State
     ) -> tuple[Array, Stats, State]:
         state = jax.tree.map(lambda leaf: leaf[0], state)
-        options = {"bias": bias, "mask": mask, "losses": losses, "sequence_length": sequence_length}
-        y, stats, state = moe(tokens, kernel, experts, router, system, topology, state=state, **options)
+        y, stats, state = moe(
+            tokens,
+            kernel,
+            experts,
+            router,
+            system,
+            topology,
+            state=state,
+            bias=bias,
+            mask=mask,
+            losses=losses,
+            sequence_length=sequence_length,
+        )
         return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state))
 
     specs = (by_token, by_token, PartitionSpec(), by_expert, PartitionSpec(), by_group)
@@ -223,7 +235,7 @@ def _sharded_moe(
     return jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=(by_token, by_group, by_group))(*placed)
 
 
-def _place(tree: object, sharding: jax.sharding.Sharding, mesh: Mesh) -> object:
+def _place(tree: Any, sharding: jax.sharding.Sharding, mesh: Mesh) -> Any:
     """Reshards where the mesh has Explicit axes; where they are Auto, the compiler does."""
     if AxisType.Explicit not in mesh.axis_types:
         return tree

@@ -7,6 +7,7 @@ every row with every expert. Elsewhere `lax.ragged_dot`, or tokamax where it is 
 import functools
 import importlib.util
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ BLOCK_ROWS = (256, 64, 16)
 """Rows of a block: a group is cut into as many of the first as fit, then of the next; the last may be padded."""
 
 Matmul = Callable[[Array, Array, Array], Array]
+Carry = TypeVar("Carry")
 
 
 @jax.custom_vjp
@@ -114,18 +116,18 @@ def blocked_gradients(rows: Rows, experts: Experts, group_sizes: GroupSizes, ups
     return row_gradients[: rows.shape[0]], totals
 
 
-def _each_group(group_sizes: GroupSizes, body: Callable, carry: Array | tuple) -> Array | tuple:
+def _each_group(group_sizes: GroupSizes, body: Callable, carry: Carry) -> Carry:
     """Runs `body(group, start, end, carry)` for each group in turn; empty ones cost nothing."""
     ends = group_sizes.cumsum(dtype=jnp.int32)
 
-    def step(g: Array, carry: Array | tuple) -> Array | tuple:
+    def step(g: Array, carry: Carry) -> Carry:
         end, size = ends[g], group_sizes[g]
         return jax.lax.cond(size > 0, lambda c: body(g, end - size, end, c), lambda c: c, carry)
 
     return jax.lax.fori_loop(0, group_sizes.shape[0], step, carry)
 
 
-def _walk(padded: Array, start: Array, end: Array, block: Callable, carry: Array | tuple) -> Array | tuple:
+def _walk(padded: Array, start: Array, end: Array, block: Callable, carry: Carry) -> Carry:
     """Runs `block(row, rows, carry)` over rows `start` to `end`.
 
     A last block reaches beyond `end`: those rows come as zeros, and what is written
@@ -135,7 +137,7 @@ def _walk(padded: Array, start: Array, end: Array, block: Callable, carry: Array
         round_up = size - 1 if size == BLOCK_ROWS[-1] else 0
         num_blocks = (end - start + round_up) // size
 
-        def step(i: Array, carry: Array | tuple, size: int = size, start: Array = start) -> Array | tuple:
+        def step(i: Array, carry: Carry, size: int = size, start: Array = start) -> Carry:
             at = start + i * size
             x = jax.lax.dynamic_slice_in_dim(padded, at, size)
             inside = at + iota(size) < end
@@ -159,7 +161,7 @@ def has_tokamax() -> bool:
 
 
 def ragged_dot() -> Matmul:
-    """tokamax's where it is installed, else JAX's own."""
+    """The product of tokamax where it is installed, else JAX's own."""
     if has_tokamax():
         import tokamax
 

@@ -1,0 +1,26 @@
+"""Times of several functions, taken in turn in one process, because machines are noisy."""
+
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+
+def interleaved_s(functions: dict[str, Callable[[], object]], repeats: int = 15) -> dict[str, np.ndarray]:
+    """Seconds of each call, `[repeats]` per function, after one warm-up call each."""
+    for function in functions.values():
+        jax.block_until_ready(function())
+    times_s = {name: np.empty(repeats) for name in functions}
+    for i in range(repeats):
+        for name, function in functions.items():
+            start_s = time.perf_counter()
+            jax.block_until_ready(function())
+            times_s[name][i] = time.perf_counter() - start_s
+    return times_s
+
+
+def summary(values: np.ndarray, scale: float = 1.0, digits: int = 2) -> str:
+    """Median and range."""
+    low, median, high = np.quantile(values * scale, [0, 0.5, 1])
+    return f"{median:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
