@@ -17,9 +17,9 @@ def pytree(cls: type[Value]) -> type[Value]:
     value: transformations put placeholders where arrays stand, and checks of shapes and
     types belong to the code that builds one.
     """
-    cls = dataclass(frozen=True)(cls)
-    static = [field.name for field in fields(cls) if field.metadata.get("static")]
-    dynamic = [field.name for field in fields(cls) if field.name not in static]
+    made: Any = dataclass(frozen=True)(cls)
+    static = [field.name for field in fields(made) if field.metadata.get("static")]
+    dynamic = [field.name for field in fields(made) if field.name not in static]
 
     def flatten_with_keys(value: Any) -> tuple[list, tuple]:
         children = [(jax.tree_util.GetAttrKey(name), getattr(value, name)) for name in dynamic]
@@ -29,10 +29,10 @@ def pytree(cls: type[Value]) -> type[Value]:
         return [getattr(value, name) for name in dynamic], tuple(getattr(value, name) for name in static)
 
     def unflatten(aux: tuple, children: Iterable) -> Any:
-        value: Any = object.__new__(cls)
+        value: Any = object.__new__(made)
         for name, child in (*zip(dynamic, children, strict=True), *zip(static, aux, strict=True)):
             object.__setattr__(value, name, child)
         return value
 
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
-    return cls
+    jax.tree_util.register_pytree_with_keys(made, flatten_with_keys, unflatten, flatten)
+    return made

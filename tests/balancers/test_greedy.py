@@ -1,0 +1,75 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import Greedy, Plan, Topology, check_plan, imbalance, load, plain_plan, traffic
+
+
+def plan_for(counts, domain=None, slots=None, **options):
+    topology = Topology.flat(counts.shape[0], domain)
+    start = plain_plan(jnp.asarray(counts), topology, slots)
+    plan, _ = Greedy(**options).rebalance(jnp.asarray(counts), start, topology, ())
+    check_plan(plan, counts)
+    return plan
+
+
+def test_the_worked_example_of_its_page():
+    counts = np.diag([10, 2, 4, 0]).astype(np.int32)
+    plan = plan_for(counts, slots=2)
+    assert plan.quota[0].tolist() == [4, 2, 0, 4]
+    assert load(plan).tolist() == [4, 4, 4, 4]
+    assert plan.placement[:, 1].tolist() == [-1, 0, -1, 0]
+
+
+def test_one_expert_with_all_tokens_is_shared_by_all():
+    counts = np.zeros((8, 8), np.int32)
+    counts[:, 3] = 100
+    assert load(plan_for(counts, slots=2)).tolist() == [100] * 8
+
+
+def test_without_free_slots_nothing_moves():
+    counts = WORKLOADS[1].counts(0, 8, 100, 16, 2)
+    plan = plan_for(counts, slots=2)
+    assert int(traffic(plan, counts).replicas) == 0
+    np.testing.assert_array_equal(plan.quota, plain_plan(counts, Topology.flat(8)).quota)
+
+
+def test_an_existing_replica_is_used_before_a_new_one_is_made():
+    """Another balancer has put expert 0 on rank 1, with none of its tokens."""
+    counts = np.diag([12, 0, 6]).astype(np.int32)
+    topology = Topology.flat(3)
+    start = plain_plan(jnp.asarray(counts), topology, 2)
+    start = Plan(start.placement.at[1, 1].set(0), start.quota, domain=3)
+    plan, _ = Greedy().rebalance(jnp.asarray(counts), start, topology, ())
+    assert load(plan).tolist() == [6, 6, 6]
+    assert int(traffic(plan, counts).replicas) == 1
+
+
+def test_small_moves_are_not_worth_a_replica():
+    counts = np.diag([11, 9, 10, 10]).astype(np.int32)
+    assert load(plan_for(counts, slots=2)).tolist() == [10, 10, 10, 10]
+    assert load(plan_for(counts, slots=2, min_tokens=2)).tolist() == [11, 9, 10, 10]
+
+
+@pytest.mark.parametrize("name", ["zipf", "lognormal", "hot_rank"])
+def test_it_comes_near_the_mean_with_two_slots(name):
+    workload = next(workload for workload in WORKLOADS if workload.name == name)
+    for seed in range(3):
+        counts = workload.counts(seed, 32, 512, 64, 4)
+        before = imbalance(load(plain_plan(counts, Topology.flat(32))))
+        after = float(imbalance(load(plan_for(counts, slots=4))))
+        assert after <= 1.05 < before
+
+
+def test_domains_are_balanced_each_for_itself():
+    counts = WORKLOADS[2].counts(0, 16, 512, 64, 4)
+    plan = plan_for(counts, domain=4, slots=8)
+    totals = counts.sum(0).reshape(4, 16).sum(1)
+    np.testing.assert_array_equal(np.asarray(load(plan)).reshape(4, 4).sum(1), totals)
+    assert (np.asarray(load(plan)).reshape(4, 4).max(1) <= -(-totals // 4)).all()
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match=r"min_tokens is 0; expected at least 1"):
+        Greedy(min_tokens=0)
