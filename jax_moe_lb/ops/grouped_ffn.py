@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.types import GroupSizes, Rows, iota, wide_dtype
 
-BLOCK_ROWS = (256, 64, 16)
-"""Rows of a block: a group is cut into as many of the first as fit, then of the next; the last may be padded."""
+BLOCK_ROWS = (128, 96, 64, 32, 16)
+"""Rows of a block: a group is cut into blocks of the first size and one of the smallest size that holds the rest."""
 
 Matmul = Callable[[Array, Array, Array], Array]
 Carry = TypeVar("Carry")
@@ -130,26 +130,31 @@ def _each_group(group_sizes: GroupSizes, body: Callable, carry: Carry) -> Carry:
 def _walk(padded: Array, start: Array, end: Array, block: Callable, carry: Carry) -> Carry:
     """Runs `block(row, rows, carry)` over rows `start` to `end`.
 
-    A last block reaches beyond `end`: those rows come as zeros, and what is written
+    The last block reaches beyond `end`: those rows come as zeros, and what is written
     there is written again by the group they belong to.
     """
-    for size in (size for size in BLOCK_ROWS if size <= padded.shape[0]):
-        round_up = size - 1 if size == BLOCK_ROWS[-1] else 0
-        num_blocks = (end - start + round_up) // size
 
-        def step(i: Array, carry: Carry, size: int = size, start: Array = start) -> Carry:
-            at = start + i * size
-            x = jax.lax.dynamic_slice_in_dim(padded, at, size)
-            inside = at + iota(size) < end
-            return block(at, jnp.where(inside[:, None], x, 0), out=carry)
+    def step(size: int, at: Array, carry: Carry) -> Carry:
+        x = jax.lax.dynamic_slice_in_dim(padded, at, size)
+        inside = at + iota(size) < end
+        return block(at, jnp.where(inside[:, None], x, 0), out=carry)
 
-        carry = jax.lax.fori_loop(0, num_blocks, step, carry)
-        start = start + num_blocks * size
+    largest = BLOCK_ROWS[0]
+    num_whole = (end - start) // largest
+    rest = start + num_whole * largest
+    carry = jax.lax.fori_loop(0, num_whole, lambda i, c: step(largest, start + i * largest, c), carry)
+    for size, smaller in zip(BLOCK_ROWS, (*BLOCK_ROWS[1:], 0), strict=True):
+        holds = (end - rest > smaller) & (end - rest <= size)
+        # A loop of at most one step updates its carry in place. The body must depend on
+        # the step, or the compiler takes its work out of the loop and always does it.
+        carry = jax.lax.fori_loop(
+            0, holds.astype(jnp.int32), lambda i, c, size=size: step(size, rest + i * size, c), carry
+        )
     return carry
 
 
 def _pad(rows: Array) -> Array:
-    return jnp.pad(rows, ((0, BLOCK_ROWS[-1]), (0, 0)))
+    return jnp.pad(rows, ((0, BLOCK_ROWS[0]), (0, 0)))
 
 
 # ---- ragged_dot, for accelerators -------------------------------------------

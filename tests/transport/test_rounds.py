@@ -1,0 +1,57 @@
+"""Rounds under random plans: whatever the plan and the routing, nothing is lost and nothing is counted twice."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.workloads import Workload
+from jax_moe_lb import Direct, HostBalancer, Plan, System, TopK, Topology
+from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+from tests.oracle import random_plan
+
+
+def any_plan(counts, plan, topology):
+    """A legal plan drawn at random, the same on every rank."""
+    rng = np.random.default_rng(counts.astype(np.uint32).reshape(-1))
+    placement, quota = random_plan(rng, counts, plan.slots, plan.domain)
+    return Plan(placement, quota, domain=plan.domain)
+
+
+@functools.cache
+def compiled(per_tok, headroom, domain):
+    mesh = make_mesh((8,), ("expert",))
+    topology = Topology.from_mesh(mesh, ranks_per_domain=domain)
+    system = System(HostBalancer(any_plan), dispatch=Direct(headroom), replica_slots=2)
+    router = TopK(per_tok, renormalise=False)
+    return with_gradients(sharded_moe(mesh, topology, system, router)), dense_with_gradients(router)
+
+
+@pytest.mark.parametrize(("per_tok", "headroom", "domain"), [(1, 0.15, 8), (3, 0.6, 4)])
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), skew=st.sampled_from([0.0, 1.0, 30.0]), idle=st.integers(0, 255))
+def test_random_plans_and_routings_equal_dense(per_tok, headroom, domain, seed, skew, idle):
+    """`idle` masks any subset of the ranks."""
+    case = Case(num_tokens=10, per_tok=per_tok)
+    workload = Workload(
+        "drawn",
+        lambda rng, num_ranks, num_experts: skew * rng.normal(size=(num_ranks, num_experts)),
+        lambda num_ranks: (idle >> np.arange(num_ranks)) & 1 == 1,
+    )
+    logits = workload.logits(seed, 8, case.num_tokens, case.num_experts).reshape(-1, case.num_experts)
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(np.concatenate([rng.normal(size=(80, case.features)), logits / 4], 1), "float32")
+    mask = jnp.asarray(workload.mask(8, case.num_tokens).reshape(-1))
+    target = jnp.asarray(rng.normal(size=x.shape), "float32")
+    layer, dense = compiled(per_tok, headroom, domain)
+    kernel, experts = case.params("float32")
+    (y, stats), gradients = layer(x, mask, kernel, experts, target)
+    (want, _), want_gradients = dense(x, mask, kernel, experts, target)
+    assert_close((y, gradients), (want, want_gradients), 2e-5)
+    capacity = Direct(headroom).capacity(case.num_tokens * per_tok)
+    assert int(stats.rounds[0]) == -(-int(stats.load_after.max()) // capacity)
+    assert int(stats.load_after.sum()) == per_tok * int(mask.sum())
+    assert layer._cache_size() == 1
