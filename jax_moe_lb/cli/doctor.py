@@ -52,7 +52,7 @@ def implementations(backend: str) -> list[Implementation]:
             ),
             Implementation("gather", "ring of ppermute", "XLA:CPU cannot run lax.ragged_all_to_all", ACCELERATOR),
         ]
-    native = f"backend {backend} runs it, and only what is needed travels"
+    native = f"XLA has it for {backend}, and only what is needed travels"
     return [
         Implementation("ragged_all_to_all", "lax.ragged_all_to_all", native, None),
         _ragged_ffn(),

@@ -1,0 +1,58 @@
+"""A balancer of one's own in a few lines of NumPy, and what happens when it loses a token."""
+
+import logging
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from jax_moe_lb import HostBalancer, Plan, Topology, check_plan, imbalance, load, plain_plan
+
+
+def share_hottest(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
+    """The busiest rank gives half of its hottest expert's tokens to the idlest rank with a free slot."""
+    placement, quota = plan.placement.copy(), plan.quota.copy()
+    busiest = load(plan).argmax()
+    expert = quota[:, busiest].argmax()
+    free = (placement == -1).any(1)
+    idlest = np.where(free, load(plan), np.iinfo(np.int32).max).argmin()
+    slot = placement[idlest].tolist().index(-1)
+    placement[idlest, slot] = expert
+    half = quota[expert, busiest] // 2
+    quota[expert, busiest] -= half
+    quota[expert, idlest] += half
+    return replace(plan, placement=placement, quota=quota)
+
+
+def careless(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
+    """The same, but a token of expert 3 gets lost on the way."""
+    plan = share_hottest(counts, plan, topology)
+    quota = plan.quota.copy()
+    quota[3, quota[3].argmax()] -= 1
+    return replace(plan, quota=quota)
+
+
+def main() -> None:
+    """Plans for skewed counts of 8 ranks and 16 experts, with one slot to spare on each rank."""
+    counts = np.random.default_rng(0).multinomial(1024, np.arange(1, 17) / 136, size=8).astype(np.int32)
+    topology = Topology.flat(8)
+    before = plain_plan(counts, topology, slots=3)
+
+    # A balancer like any other from here on: System(HostBalancer(share_hottest), replica_slots=1) trains with it.
+    after, _ = HostBalancer(share_hottest).rebalance(counts, before, topology, ())
+    check_plan(after, counts)
+    print(f"imbalance {imbalance(load(before)):.3f} -> {imbalance(load(after)):.3f}")
+
+    try:
+        check_plan(careless(counts, before, topology), counts)
+    except ValueError as refusal:
+        print(f"refused: {refusal}")
+    logging.getLogger("jax").setLevel(logging.CRITICAL)  # which would log the traceback of the callback
+    try:
+        HostBalancer(careless).rebalance(counts, before, topology, ())
+    except jax.errors.JaxRuntimeError as refusal:
+        print(f"refused at run time too: {str(refusal).splitlines()[-1]}")
+
+
+if __name__ == "__main__":
+    main()

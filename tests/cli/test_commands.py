@@ -1,0 +1,233 @@
+"""What `plan` and `replay` print and write."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jax_moe_lb import Plan, balancers, check_plan
+from jax_moe_lb.cli import main
+from jax_moe_lb.cli.discover import balancer_names
+
+ROOT = Path(__file__).parents[2]
+HEAD = ["system", "num_ranks", "num_experts", "slots"]
+EFFECT = [
+    "imbalance_before",
+    "imbalance_after",
+    "straggler_before",
+    "straggler_after",
+    "replicas",
+    "max_fan_out",
+    "planner_us",
+]
+LATE_START = '''
+"""A balancer that does nothing where it has seen no tokens before."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.balancers.greedy import Greedy
+
+
+@dataclass(frozen=True)
+class LateStart(Balancer):
+
+    def init(self, counts_shape):
+        return jnp.zeros(counts_shape, jnp.int32)
+
+    def rebalance(self, counts, plan, topology, state):
+        balanced, _ = Greedy().rebalance(counts, plan, topology, ())
+        return jax.tree.map(lambda a, b: jnp.where(state.any(), a, b), balanced, plan), counts
+'''
+
+
+def skewed_counts(*leading, num_ranks=4, num_experts=8):
+    counts = np.random.default_rng(0).integers(1, 10, (*leading, num_ranks, num_experts))
+    counts[..., 3] += 40
+    return counts
+
+
+@pytest.fixture
+def counts_file(tmp_path):
+    path = tmp_path / "counts.npy"
+    np.save(path, skewed_counts(3))
+    return path
+
+
+@pytest.fixture
+def trace_file(tmp_path):
+    path = tmp_path / "trace.npz"
+    np.savez(path, counts=skewed_counts(3, 2), steps=np.array([10, 20, 30]))
+    return path
+
+
+@pytest.fixture
+def late_start(tmp_path, monkeypatch):
+    """A file of its own in the package of balancers, for as long as a test runs."""
+    (tmp_path / "late_start.py").write_text(LATE_START)
+    monkeypatch.setattr(balancers, "__path__", [*balancers.__path__, str(tmp_path)])
+    yield "late_start"
+    sys.modules.pop("jax_moe_lb.balancers.late_start", None)
+    vars(balancers).pop("late_start", None)
+
+
+def output(capsys, *argv):
+    code = main([str(argument) for argument in argv])
+    captured = capsys.readouterr()
+    assert (code, captured.err) == (0, "")
+    return captured.out
+
+
+def as_json(capsys, *argv):
+    return json.loads(output(capsys, *argv, "--json"))
+
+
+def test_plan_json(capsys, counts_file):
+    found = as_json(capsys, "plan", counts_file, "--system", "greedy", "--ranks-per-domain", 2, "--slots", 3)
+    assert list(found) == [*HEAD, "layers", "mean"]
+    assert [found[key] for key in HEAD] == ["greedy", 4, 8, 3]
+    assert len(found["layers"]) == 3
+    for row in (*found["layers"], found["mean"]):
+        assert list(row) == EFFECT
+    for key in EFFECT:
+        assert found["mean"][key] == pytest.approx(np.mean([row[key] for row in found["layers"]]))
+
+
+def test_plan_numbers(capsys, counts_file):
+    found = as_json(capsys, "plan", counts_file, "--system", "greedy")
+    for row, counts in zip(found["layers"], skewed_counts(3), strict=True):
+        load = counts.sum(0).reshape(4, 2).sum(1)
+        assert row["imbalance_before"] == pytest.approx(load.max() / load.mean())
+        assert row["straggler_before"] == pytest.approx(load.max() - load.mean())
+        assert 1 <= row["imbalance_after"] < row["imbalance_before"]
+        assert 0 <= row["straggler_after"] < row["straggler_before"]
+        assert 1 <= row["max_fan_out"] <= row["replicas"]
+        assert row["planner_us"] > 0
+
+
+def test_defaults(capsys, counts_file):
+    found = as_json(capsys, "plan", counts_file, "--system", "plain")
+    assert found["slots"] == 4
+    for row in found["layers"]:
+        assert row["imbalance_before"] == row["imbalance_after"]
+        assert (row["replicas"], row["max_fan_out"]) == (0, 0)
+
+
+def test_ranks_per_domain_bounds_replicas(capsys, counts_file):
+    found = as_json(capsys, "plan", counts_file, "--system", "greedy", "--ranks-per-domain", 1)
+    assert found["mean"]["replicas"] == 0
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint64])
+def test_one_layer_of_any_integers(capsys, tmp_path, dtype):
+    np.save(tmp_path / "counts.npy", skewed_counts().astype(dtype))
+    assert len(as_json(capsys, "plan", tmp_path / "counts.npy", "--system", "plain")["layers"]) == 1
+
+
+def test_no_tokens(capsys, tmp_path):
+    np.save(tmp_path / "counts.npy", np.zeros((4, 8), int))
+    mean = as_json(capsys, "plan", tmp_path / "counts.npy", "--system", "greedy")["mean"]
+    assert (mean["imbalance_after"], mean["straggler_after"]) == (1, 0)
+
+
+def test_one_rank(capsys, tmp_path):
+    np.save(tmp_path / "counts.npy", np.ones((1, 4), int))
+    assert as_json(capsys, "plan", tmp_path / "counts.npy", "--system", "greedy")["mean"]["imbalance_after"] == 1
+
+
+def test_plan_table(capsys, counts_file):
+    lines = output(capsys, "plan", counts_file, "--system", "greedy").splitlines()
+    assert [line.split()[0] for line in lines if line.split() and line.split()[0] in ("0", "1", "2", "mean")] == [
+        *"012",
+        "mean",
+    ]
+    assert "weights" not in "".join(lines)
+
+
+def test_expert_bytes(capsys, counts_file):
+    argv = ("plan", counts_file, "--system", "greedy", "--expert-bytes", 1000)
+    table = output(capsys, *argv)
+    found = as_json(capsys, *argv)
+    assert "kB" in table
+    for row in found["layers"]:
+        assert list(row) == [*EFFECT, "weight_bytes"]
+        assert row["weight_bytes"] == 1000 * row["replicas"]
+
+
+@pytest.mark.parametrize("name", ["plan.npz", "plan"])
+def test_out_holds_legal_plans(capsys, counts_file, tmp_path, name):
+    out = tmp_path / name
+    output(capsys, "plan", counts_file, "--system", "greedy", "--ranks-per-domain", 2, "--out", out)
+    with np.load(out) as file:
+        assert sorted(file.files) == ["placement", "quota"]
+        assert (file["placement"].shape, file["quota"].shape) == ((3, 4, 4), (3, 8, 4))
+        for placement, quota, counts in zip(file["placement"], file["quota"], skewed_counts(3), strict=True):
+            check_plan(Plan(placement, quota, domain=2), counts)
+
+
+def test_out_of_one_layer_has_the_dimension_too(capsys, tmp_path):
+    np.save(tmp_path / "counts.npy", skewed_counts())
+    output(capsys, "plan", tmp_path / "counts.npy", "--system", "plain", "--out", tmp_path / "plan.npz")
+    with np.load(tmp_path / "plan.npz") as file:
+        assert file["placement"].shape == (1, 4, 4)
+
+
+def test_replay_json(capsys, trace_file):
+    found = as_json(capsys, "replay", trace_file, "--system", "greedy")
+    assert list(found) == [*HEAD, "steps", "mean"]
+    assert [row["step"] for row in found["steps"]] == [10, 20, 30]
+    assert list(found["mean"]) == EFFECT
+    for row in found["steps"]:
+        assert list(row) == ["step", *EFFECT]
+        assert row["imbalance_after"] < row["imbalance_before"]
+
+
+def test_replay_rows_are_means_over_layers(capsys, tmp_path):
+    np.save(tmp_path / "trace.npy", skewed_counts(1, 3))
+    np.save(tmp_path / "counts.npy", skewed_counts(1, 3)[0])
+    (step,) = as_json(capsys, "replay", tmp_path / "trace.npy", "--system", "greedy")["steps"]
+    mean = as_json(capsys, "plan", tmp_path / "counts.npy", "--system", "greedy")["mean"]
+    assert step.pop("step") == 0
+    assert {**step, "planner_us": None} == {**mean, "planner_us": None}
+
+
+def test_replay_table(capsys, trace_file):
+    words = output(capsys, "replay", trace_file, "--system", "greedy").split()
+    assert {"10", "20", "30", "mean"} <= set(words)
+
+
+def test_replay_out(capsys, trace_file, tmp_path):
+    output(capsys, "replay", trace_file, "--system", "greedy", "--out", tmp_path / "plans.npz")
+    with np.load(tmp_path / "plans.npz") as file:
+        assert (file["placement"].shape, file["quota"].shape) == ((3, 2, 4, 4), (3, 2, 8, 4))
+        for index in np.ndindex(3, 2):
+            check_plan(Plan(file["placement"][index], file["quota"][index], domain=4), skewed_counts(3, 2)[index])
+
+
+def test_a_new_file_appears_by_itself(late_start):
+    assert {"plain", "greedy", late_start} <= set(balancer_names())
+    assert not {"base", "host"} & set(balancer_names())
+
+
+def test_replay_carries_state_per_layer(capsys, trace_file, late_start):
+    first, *others = as_json(capsys, "replay", trace_file, "--system", late_start)["steps"]
+    assert first["imbalance_after"] == first["imbalance_before"]
+    for row in others:
+        assert row["imbalance_after"] < row["imbalance_before"]
+
+
+def test_plan_starts_every_layer_afresh(capsys, counts_file, late_start):
+    assert as_json(capsys, "plan", counts_file, "--system", late_start)["mean"]["replicas"] == 0
+
+
+def test_as_a_program(counts_file):
+    command = [sys.executable, "-m", "jax_moe_lb.cli", "plan", str(counts_file), "--system", "greedy", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["system"] == "greedy"

@@ -1,0 +1,149 @@
+"""Bad input: one line on stderr, nothing on stdout, exit code 2."""
+
+import numpy as np
+import pytest
+
+from jax_moe_lb.cli import main
+
+
+def save(path, array):
+    np.save(path, array, allow_pickle=True)
+    return path.read_bytes()
+
+
+ONES = np.ones((4, 8), int)
+PLAIN = ("--system", "plain")
+
+ARRAYS = {
+    "vector": (np.ones(4, int), "(4,)"),
+    "floats": (np.ones((4, 8)), "float64"),
+    "booleans": (np.ones((4, 8), bool), "bool"),
+    "negative": (np.where(np.arange(8) == 5, -2, ONES), "expert 5 is -2"),
+    "no ranks": (np.ones((0, 8), int), "(0, 8)"),
+    "no experts": (np.ones((4, 0), int), "(4, 0)"),
+    "no layers": (np.ones((0, 4, 8), int), "(0, 4, 8)"),
+    "indivisible": (np.ones((4, 10), int), "num_experts is 10"),
+    "fewer experts than ranks": (np.ones((4, 2), int), "num_experts is 2"),
+    "too many tokens": (np.full((4, 8), 2**62), "at most 2147483647"),
+    "objects": (np.array([{}], object), "damaged"),
+}
+
+OPTIONS = {
+    "unknown system": (("--system", "nope"), "--system is 'nope'; expected one of"),
+    "abstract system": (("--system", "base"), "greedy, plain"),
+    "system with arguments": (("--system", "host"), "greedy, plain"),
+    "system of elsewhere": (("--system", "../plan"), "greedy, plain"),
+    "no system": ((), "--system"),
+    "slots below home": ((*PLAIN, "--slots", "1"), "slots is 1; expected at least the 2"),
+    "slots beyond experts": ((*PLAIN, "--slots", "99999999999"), "at most the 8 experts"),
+    "no slots": ((*PLAIN, "--slots", "0"), "--slots is '0'"),
+    "negative slots": ((*PLAIN, "--slots", "-4"), "--slots is '-4'"),
+    "slots in words": ((*PLAIN, "--slots", "four"), "--slots is 'four'; expected an integer"),
+    "domain no divisor": ((*PLAIN, "--ranks-per-domain", "3"), "ranks_per_domain is 3; expected a divisor of the 4"),
+    "domain beyond ranks": ((*PLAIN, "--ranks-per-domain", "8"), "ranks_per_domain is 8"),
+    "empty domain": ((*PLAIN, "--ranks-per-domain", "0"), "--ranks-per-domain is '0'"),
+    "free experts": ((*PLAIN, "--expert-bytes", "0"), "--expert-bytes is '0'"),
+    "unknown option": ((*PLAIN, "--slot", "4"), "--slot"),
+    "missing folder": ((*PLAIN, "--out", "no/such/folder/plan.npz"), "--out is no/such/folder/plan.npz"),
+    "a folder": ((*PLAIN, "--out", "."), "--out is .: Is a directory"),
+}
+
+
+def refusal(capsys, *argv):
+    code = main([str(argument) for argument in argv])
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert captured.err.endswith("\n")
+    return captured.err
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("command", ["plan", "replay"])
+def test_arrays(capsys, tmp_path, command, name):
+    array, expected = ARRAYS[name]
+    if command == "replay" and array.ndim >= 2:
+        array = array.reshape(1, 1, *array.shape[-2:]) if array.size else np.empty((1, 0, *array.shape[-2:]), int)
+        expected = expected if array.size else "no empty dimension"
+    save(tmp_path / "counts.npy", array)
+    error = refusal(capsys, command, tmp_path / "counts.npy", *PLAIN)
+    assert expected in error
+    assert "counts.npy" in error
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (2, 4, 8), (1, 2, 3, 4, 8)])
+def test_trace_of_another_shape(capsys, tmp_path, shape):
+    save(tmp_path / "trace.npy", np.ones(shape, int))
+    assert f"{shape}; expected [steps, layers, R, E]" in refusal(capsys, "replay", tmp_path / "trace.npy", *PLAIN)
+
+
+@pytest.mark.parametrize("steps", [np.arange(3), np.ones(2), np.arange(4).reshape(2, 2)])
+def test_steps_that_do_not_fit(capsys, tmp_path, steps):
+    np.savez(tmp_path / "trace.npz", counts=np.ones((2, 1, 4, 8), int), steps=steps)
+    assert "each of the 2 steps" in refusal(capsys, "replay", tmp_path / "trace.npz", *PLAIN)
+
+
+def test_bad_entry_deep_in_a_trace_is_named(capsys, tmp_path):
+    counts = np.ones((3, 2, 4, 8), int)
+    counts[2, 1, 3, 7] = -1
+    save(tmp_path / "trace.npy", counts)
+    assert "step 2, layer 1: counts of rank 3, expert 7 is -1" in refusal(
+        capsys, "replay", tmp_path / "trace.npy", *PLAIN
+    )
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("command", ["plan", "replay"])
+def test_options(capsys, tmp_path, command, name):
+    argv, expected = OPTIONS[name]
+    save(tmp_path / "counts.npy", ONES if command == "plan" else ONES[None, None])
+    assert expected in refusal(capsys, command, tmp_path / "counts.npy", *argv)
+
+
+@pytest.mark.parametrize("command", ["plan", "replay"])
+class TestFiles:
+    def refuse(self, capsys, command, path):
+        error = refusal(capsys, command, path, *PLAIN)
+        assert str(path) in error
+        assert {"plan": "COUNTS", "replay": "TRACE"}[command] in error
+        return error
+
+    def test_missing(self, capsys, tmp_path, command):
+        assert "No such file" in self.refuse(capsys, command, tmp_path / "counts.npy")
+
+    def test_folder(self, capsys, tmp_path, command):
+        assert "directory" in self.refuse(capsys, command, tmp_path)
+
+    @pytest.mark.parametrize(
+        "content", [b"", b"rank,expert,tokens\n0,0,1\n", b"\x93NUMPY", b"PK\x03\x04", b"\x80\x04."]
+    )
+    def test_no_numpy_file(self, capsys, tmp_path, command, content):
+        (tmp_path / "counts.npy").write_bytes(content)
+        assert "damaged" in self.refuse(capsys, command, tmp_path / "counts.npy")
+
+    def test_truncated_npy(self, capsys, tmp_path, command):
+        whole = save(tmp_path / "counts.npy", ONES)
+        for size in (20, len(whole) // 2, len(whole) - 1):
+            (tmp_path / "counts.npy").write_bytes(whole[:size])
+            assert "damaged" in self.refuse(capsys, command, tmp_path / "counts.npy")
+
+    def test_truncated_or_corrupt_npz(self, capsys, tmp_path, command):
+        path = tmp_path / "counts.npz"
+        np.savez_compressed(path, counts=np.arange(3200).reshape(1, 1, 4, 800))
+        whole = path.read_bytes()
+        middle = len(whole) // 2
+        for content in (whole[:middle], whole[:middle] + bytes(8) + whole[middle + 8 :]):
+            path.write_bytes(content)
+            assert "damaged" in self.refuse(capsys, command, path)
+
+    def test_npz_without_counts(self, capsys, tmp_path, command):
+        np.savez(tmp_path / "counts.npz", load=ONES)
+        assert "holds ['load']; expected an array called 'counts'" in self.refuse(
+            capsys, command, tmp_path / "counts.npz"
+        )
+
+
+@pytest.mark.parametrize("argv", [(), ("nope",), ("plan",), ("replay",), ("doctor", "extra"), ("--nope",)])
+def test_usage(capsys, argv):
+    refusal(capsys, *argv)

@@ -1,0 +1,55 @@
+"""Every example runs as a program, in a process of its own, and prints what it promises."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+BALANCED = r"1\.0\d"
+
+PRINTED = {
+    "quickstart": (
+        r"plain +\d\.\d+ -> \d\.\d+ +[2-9] +0 KiB",
+        rf"greedy +\d\.\d+ -> {BALANCED} +1 +[1-9]\d* KiB",
+    ),
+    "own_balancer": (
+        r"imbalance 1\.\d+ -> 1\.\d+",
+        r"refused: plan\.quota of expert 3 sums to \d+ tokens; expected the \d+ of counts",
+        r"refused at run time too: .*plan\.quota of expert 3 sums to",
+    ),
+    "replay_trace": (rf"mean +1\.[4-9]\d+ +{BALANCED}",),
+}
+
+
+@functools.cache
+def run(example):
+    # From the checkout, whether the package is installed or not.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "examples" / f"{example}.py")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_prints_what_it_promises(example):
+    done = run(example)
+    assert (done.returncode, done.stderr) == (0, "")
+    for pattern in PRINTED[example]:
+        assert re.search(pattern, done.stdout), done.stdout
+
+
+def test_quickstart_systems_learn_the_same():
+    losses = [float(loss) for loss in re.findall(r"\d\.\d{6}", run("quickstart").stdout)]
+    before, after, before_balanced, after_balanced = losses
+    assert after < before
+    assert (before_balanced, after_balanced) == pytest.approx((before, after), abs=2e-5)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_is_short(example):
+    assert len((ROOT / "examples" / f"{example}.py").read_text().splitlines()) < 60
