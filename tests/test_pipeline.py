@@ -19,6 +19,7 @@ from jax_moe_lb import (
     TopK,
     Topology,
     greedy,
+    pipeline,
     plain,
 )
 from jax_moe_lb.pipeline import moe
@@ -267,3 +268,19 @@ def test_explicit_mesh():
     (y, _), gradients = with_gradients(sharded_moe(mesh, topology, greedy()))(*placed)
     (want, _), want_gradients = dense_with_gradients(TopK(2))(*args)
     assert_close((y, gradients), (want, want_gradients), 1e-5)
+
+
+def test_the_whole_layer_lowers_for_a_gpu(monkeypatch):
+    """Forward and backward, on a machine without one: exact-size exchanges and ragged products, no emulation.
+
+    Without the checks, whose host callbacks can only be lowered for a backend that is there.
+    """
+    monkeypatch.setattr(pipeline, "ensure_legal", lambda plan, counts: plan)
+    monkeypatch.setattr(pipeline, "ensure", lambda ok, *_: ok.astype(jnp.int32) * 0)
+    case, mesh = Case(), make_mesh((2, 4), ("data", "expert"))
+    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), greedy()))
+    args = arguments(case, BY_NAME["zipf"], 8, "bfloat16")
+    text = layer.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "ragged_all_to_all" in text
+    assert "ragged_dot" in text
+    assert "collective_permute" not in text

@@ -31,7 +31,8 @@ class HostBalancer(Balancer):
         """Calls the planner.
 
         Raises:
-            ValueError: the plan is illegal; inside `jax.jit` it is a run-time error with the same message.
+            jax.errors.JaxRuntimeError: the planner failed or its plan is illegal; the message ends
+                with the reason, in the words of `check_plan`.
         """
 
         def call(counts: Counts, plan: Plan) -> Plan:
