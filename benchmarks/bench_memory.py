@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.timing import interleaved_s, summary
-from jax_moe_lb import Experts, System, TopK, Topology, greedy, moe, plain
+from jax_moe_lb import Experts, System, TopK, Topology, greedy, moe, plain, use_virtual_cpu_devices
 
-RANKS, TOKENS, WIDTH, INNER, EXPERTS, PER_TOK = 8, 1024, 256, 512, 16, 2
+RANKS, TOKENS, WIDTH, INNER, EXPERTS, PER_TOK = 8, 4096, 256, 512, 16, 2
 
 
 def layer(mesh: jax.sharding.Mesh, system: System):
@@ -49,7 +49,7 @@ def arguments(mesh: jax.sharding.Mesh) -> tuple[jax.Array, jax.Array, Experts]:
 
 def main() -> None:
     """Prints the table."""
-    jax.config.update("jax_num_cpu_devices", RANKS)
+    use_virtual_cpu_devices(RANKS)
     mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(AxisType.Auto,))
     systems = {
         "plain, worst-case buffer": plain(headroom=float(RANKS)),
@@ -65,7 +65,8 @@ def main() -> None:
         rounds = int(run(*args)[1])
         megabytes = run.memory_analysis().temp_size_in_bytes / 1e6
         print(f"| {name} | {rounds} | {megabytes:.1f} | {summary(times_s[name], 1e3, 0)} |")
-    print(f"\nThe mean load is {TOKENS * PER_TOK * WIDTH * 4 / 1e6:.1f} MB of rows per rank.")
+    rows_mb, expert_mb = TOKENS * PER_TOK * WIDTH * 4 / 1e6, 3 * WIDTH * INNER * 4 / 1e6
+    print(f"\nThe mean load of a rank is {rows_mb:.1f} MB of rows; an expert is {expert_mb:.1f} MB.")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType
 
-from jax_moe_lb import Stats, System, TopK, Topology, greedy, plain
+from jax_moe_lb import Stats, System, TopK, Topology, greedy, plain, use_virtual_cpu_devices
 from jax_moe_lb.nn import MoE
 
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+use_virtual_cpu_devices(8)
 
 LEARNING_RATE = 0.1
 

@@ -28,3 +28,4 @@ from jax_moe_lb.topology import Level as Level
 from jax_moe_lb.topology import Topology as Topology
 from jax_moe_lb.transport.direct import Direct as Direct
 from jax_moe_lb.transport.gather import Gather as Gather
+from jax_moe_lb.virtual_devices import use_virtual_cpu_devices as use_virtual_cpu_devices

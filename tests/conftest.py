@@ -7,12 +7,15 @@ import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Before anything imports the package, and for as long as the tests run.
 install_import_hook("jax_moe_lb", "beartype.beartype")
+
+from jax_moe_lb import use_virtual_cpu_devices  # noqa: E402 (after the hook)
+
+use_virtual_cpu_devices(8)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module imports only from lower layers, or from its own.
 LAYERS = [
-    ["_pytree", "types"],
+    ["_pytree", "types", "virtual_devices"],
     ["topology", "experts"],
     ["plan", "ops", "routing"],
     ["legality", "losses"],
@@ -82,5 +82,7 @@ def test_a_balancers_file_is_its_name():
 def test_nothing_reads_the_environment_or_keeps_globals():
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
-            assert not (isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}), path
+            reads = isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
+            # XLA takes its flags from nowhere else.
+            assert not reads or path.name == "virtual_devices.py", path
             assert not isinstance(node, ast.Global), path

@@ -1,0 +1,109 @@
+"""A decoder-only language model whose feed-forward networks are mixtures of experts."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh
+
+from jax_moe_lb import ForceBalanced, Stats, System, TopK, Topology
+from jax_moe_lb.nn import MoE
+from models.presets import ModelConfig
+
+NUM_BYTES = 256
+"""The vocabulary: a token is a byte."""
+
+ROPE_BASE = 10_000.0
+
+
+def rope(x: Array) -> Array:
+    """Rotary position embedding: rotates the pairs of channels of `x`, `[B, T, N, C]`, by their position."""
+    half = x.shape[-1] // 2
+    frequencies = ROPE_BASE ** (-jnp.arange(half, dtype=x.dtype) / half)
+    angles = jnp.arange(x.shape[1], dtype=x.dtype)[:, None] * frequencies[None]
+    sin, cos = jnp.sin(angles)[None, :, None], jnp.cos(angles)[None, :, None]
+    left, right = x[..., :half], x[..., half:]
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+class Attention(nnx.Module):
+    """Causal multi-head attention with rotary positions.
+
+    Args:
+        config: sizes.
+        rngs: random numbers for the parameters.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        self.num_heads = config.num_heads
+        self.qkv = nnx.Linear(config.embed_dim, 3 * config.embed_dim, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(config.embed_dim, config.embed_dim, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """Tokens `[B, T, H]` that have seen those before them."""
+        heads = self.qkv(x).reshape(*x.shape[:2], 3, self.num_heads, -1)
+        q, k, v = heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
+        y = jax.nn.dot_product_attention(rope(q), rope(k), v, is_causal=True)
+        return self.out(y.reshape(x.shape))
+
+
+class Block(nnx.Module):
+    """Attention, then experts, each on the residual stream.
+
+    Args:
+        config: sizes.
+        mesh: of the expert and data axes.
+        topology: of `Topology.from_mesh(mesh)`.
+        system: how load is balanced.
+        rngs: random numbers for the parameters.
+    """
+
+    def __init__(self, config: ModelConfig, *, mesh: Mesh, topology: Topology, system: System, rngs: nnx.Rngs) -> None:
+        top_k = TopK(config.experts_per_token)
+        self.attention_norm = nnx.RMSNorm(config.embed_dim, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.moe_norm = nnx.RMSNorm(config.embed_dim, rngs=rngs)
+        self.moe = MoE(
+            config.embed_dim,
+            config.mlp_dim,
+            config.num_experts,
+            ForceBalanced(top_k) if config.force_balanced else top_k,
+            mesh=mesh,
+            topology=topology,
+            system=system,
+            rngs=rngs,
+        )
+
+    def __call__(self, x: Array) -> tuple[Array, Stats]:
+        """The residual stream `[B, T, H]`, and statistics of the experts' layer."""
+        x = x + self.attention(self.attention_norm(x))
+        y, stats = self.moe(self.moe_norm(x))
+        return x + y, stats
+
+
+class LanguageModel(nnx.Module):
+    """Bytes to logits of the next byte.
+
+    Args:
+        config: sizes.
+        mesh: of the expert and data axes.
+        topology: of `Topology.from_mesh(mesh)`.
+        system: how load is balanced.
+        rngs: random numbers for the parameters.
+    """
+
+    def __init__(self, config: ModelConfig, *, mesh: Mesh, topology: Topology, system: System, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(NUM_BYTES, config.embed_dim, rngs=rngs)
+        self.blocks = nnx.List(
+            [Block(config, mesh=mesh, topology=topology, system=system, rngs=rngs) for _ in range(config.num_layers)]
+        )
+        self.norm = nnx.RMSNorm(config.embed_dim, rngs=rngs)
+        self.head = nnx.Linear(config.embed_dim, NUM_BYTES, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens: Array) -> tuple[Array, Stats]:
+        """Logits `[B, T, 256]` of int32 bytes `[B, T]`, and statistics stacked over layers, `[layers, D, ...]`."""
+        x, per_layer = self.embed(tokens), []
+        for block in self.blocks:
+            x, stats = block(x)
+            per_layer.append(stats)
+        return self.head(self.norm(x)), jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer)

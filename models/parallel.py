@@ -1,0 +1,75 @@
+"""Devices, mesh and load-balancing system of a run."""
+
+import contextlib
+import dataclasses
+import inspect
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_moe_lb import System, systems, use_virtual_cpu_devices
+from models.presets import ParallelConfig
+
+MESH_AXES = ("data", "expert")
+
+
+def offer_cpu_devices(num_devices: int) -> None:
+    """Has the CPU backend, should it be the one in use, act as so many devices; call it before any computation."""
+    # Once a backend is up its devices are what they are; `make_mesh` says if they are too few.
+    with contextlib.suppress(RuntimeError):
+        use_virtual_cpu_devices(num_devices)
+
+
+def make_mesh(parallel: ParallelConfig) -> Mesh:
+    """The mesh `(data, expert)` on the first devices.
+
+    Raises:
+        ValueError: there are too few, or processes that would have none.
+    """
+    sizes, devices = (parallel.data_parallel, parallel.expert_parallel), jax.devices()
+    enough = len(devices) == parallel.num_shards if jax.process_count() > 1 else len(devices) >= parallel.num_shards
+    if not enough:
+        raise ValueError(
+            f"data_parallel x expert_parallel is {parallel.data_parallel} x {parallel.expert_parallel}; "
+            f"expected a product of {len(devices)}, the {devices[0].platform} devices here"
+        )
+    grid = np.asarray(devices[: parallel.num_shards]).reshape(sizes)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def place_batch(batch: np.ndarray, mesh: Mesh) -> jax.Array:
+    """A batch that every process holds, split by sequence over all devices."""
+    sharding = NamedSharding(mesh, PartitionSpec(MESH_AXES))
+    return jax.make_array_from_callback(batch.shape, sharding, lambda index: batch[index])
+
+
+def system_names() -> list[str]:
+    """Names of the systems that `jax_moe_lb.systems` defines."""
+    functions = inspect.getmembers(systems, inspect.isfunction)
+    return [name for name, function in functions if function.__module__ == systems.__name__ and name[0] != "_"]
+
+
+def default_system(name: str) -> System:
+    """The system of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in system_names():
+        raise ValueError(f"system is {name!r}; expected one of {', '.join(system_names())}")
+    return getattr(systems, name)()
+
+
+def make_system(parallel: ParallelConfig) -> System:
+    """The system with the options of the run.
+
+    Raises:
+        ValueError: there is no such system, or an option is out of range.
+    """
+    system = default_system(parallel.system)
+    if parallel.replica_slots is not None and system.replica_slots:
+        system = dataclasses.replace(system, replica_slots=parallel.replica_slots)
+    if parallel.headroom is not None:
+        system = dataclasses.replace(system, dispatch=dataclasses.replace(system.dispatch, headroom=parallel.headroom))
+    return system

@@ -1,0 +1,145 @@
+"""Figures of a run, as PNG."""
+
+import io
+import math
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+BEFORE, AFTER, INK, MUTED = "#e07a2f", "#2563a8", "#1f2933", "#7b8794"
+LN_2 = math.log(2)
+MAX_PANELS = 4
+WIDTH_IN = 9.0
+DOTS_PER_INCH = 170
+STYLE: dict[Any, Any] = {
+    "font.size": 10.0,
+    "font.family": "DejaVu Sans",
+    "text.color": INK,
+    "axes.edgecolor": "#cbd2d9",
+    "axes.labelcolor": INK,
+    "axes.titlesize": 10.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#eef1f4",
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "lines.linewidth": 1.8,
+}
+
+
+def loss_png(steps: list[dict], validation: list[dict], entropy_nats: float) -> bytes:
+    """Training and validation loss over steps, above what byte frequencies alone reach."""
+    with rc_context(STYLE):
+        figure, axes = _figure(3.8)
+        axes.plot([r["step"] for r in steps], [r["loss"] for r in steps], color="#a9c1dc", lw=1.1, label="training")
+        xs, ys = [r["step"] for r in validation], [r["loss"] for r in validation]
+        axes.plot(xs, ys, color=AFTER, marker="o", ms=4, label="validation")
+        axes.axhline(entropy_nats, color=MUTED, ls=(0, (4, 3)), lw=1.3)
+        _note(axes, 0.995, entropy_nats, f"byte-unigram entropy {entropy_nats:.2f}", MUTED, 4)
+        axes.annotate(f"{ys[-1]:.2f}", (xs[-1], ys[-1]), (6, 0), textcoords="offset points", va="center", color=AFTER)
+        axes.set(xlabel="step", ylabel="loss [nats per byte]", xlim=(0, 1.05 * xs[-1]))
+        in_bits = axes.secondary_yaxis(
+            "right", functions=(lambda n: np.divide(n, LN_2), lambda b: np.multiply(b, LN_2))
+        )
+        in_bits.set_ylabel("[bits per byte]")
+        in_bits.spines["right"].set_visible(False)
+        axes.legend(frameon=False, loc="upper center")
+        return _png(figure)
+
+
+def imbalance_png(steps: np.ndarray, before: np.ndarray, after: np.ndarray) -> bytes:
+    """`max / mean` of the load over steps; lines are means over layers, bands reach from least to most.
+
+    Args:
+        steps: `[steps]`.
+        before: load `[steps, layers, R]` under plain expert parallelism.
+        after: that under the plan.
+    """
+    with rc_context(STYLE):
+        figure, axes = _figure(3.4)
+        for load, color, name in ((before, BEFORE, "before: every expert at home"), (after, AFTER, "after balancing")):
+            values = load.max(-1) / load.mean(-1)
+            axes.fill_between(steps, values.min(1), values.max(1), color=color, alpha=0.16, lw=0)
+            axes.plot(steps, values.mean(1), color=color, label=name)
+        axes.set(xlabel="step", ylabel="imbalance  (max / mean load)", xlim=(0, steps[-1]), ylim=(0, None))
+        axes.axhline(1, color=MUTED, ls=(0, (4, 3)), lw=1.2)
+        _note(axes, 0.995, 1, "perfect balance", MUTED, -12)
+        axes.legend(frameon=False, loc="upper left", ncols=2, bbox_to_anchor=(0, 1.12), borderaxespad=0)
+        return _png(figure)
+
+
+def counts_png(counts: np.ndarray) -> bytes:
+    """Heat maps of the token copies that each rank routes to each expert, from counts `[layers, R, E]` of a step."""
+    num_home = counts.shape[2] // counts.shape[1]
+    with rc_context({**STYLE, "axes.grid": False}):
+        figure, panels = _panels(len(counts), 2.7)
+        for axes, layer in panels:
+            image = axes.imshow(counts[layer], cmap="Blues", vmin=0, vmax=counts.max(), aspect="auto")
+            for edge in range(num_home, counts.shape[2], num_home):
+                axes.axvline(edge - 0.5, color="white", lw=1.6)
+            axes.set(title=f"layer {layer + 1}", xlabel="expert")
+            axes.set_xticks(_ticks(counts.shape[2]), labels=map(str, _ticks(counts.shape[2])))
+        panels[0][0].set_ylabel("rank that holds the token")
+        figure.colorbar(image, ax=[axes for axes, _ in panels], label="token copies", pad=0.012, aspect=24)
+        return _png(figure)
+
+
+def load_png(before: np.ndarray, after: np.ndarray) -> bytes:
+    """Token copies that each rank serves before and after balancing, from loads `[layers, R]` of a step."""
+    ranks = np.arange(before.shape[1])
+    with rc_context({**STYLE, "axes.grid.axis": "y"}):
+        figure, panels = _panels(len(before), 2.9)
+        for axes, layer in panels:
+            axes.bar(ranks - 0.2, before[layer], 0.4, color=BEFORE, label="before")
+            axes.bar(ranks + 0.2, after[layer], 0.4, color=AFTER, label="after")
+            axes.axhline(before[layer].mean(), color=INK, ls=(0, (4, 3)), lw=1, label="mean")
+            axes.set(title=f"layer {layer + 1}", xlabel="rank")
+            axes.set_xticks(_ticks(len(ranks)), labels=map(str, _ticks(len(ranks))))
+        panels[0][0].set_ylabel("token copies served")
+        figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
+        return _png(figure)
+
+
+def _figure(height_in: float) -> tuple[Figure, Axes]:
+    figure = Figure((WIDTH_IN, height_in), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _panels(num_layers: int, height_in: float) -> tuple[Figure, list[tuple[Axes, int]]]:
+    """One panel per layer, or for so many layers, spread from first to last."""
+    layers = np.unique(np.linspace(0, num_layers - 1, min(num_layers, MAX_PANELS)).round().astype(int))
+    figure = Figure((WIDTH_IN, height_in), layout="constrained")
+    row = figure.subplots(1, len(layers), sharey=True, squeeze=False)[0]
+    return figure, list(zip(row, layers, strict=True))
+
+
+def _ticks(count: int) -> list[int]:
+    return list(range(0, count, max(1, -(-count // 8))))
+
+
+def _note(axes: Axes, x: float, y: float, text: str, color: str, offset_points: float) -> None:
+    """Text at the right end of the horizontal line at `y`."""
+    place = axes.get_yaxis_transform()
+    axes.annotate(
+        text,
+        (x, y),
+        (0, offset_points),
+        xycoords=place,
+        textcoords="offset points",
+        ha="right",
+        color=color,
+        fontsize=9,
+    )
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
+    return buffer.getvalue()

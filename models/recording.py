@@ -1,0 +1,138 @@
+"""The run folder: what is written while a model trains, and read back for its report."""
+
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jax_moe_lb import Stats
+
+PER_LAYER = ("imbalance_before", "imbalance_after")
+"""Recorded as their mean and maximum over layers."""
+
+PER_STEP = ("counts", "load_before", "load_after")
+"""Kept whole, of the first expert-parallel group."""
+
+FIGURES = ("loss", "imbalance", "load", "counts")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where things are in the folder of a run."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the newest checkpoints."""
+        return self.path / "checkpoint"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per line: a step or a validation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def counts(self) -> Path:
+        """NumPy arrays of the routing and load of each step, of the first expert-parallel group."""
+        return self.path / "counts.npz"
+
+    @property
+    def config(self) -> Path:
+        """What was run, on what."""
+        return self.path / "config.json"
+
+    @property
+    def summary(self) -> Path:
+        """The final numbers."""
+        return self.path / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        """All of it for a reader."""
+        return self.path / "report.html"
+
+    @property
+    def figures(self) -> list[Path]:
+        """The figures of the report."""
+        return [self.path / f"{name}.png" for name in FIGURES]
+
+    def clear(self) -> None:
+        """Removes what an earlier run left here, and nothing else."""
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        for file in (self.metrics, self.counts, self.config, self.summary, self.report, *self.figures):
+            file.unlink(missing_ok=True)
+
+    def rows(self, kind: str, last_step: int | None = None) -> list[dict]:
+        """Lines of `metrics.jsonl` of one kind, `"step"` or `"validation"`, up to a step."""
+        return [row for row in self._rows(last_step) if row["kind"] == kind]
+
+    def keep_until(self, last_step: int) -> None:
+        """Drops the lines that were written after the checkpoint of `last_step`."""
+        kept = self._rows(last_step)
+        self.metrics.write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+    def _rows(self, last_step: int | None) -> list[dict]:
+        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
+        rows = [json.loads(line) for line in lines]
+        return [row for row in rows if last_step is None or row["step"] <= last_step]
+
+
+class Recorder:
+    """Appends to a run folder.
+
+    Args:
+        folder: exists already.
+        first_step: the steps before it are kept, those from it on written anew.
+        writes: whether this process writes files; one of them should.
+    """
+
+    def __init__(self, folder: RunFolder, first_step: int, *, writes: bool) -> None:
+        self.folder, self.writes = folder, writes
+        self.arrays: dict[str, list[np.ndarray | np.int32]] = {name: [] for name in ("steps", *PER_STEP)}
+        if first_step > 1 and folder.counts.exists():
+            with np.load(folder.counts) as earlier:
+                kept = earlier["steps"] < first_step
+                self.arrays = {name: list(earlier[name][kept]) for name in self.arrays}
+        if writes:
+            folder.keep_until(first_step - 1)
+
+    def step(self, step: int, loss: float, stats: Stats, num_tokens: int, step_time_s: float) -> dict:
+        """Records one step from statistics `[layers, D, ...]`; returns its line."""
+        row = {"kind": "step", "step": step, "loss": loss, "tokens_per_s": num_tokens / step_time_s}
+        row |= {"step_time_s": step_time_s} | summarised(stats)
+        self._append(row)
+        self.arrays["steps"].append(np.int32(step))
+        for name in PER_STEP:
+            self.arrays[name].append(np.asarray(getattr(stats, name))[:, 0].astype(np.int32))
+        return row
+
+    def validation(self, step: int, loss: float) -> None:
+        """Records a validation, in nats and bits per byte."""
+        self._append({"kind": "validation", "step": step, "loss": loss, "loss_bits": loss / math.log(2)})
+
+    def flush(self) -> None:
+        """Writes the arrays; the lines are written as they come."""
+        if self.writes and self.arrays["steps"]:
+            steps, counts, before, after = (np.stack(rows) for rows in self.arrays.values())
+            np.savez_compressed(self.folder.counts, steps=steps, counts=counts, load_before=before, load_after=after)
+
+    def _append(self, row: dict) -> None:
+        if self.writes:
+            with self.folder.metrics.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def summarised(stats: Stats) -> dict[str, float]:
+    """Numbers of one step, out of those of its layers and groups."""
+    row: dict[str, float] = {}
+    for name in PER_LAYER:
+        values = np.asarray(getattr(stats, name))
+        row |= {f"{name}_mean": float(values.mean()), f"{name}_max": float(values.max())}
+    for name in ("straggler_before", "straggler_after"):
+        row[name] = float(np.asarray(getattr(stats, name)).mean())
+    row |= {"rounds_max": int(np.max(stats.rounds)), "rows_moved": int(np.sum(stats.rows_moved))}
+    return row | {"weight_bytes_moved": float(np.sum(stats.weight_bytes_moved))}

@@ -1,0 +1,124 @@
+"""Trains a mixture-of-experts language model: `python -m models.train --preset tiny`."""
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import jax
+import typer
+from rich.console import Console
+
+from models.data import Corpus, corpus_from, default_corpus
+from models.loop import execute, prepare
+from models.parallel import default_system, offer_cpu_devices, system_names
+from models.presets import PRESETS, TrainConfig, preset
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command()
+def train(
+    name: Annotated[str, typer.Option("--preset", help=f"Sizes: {', '.join(PRESETS)}.")] = "tiny",
+    system: Annotated[str | None, typer.Option(help=f"Who balances the load: {', '.join(system_names())}.")] = None,
+    data_parallel: Annotated[int | None, typer.Option(help="Groups of ranks side by side.")] = None,
+    expert_parallel: Annotated[int | None, typer.Option(help="Ranks in a group.")] = None,
+    distributed: Annotated[bool, typer.Option("--distributed", help="One of several processes.")] = False,
+    replica_slots: Annotated[int | None, typer.Option(help="Slots per rank beyond its home experts.")] = None,
+    headroom: Annotated[float | None, typer.Option(help="Receive buffer over the mean load.")] = None,
+    force_balanced: Annotated[bool, typer.Option("--force-balanced", help="Route round robin: the ideal.")] = False,
+    steps: Annotated[int | None, typer.Option(help="Steps of the optimizer.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Sequences per step, over all devices.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Bytes of a sequence.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="At its peak.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of parameters and batches.")] = None,
+    data: Annotated[list[Path] | None, typer.Option(help="File or folder of text; may be repeated.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Replaces the run in it. [default: runs/PRESET]")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run folder.")
+    ] = False,
+) -> None:
+    """Trains a model and writes metrics, checkpoints and a report into a run folder."""
+    if distributed:
+        _join_processes()
+    console = Console(quiet=distributed and jax.process_index() > 0)
+    parallel: dict[str, Any] = {"system": system, "data_parallel": data_parallel, "expert_parallel": expert_parallel}
+    parallel |= {"replica_slots": replica_slots, "headroom": headroom}
+    sizes: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "sequence_length": sequence_length}
+    sizes |= {"learning_rate": learning_rate, "seed": seed}
+    run_dir = Path("runs") / name if run_dir is None else run_dir
+    try:
+        config = _configured(preset(name), parallel, sizes, force_balanced)
+        corpus = default_corpus(config.max_corpus_bytes) if not data else corpus_from(data)
+        if not distributed:
+            offer_cpu_devices(config.parallel.num_shards)
+        run = prepare(config, corpus, run_dir, resume=resume)
+    except ValueError as error:
+        _refuse(str(error))
+    _introduce(console, config, corpus)
+    summary = execute(run, console)
+    if summary:
+        _conclude(console, summary, run_dir)
+
+
+def _join_processes() -> None:
+    """Has JAX find the other processes of the cluster; before anything else uses it."""
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as error:
+        _refuse(f"distributed is set; expected a cluster that jax.distributed.initialize() detects: {error}")
+
+
+def _configured(
+    config: TrainConfig, parallel: dict[str, Any], sizes: dict[str, Any], force_balanced: bool
+) -> TrainConfig:
+    """The preset, with what was given on the command line."""
+
+    def given(options: dict) -> dict:
+        return {name: value for name, value in options.items() if value is not None}
+
+    model = dataclasses.replace(config.model, force_balanced=force_balanced or config.model.force_balanced)
+    on = dataclasses.replace(config.parallel, **given(parallel))
+    if parallel["replica_slots"] and not default_system(on.system).replica_slots:
+        slots = parallel["replica_slots"]
+        raise ValueError(f"replica_slots is {slots}; expected none with system {on.system}, which makes no replicas")
+    return dataclasses.replace(config, model=model, parallel=on, **given(sizes))
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def _introduce(console: Console, config: TrainConfig, corpus: Corpus) -> None:
+    entropy_nats = corpus.unigram_entropy_nats
+    devices = f"{config.parallel.data_parallel} x {config.parallel.expert_parallel} {jax.devices()[0].platform} devices"
+    _print(console, f"{config.parallel.system} on {devices}, {config.tokens_per_step} bytes a step")
+    _print(console, f"data: {len(corpus.train):,} + {len(corpus.validation):,} bytes of {corpus.source}")
+    _print(console, f"byte-unigram entropy of the validation text: {_nats(entropy_nats)}")
+
+
+def _conclude(console: Console, summary: dict, run_dir: Path) -> None:
+    entropy_nats = summary["unigram_entropy_nats"]
+    _print(
+        console, f"validation loss {_nats(summary['validation_loss_nats'])}; byte-unigram entropy {_nats(entropy_nats)}"
+    )
+    before, after = summary["imbalance_before"], summary["imbalance_after"]
+    _print(console, f"imbalance {before:.2f} -> {after:.2f}, {summary['tokens_per_s']:,.0f} tokens/s")
+    _print(
+        console,
+        f"{summary['wall_s']:.0f} s, of which compiling {summary['compile_s']:.0f} s; see {run_dir}/report.html",
+    )
+
+
+def _nats(value: float) -> str:
+    return f"{value:.3f} nats/byte ({value / math.log(2):.3f} bits)"
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    app()

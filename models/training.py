@@ -1,0 +1,93 @@
+"""The jitted parts of training: initial state, optimizer step, validation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import optax  # type: ignore[import-untyped]
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Wrapped
+
+from jax_moe_lb import Stats, System, Topology
+from models.common import LanguageModel
+from models.presets import TrainConfig
+
+FINAL_LEARNING_RATE = 0.1
+"""Where the cosine ends, as a share of the peak."""
+
+
+@dataclass(frozen=True, eq=False)
+class Programs:
+    """What runs on the devices.
+
+    Args:
+        state_shapes: shapes and shardings of the state: parameters, optimizer, balancer.
+        init: `() -> state`.
+        step: `(state, tokens) -> (state, loss, stats)`; consumes the state.
+        evaluate: `(state, tokens) -> loss`.
+    """
+
+    state_shapes: nnx.State
+    init: Callable[[], nnx.State]
+    step: Wrapped
+    evaluate: Callable[[nnx.State, Array], Array]
+
+
+def make_programs(config: TrainConfig, mesh: Mesh, system: System) -> Programs:
+    """Builds them, compiling nothing.
+
+    Raises:
+        ValueError: the model does not fit the mesh.
+    """
+
+    def create() -> tuple[LanguageModel, nnx.Optimizer]:
+        topology, rngs = Topology.from_mesh(mesh), nnx.Rngs(config.seed)
+        model = LanguageModel(config.model, mesh=mesh, topology=topology, system=system, rngs=rngs)
+        return model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)
+
+    graphdef, shapes = nnx.split(nnx.eval_shape(create))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), nnx.get_partition_spec(shapes))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def step(state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
+        model, optimizer = nnx.merge(graphdef, state)
+        (loss, stats), gradients = nnx.value_and_grad(next_byte_loss, has_aux=True)(model, tokens)
+        # optax mixes counts with floats.
+        with jax.numpy_dtype_promotion("standard"):
+            optimizer.update(model, gradients)
+        return nnx.state((model, optimizer)), loss, stats
+
+    def evaluate(state: nnx.State, tokens: Array) -> Array:
+        return next_byte_loss(nnx.merge(graphdef, state)[0], tokens)[0]
+
+    return Programs(
+        state_shapes=jax.tree.map(lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), shapes, shardings),
+        init=jax.jit(lambda: nnx.state(create()), out_shardings=shardings),
+        step=jax.jit(step, out_shardings=(shardings, everywhere, everywhere), donate_argnums=0),
+        evaluate=jax.jit(evaluate, out_shardings=everywhere),
+    )
+
+
+def next_byte_loss(model: LanguageModel, tokens: Array) -> tuple[Array, Stats]:
+    """Mean cross-entropy in nats per byte of `tokens[:, 1:]` given those before."""
+    logits, stats = model(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean(), stats
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW with warm-up, cosine decay and clipped gradients."""
+    warmup_steps = min(config.warmup_steps, config.steps // 5)
+    rate = optax.warmup_cosine_decay_schedule(
+        # The first step learns, too.
+        init_value=config.learning_rate / (warmup_steps + 1),
+        peak_value=config.learning_rate,
+        warmup_steps=warmup_steps,
+        decay_steps=config.steps,
+        end_value=FINAL_LEARNING_RATE * config.learning_rate,
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(rate, b2=0.95, weight_decay=config.weight_decay),
+    )

@@ -1,0 +1,18 @@
+import jax
+import pytest
+
+from tests.models.small import CONFIG, run
+
+
+@pytest.fixture(scope="package", autouse=True)
+def all_devices():
+    """Before a command line asks for fewer of them."""
+    assert jax.device_count() == 8
+
+
+@pytest.fixture(scope="package")
+def greedy_run(tmp_path_factory, all_devices):
+    """The folder of a finished run; not to be written to."""
+    folder = tmp_path_factory.mktemp("runs") / "greedy"
+    run(CONFIG, folder)
+    return folder

@@ -1,0 +1,31 @@
+"""A run small enough for a test."""
+
+import dataclasses
+
+from rich.console import Console
+
+from models.data import Corpus
+from models.loop import execute, prepare
+from models.presets import ModelConfig, ParallelConfig, TrainConfig
+
+CONFIG = TrainConfig(
+    model=ModelConfig(num_layers=2, embed_dim=16, num_heads=2, mlp_dim=16, num_experts=16),
+    parallel=ParallelConfig(expert_parallel=8),
+    steps=8,
+    batch_size=16,
+    sequence_length=16,
+    learning_rate=2e-2,
+    warmup_steps=1,
+    validation_interval=4,
+    validation_batches=1,
+    checkpoint_interval=4,
+)
+CORPUS = Corpus.split(b"the quick brown fox jumps over the lazy dog. " * 200, "a fox")
+
+
+def on(data_parallel: int, expert_parallel: int, system: str) -> TrainConfig:
+    return dataclasses.replace(CONFIG, parallel=ParallelConfig(data_parallel, expert_parallel, system))
+
+
+def run(config, run_dir):
+    return execute(prepare(config, CORPUS, run_dir), Console(quiet=True))

@@ -1,0 +1,24 @@
+import base64
+import re
+
+from models.recording import RunFolder
+
+
+def test_report_needs_nothing_else(greedy_run):
+    page = RunFolder(greedy_run).report.read_text()
+    assert not re.search(r"https?://|<link|<script|<iframe|@import|url\(", page)
+    sources = re.findall(r'src="([^"]*)"', page)
+    assert len(sources) == 4
+    images = [base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True) for source in sources]
+    assert images == [path.read_bytes() for path in RunFolder(greedy_run).figures]
+    assert all(image.startswith(b"\x89PNG") for image in images)
+
+
+def test_report_states_the_result(greedy_run):
+    folder = RunFolder(greedy_run)
+    page, validation = folder.report.read_text(), folder.rows("validation")
+    headline = re.search(r"<h1>(.*?)</h1>", page).group(1)
+    assert f"After 8 steps the model needs {validation[-1]['loss']:.2f} nats" in headline
+    assert "of 8 ranks" in headline
+    for word in ("unigram entropy [nats]", "learning rate", "jaxlib", "a fox", "imbalance after"):
+        assert word in page
