@@ -36,6 +36,7 @@ class Stats:
 
     Args:
         counts: token copies that each rank routed to each expert.
+        quota: token copies of each expert that each rank served.
         load_before: token copies that each rank would serve under plain expert parallelism.
         load_after: token copies that each rank served.
         imbalance_before: `max / mean` of the load, likewise before and after.
@@ -49,6 +50,7 @@ class Stats:
     """
 
     counts: Int[Array, "*D R E"]
+    quota: Int[Array, "*D E R"]
     load_before: Int[Array, "*D R"]
     load_after: Int[Array, "*D R"]
     imbalance_before: Float[Array, "*D"]
@@ -169,6 +171,7 @@ def _stats(
     expert_bytes = experts.nbytes // after.num_home
     return Stats(
         counts=counts,
+        quota=after.quota,
         load_before=load_before,
         load_after=load_after,
         imbalance_before=imbalance(load_before),

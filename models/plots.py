@@ -77,17 +77,40 @@ def imbalance_png(steps: np.ndarray, before: np.ndarray, after: np.ndarray) -> b
 
 def counts_png(counts: np.ndarray) -> bytes:
     """Heat maps of the token copies that each rank routes to each expert, from counts `[layers, R, E]` of a step."""
-    num_home = counts.shape[2] // counts.shape[1]
+    return _heat_maps([(counts, "rank that holds the token")])
+
+
+def served_png(counts: np.ndarray, quota: np.ndarray) -> bytes:
+    """Heat maps of the token copies that each rank serves, by expert: at home, and by the plan of a step.
+
+    Args:
+        counts: `[layers, R, E]`.
+        quota: `[layers, E, R]`.
+    """
+    _, num_ranks, num_experts = counts.shape
+    home = np.arange(num_experts) // (num_experts // num_ranks) == np.arange(num_ranks)[:, None]
+    return _heat_maps([(home * counts.sum(1, keepdims=True), "before: rank"), (quota.swapaxes(1, 2), "after: rank")])
+
+
+def _heat_maps(rows: list[tuple[np.ndarray, str]]) -> bytes:
+    """A row of panels, one per layer, for each array `[layers, R, E]` with its label; one scale for all."""
+    num_layers, num_ranks, num_experts = rows[0][0].shape
+    num_home, top = num_experts // num_ranks, max(values.max() for values, _ in rows)
     with rc_context({**STYLE, "axes.grid": False}):
-        figure, panels = _panels(len(counts), 2.7)
-        for axes, layer in panels:
-            image = axes.imshow(counts[layer], cmap="Blues", vmin=0, vmax=counts.max(), aspect="auto")
-            for edge in range(num_home, counts.shape[2], num_home):
-                axes.axvline(edge - 0.5, color="white", lw=1.6)
-            axes.set(title=f"layer {layer + 1}", xlabel="expert")
-            axes.set_xticks(_ticks(counts.shape[2]), labels=map(str, _ticks(counts.shape[2])))
-        panels[0][0].set_ylabel("rank that holds the token")
-        figure.colorbar(image, ax=[axes for axes, _ in panels], label="token copies", pad=0.012, aspect=24)
+        figure, grid = _panels(num_layers, 0.5 + 2.2 * len(rows), len(rows))
+        for (values, label), panels in zip(rows, grid, strict=True):
+            for axes, layer in panels:
+                image = axes.imshow(values[layer], cmap="Blues", vmin=0, vmax=max(top, 1), aspect="auto")
+                for edge in range(num_home, num_experts, num_home):
+                    axes.axvline(edge - 0.5, color="white", lw=1.6)
+                axes.set_xticks(_ticks(num_experts), labels=map(str, _ticks(num_experts)))
+            panels[0][0].set_ylabel(label)
+        for axes, layer in grid[0]:
+            axes.set_title(f"layer {layer + 1}")
+        for axes, _ in grid[-1]:
+            axes.set_xlabel("expert")
+        everywhere = [axes for panels in grid for axes, _ in panels]
+        figure.colorbar(image, ax=everywhere, label="token copies", pad=0.012, aspect=24 * len(rows))
         return _png(figure)
 
 
@@ -95,7 +118,7 @@ def load_png(before: np.ndarray, after: np.ndarray) -> bytes:
     """Token copies that each rank serves before and after balancing, from loads `[layers, R]` of a step."""
     ranks = np.arange(before.shape[1])
     with rc_context({**STYLE, "axes.grid.axis": "y"}):
-        figure, panels = _panels(len(before), 2.9)
+        figure, (panels,) = _panels(len(before), 2.9)
         for axes, layer in panels:
             axes.bar(ranks - 0.2, before[layer], 0.4, color=BEFORE, label="before")
             axes.bar(ranks + 0.2, after[layer], 0.4, color=AFTER, label="after")
@@ -112,12 +135,12 @@ def _figure(height_in: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def _panels(num_layers: int, height_in: float) -> tuple[Figure, list[tuple[Axes, int]]]:
-    """One panel per layer, or for so many layers, spread from first to last."""
+def _panels(num_layers: int, height_in: float, num_rows: int = 1) -> tuple[Figure, list[list[tuple[Axes, int]]]]:
+    """Rows with one panel per layer, or for so many layers, spread from first to last."""
     layers = np.unique(np.linspace(0, num_layers - 1, min(num_layers, MAX_PANELS)).round().astype(int))
     figure = Figure((WIDTH_IN, height_in), layout="constrained")
-    row = figure.subplots(1, len(layers), sharey=True, squeeze=False)[0]
-    return figure, list(zip(row, layers, strict=True))
+    grid = figure.subplots(num_rows, len(layers), sharex=num_rows > 1, sharey=True, squeeze=False)
+    return figure, [list(zip(row, layers, strict=True)) for row in grid]
 
 
 def _ticks(count: int) -> list[int]:

@@ -5,6 +5,7 @@ import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +14,10 @@ from jax_moe_lb import Stats
 PER_LAYER = ("imbalance_before", "imbalance_after")
 """Recorded as their mean and maximum over layers."""
 
-PER_STEP = ("counts", "load_before", "load_after")
+PER_STEP = ("counts", "quota", "load_before", "load_after")
 """Kept whole, of the first expert-parallel group."""
 
-FIGURES = ("loss", "imbalance", "load", "counts")
+FIGURES = ("loss", "imbalance", "load", "served", "counts")
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ class Recorder:
     def flush(self) -> None:
         """Writes the arrays; the lines are written as they come."""
         if self.writes and self.arrays["steps"]:
-            steps, counts, before, after = (np.stack(rows) for rows in self.arrays.values())
-            np.savez_compressed(self.folder.counts, steps=steps, counts=counts, load_before=before, load_after=after)
+            stacked: dict[str, Any] = {name: np.stack(rows) for name, rows in self.arrays.items()}
+            np.savez_compressed(self.folder.counts, **stacked)
 
     def _append(self, row: dict) -> None:
         if self.writes:

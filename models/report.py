@@ -7,7 +7,7 @@ from string import Template
 
 import numpy as np
 
-from models.plots import counts_png, imbalance_png, load_png, loss_png
+from models.plots import counts_png, imbalance_png, load_png, loss_png, served_png
 from models.recording import RunFolder
 from models.summary import RECENT_STEPS
 
@@ -122,6 +122,11 @@ def _figures(folder: RunFolder, arrays: dict[str, np.ndarray], summary: dict) ->
             f"Load of each rank at step {last}",
             f"Token copies that a rank{of} serves with every expert at home, and with the balanced plan.",
             load_png(before[-1], after[-1]),
+        ),
+        (
+            f"Who serves which expert at step {last}",
+            f"Token copies that a rank{of} serves, by expert: with every expert at home, and by the plan.",
+            served_png(counts[-1], arrays["quota"][-1]),
         ),
         (
             f"Routing at step {last}",

@@ -101,6 +101,8 @@ def test_stats_say_what_happened():
     assert stats.straggler_before[0] == pytest.approx(before.max() - before.mean())
     after = np.asarray(stats.load_after[0])
     assert after.sum() == before.sum()
+    np.testing.assert_array_equal(stats.quota[0].sum(1), counts.sum(0))
+    np.testing.assert_array_equal(stats.quota[0].sum(0), after)
     assert stats.imbalance_after[0] == pytest.approx(after.max() / after.mean())
     assert stats.imbalance_after[0] < 1.05 < stats.imbalance_before[0]
     expert_bytes = 3 * case.width * case.mlp_dim * 4

@@ -1,14 +1,14 @@
 import base64
 import re
 
-from models.recording import RunFolder
+from models.recording import FIGURES, RunFolder
 
 
 def test_report_needs_nothing_else(greedy_run):
     page = RunFolder(greedy_run).report.read_text()
     assert not re.search(r"https?://|<link|<script|<iframe|@import|url\(", page)
     sources = re.findall(r'src="([^"]*)"', page)
-    assert len(sources) == 4
+    assert len(sources) == len(FIGURES)
     images = [base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True) for source in sources]
     assert images == [path.read_bytes() for path in RunFolder(greedy_run).figures]
     assert all(image.startswith(b"\x89PNG") for image in images)

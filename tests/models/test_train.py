@@ -67,6 +67,8 @@ def test_counts(greedy_run):
         home = counts.sum(2).reshape(*counts.shape[:3], -1).sum(3)
         np.testing.assert_array_equal(arrays["load_before"], home)
         np.testing.assert_array_equal(arrays["load_after"].sum(2), home.sum(2))
+        np.testing.assert_array_equal(arrays["load_after"], arrays["quota"].sum(2))
+        np.testing.assert_array_equal(arrays["quota"].sum(3), counts.sum(2))
 
 
 def test_resumed_run_equals_straight_one(greedy_run, tmp_path, monkeypatch):
