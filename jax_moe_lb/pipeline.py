@@ -142,7 +142,14 @@ def count(routing: Routing, num_experts: int, topology: Topology) -> Counts:
     valid = (routing.experts >= NO_EXPERT) & (routing.experts < num_experts)
     bad_weights = ~jnp.isfinite(routing.weights).all()
     first_bad = jnp.where(valid, 0, routing.experts).reshape(-1)
-    wrong = jnp.stack([(~valid).sum(dtype=jnp.int32), first_bad.min(), first_bad.max(), bad_weights.astype(jnp.int32)])
+    wrong = jnp.stack(
+        [
+            (~valid).sum(dtype=jnp.int32),
+            first_bad.min(initial=0),
+            first_bad.max(initial=0),
+            bad_weights.astype(jnp.int32),
+        ]
+    )
     mine = jnp.concatenate([tokens_per_expert(routing.experts.reshape(1, -1), num_experts)[0], wrong])
     table = jax.lax.all_gather(mine, topology.expert_axes, to="invarying")
     counts, wrong = table[:, :num_experts], table[:, num_experts:]

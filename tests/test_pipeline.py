@@ -286,3 +286,13 @@ def test_the_whole_layer_lowers_for_a_gpu(monkeypatch):
     assert "ragged_all_to_all" in text
     assert "ragged_dot" in text
     assert "collective_permute" not in text
+
+
+def test_no_tokens_at_all():
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), greedy()))
+    x = jnp.zeros((0, case.width))
+    (y, stats), gradients = layer(x, jnp.zeros((0,), bool), *case.params("float32"), x)
+    assert y.shape == x.shape
+    assert int(stats.rounds[0]) == 0
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves(gradients))
