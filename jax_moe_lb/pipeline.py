@@ -141,15 +141,9 @@ def count(routing: Routing, num_experts: int, topology: Topology) -> Counts:
     """
     valid = (routing.experts >= NO_EXPERT) & (routing.experts < num_experts)
     bad_weights = ~jnp.isfinite(routing.weights).all()
-    first_bad = jnp.where(valid, 0, routing.experts).reshape(-1)
-    wrong = jnp.stack(
-        [
-            (~valid).sum(dtype=jnp.int32),
-            first_bad.min(initial=0),
-            first_bad.max(initial=0),
-            bad_weights.astype(jnp.int32),
-        ]
-    )
+    bad_ids = jnp.where(valid, 0, routing.experts).reshape(-1)
+    lowest, highest = bad_ids.min(initial=0), bad_ids.max(initial=0)
+    wrong = jnp.stack([(~valid).sum(dtype=jnp.int32), lowest, highest, bad_weights.astype(jnp.int32)])
     mine = jnp.concatenate([tokens_per_expert(routing.experts.reshape(1, -1), num_experts)[0], wrong])
     table = jax.lax.all_gather(mine, topology.expert_axes, to="invarying")
     counts, wrong = table[:, :num_experts], table[:, num_experts:]
