@@ -1,0 +1,10 @@
+// jax_moe_lb._ffi: the custom calls of the CPU.
+#include "ffi/common/module.h"
+#include "ffi/planning/handlers.h"
+
+NB_MODULE(_ffi, module) {
+  module.doc() = "XLA custom calls of jax_moe_lb for CPUs; jax_moe_lb.ops registers them";
+  module.def(
+      "registrations", [] { return moe_lb::AsPython({moe_lb::PlanningRegistrations()}); },
+      "State types and handlers, as capsules");
+}
