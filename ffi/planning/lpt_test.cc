@@ -16,7 +16,7 @@ std::vector<int32_t> Bins(const std::vector<int32_t>& weights, int64_t num_bins,
   return bins;
 }
 
-void HeaviestFirstIntoTheLightest() { EXPECT((Bins({1, 5, 3, 4}, 2, 4) == std::vector<int32_t>{1, 0, 1, 1})); }
+void HeaviestFirstIntoTheLightest() { EXPECT((Bins({1, 5, 3, 4}, 2, 4) == std::vector<int32_t>{0, 0, 1, 1})); }
 
 void TiesGoToTheLowerIndex() { EXPECT((Bins({2, 2, 2, 2}, 2, 2) == std::vector<int32_t>{0, 1, 0, 1})); }
 
