@@ -1,31 +1,9 @@
-"""Mixture-of-Experts layers for JAX that stay fast when routing is skewed."""
+"""Mixture-of-Experts layers for JAX that stay fast when routing is skewed.
 
-from jax_moe_lb.balancers.base import Balancer as Balancer
-from jax_moe_lb.balancers.base import Chain as Chain
-from jax_moe_lb.balancers.greedy import Greedy as Greedy
-from jax_moe_lb.balancers.host import HostBalancer as HostBalancer
-from jax_moe_lb.balancers.plain import Plain as Plain
-from jax_moe_lb.experts import Experts as Experts
-from jax_moe_lb.legality import check_plan as check_plan
-from jax_moe_lb.losses import Losses as Losses
-from jax_moe_lb.pipeline import CHECKPOINT_NAMES as CHECKPOINT_NAMES
-from jax_moe_lb.pipeline import Stats as Stats
-from jax_moe_lb.pipeline import moe as moe
-from jax_moe_lb.plan import Plan as Plan
-from jax_moe_lb.plan import imbalance as imbalance
-from jax_moe_lb.plan import load as load
-from jax_moe_lb.plan import nearest_first as nearest_first
-from jax_moe_lb.plan import plain_plan as plain_plan
-from jax_moe_lb.plan import straggler as straggler
-from jax_moe_lb.plan import traffic as traffic
-from jax_moe_lb.routing import ForceBalanced as ForceBalanced
-from jax_moe_lb.routing import GroupLimit as GroupLimit
-from jax_moe_lb.routing import TopK as TopK
-from jax_moe_lb.systems import System as System
-from jax_moe_lb.systems import greedy as greedy
-from jax_moe_lb.systems import plain as plain
-from jax_moe_lb.topology import Level as Level
-from jax_moe_lb.topology import Topology as Topology
-from jax_moe_lb.transport.direct import Direct as Direct
-from jax_moe_lb.transport.gather import Gather as Gather
-from jax_moe_lb.virtual_devices import use_virtual_cpu_devices as use_virtual_cpu_devices
+The public names are listed in `__init__.pyi` and imported when they are first used, so
+that planning on NumPy arrays alone (`jax_moe_lb._planning`) does not import JAX.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

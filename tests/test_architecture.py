@@ -1,6 +1,8 @@
 """The structure that the documentation promises, read from the sources."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,11 +66,28 @@ def test_files_and_functions_stay_short(path):
             assert node.end_lineno - node.lineno <= 80, node.name
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.name == "__init__.py"], ids=module_name)
+INIT_FILES = [path for path in FILES if path.name == "__init__.py" and path.parent != PACKAGE]
+
+
+@pytest.mark.parametrize("path", [*INIT_FILES, PACKAGE / "__init__.pyi"], ids=lambda path: path.parent.name)
 def test_init_files_only_export(path):
-    for node in ast.parse(path.read_text()).body[1:]:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Expr):
+            continue  # the docstring
         assert isinstance(node, ast.ImportFrom)
         assert all(alias.name == alias.asname for alias in node.names)
+
+
+def test_every_public_name_can_be_imported():
+    assert jax_moe_lb.__all__
+    for name in jax_moe_lb.__all__:
+        assert getattr(jax_moe_lb, name) is not None
+
+
+def test_planning_on_numpy_does_not_import_jax():
+    code = "import sys; from jax_moe_lb import _planning; print('jax' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert answer.stdout == "False\n"
 
 
 def test_a_balancers_file_is_its_name():

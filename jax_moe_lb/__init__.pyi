@@ -1,0 +1,31 @@
+"""Mixture-of-Experts layers for JAX that stay fast when routing is skewed."""
+
+from .balancers.base import Balancer as Balancer
+from .balancers.base import Chain as Chain
+from .balancers.greedy import Greedy as Greedy
+from .balancers.host import HostBalancer as HostBalancer
+from .balancers.plain import Plain as Plain
+from .experts import Experts as Experts
+from .legality import check_plan as check_plan
+from .losses import Losses as Losses
+from .pipeline import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from .pipeline import Stats as Stats
+from .pipeline import moe as moe
+from .plan import Plan as Plan
+from .plan import imbalance as imbalance
+from .plan import load as load
+from .plan import nearest_first as nearest_first
+from .plan import plain_plan as plain_plan
+from .plan import straggler as straggler
+from .plan import traffic as traffic
+from .routing import ForceBalanced as ForceBalanced
+from .routing import GroupLimit as GroupLimit
+from .routing import TopK as TopK
+from .systems import System as System
+from .systems import greedy as greedy
+from .systems import plain as plain
+from .topology import Level as Level
+from .topology import Topology as Topology
+from .transport.direct import Direct as Direct
+from .transport.gather import Gather as Gather
+from .virtual_devices import use_virtual_cpu_devices as use_virtual_cpu_devices
