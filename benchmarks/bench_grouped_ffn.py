@@ -1,31 +1,113 @@
-"""The grouped FFN on a CPU against one dense FFN of the same operations.
+"""Grouped products and the grouped FFN on a CPU against dense ones of the same operations.
 
 Run it with `python -m benchmarks.bench_grouped_ffn`.
 
-The floor is the dense one: the same SwiGLU over all rows with one expert.
+The floor is the dense one: one matrix, or one SwiGLU expert, for all rows. Beside the ratio of
+wall times stands that of the processor times of all threads, which other load on the machine
+changes less, but which does not show a processor that waits for the other.
 """
+
+import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import interleaved_s, summary
+from benchmarks.timing import summary
 from jax_moe_lb import Experts
 from jax_moe_lb.ops.grouped_ffn import dense_ffn, grouped_ffn
+from jax_moe_lb.ops.grouped_matmul import grouped_matmul, grouped_outer
 
+REPEATS = 15
 CASES = (  # groups, rows per group, width, inner width
     (8, 512, 256, 512),
     (32, 128, 256, 512),
     (64, 64, 256, 512),
+    (256, 64, 256, 512),
     (16, 100, 256, 512),
     (8, 256, 512, 1024),
     (16, 64, 512, 1024),
     (256, 16, 256, 512),
 )
+UNEVEN = (  # what, groups, mean rows per group, width, inner width
+    ("Zipf", 32, 64, 256, 512),
+    ("Zipf", 32, 512, 256, 512),
+    ("random", 32, 100, 256, 512),
+)
 
 
-def measure(num_groups: int, rows_per_group: int, width: int, inner: int) -> None:
-    """One row of the table: forward and both gradients."""
+def sizes_of(kind: str, num_groups: int, mean: int) -> np.ndarray:
+    """Rows of each group: equal, falling as `1 / rank` in random order, or between 40 % and 160 % of the mean."""
+    rng = np.random.default_rng(0)
+    if kind == "equal":
+        return np.full(num_groups, mean)
+    if kind == "random":
+        return rng.integers(mean * 4 // 10, mean * 16 // 10, num_groups)
+    share = 1 / np.arange(1, num_groups + 1)
+    return rng.permutation(np.floor(share / share.sum() * mean * num_groups).astype(int))
+
+
+def interleaved_s(functions: dict[str, Callable[[], object]]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Wall and processor seconds of each call, taken in turn, after two warm-up calls each."""
+    wall_s: dict[str, list[float]] = {name: [] for name in functions}
+    processor_s: dict[str, list[float]] = {name: [] for name in functions}
+    for i in range(REPEATS + 2):
+        for name, function in functions.items():
+            start = time.perf_counter(), time.process_time()
+            jax.block_until_ready(function())
+            if i >= 2:
+                wall_s[name].append(time.perf_counter() - start[0])
+                processor_s[name].append(time.process_time() - start[1])
+    return tuple({name: np.array(s) for name, s in times.items()} for times in (wall_s, processor_s))
+
+
+def ratios(functions: dict[str, Callable[[], object]], pairs: dict[str, str], inverse: bool = False) -> str:
+    """Cells of a table: the ratio of each pair in wall time, and in processor time."""
+    wall_s, processor_s = interleaved_s(functions)
+    cells = []
+    for grouped, dense in pairs.items():
+        top, bottom = (dense, grouped) if inverse else (grouped, dense)
+        # Any moment's load counts for both: the quarter that was disturbed least says more than the median.
+        processor = np.quantile(processor_s[top], 0.25) / np.quantile(processor_s[bottom], 0.25)
+        cells.append(f"{summary(wall_s[top] / wall_s[bottom])} | {processor:.2f}")
+    return " | ".join(cells)
+
+
+def measure_products(kind: str, num_groups: int, mean: int, width: int, inner: int, dtype: str) -> None:
+    """One row of the first table."""
+    rng = np.random.default_rng(0)
+    sizes = sizes_of(kind, num_groups, mean)
+    num_rows = int(sizes.sum())
+    shapes = ((num_rows, width), (num_rows, inner), (num_groups, width, inner))
+    rows, others, weights = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    group_sizes, one = jnp.asarray(sizes, jnp.int32), weights[0]
+    wide = jnp.promote_types(dtype, jnp.float32)
+    product, back = jax.jit(grouped_matmul), jax.jit(lambda y, w, s: grouped_matmul(y, w, s, transposed=True))
+    outer = jax.jit(grouped_outer)
+    dense, dense_back = jax.jit(jnp.matmul), jax.jit(lambda y, w: y @ w.T)
+    dense_outer = jax.jit(lambda x, y: jnp.matmul(x.T, y, preferred_element_type=wide))
+    batched = jax.jit(lambda x, y: jnp.einsum("gmk,gmn->gkn", x, y, preferred_element_type=wide))
+    functions: dict[str, Callable[[], object]] = {
+        "product": lambda: product(rows, weights, group_sizes),
+        "dense product": lambda: dense(rows, one),
+        "back": lambda: back(others, weights, group_sizes),
+        "dense back": lambda: dense_back(others, one),
+        "outer": lambda: outer(rows, others, group_sizes),
+        "dense outer": lambda: dense_outer(rows, others),
+    }
+    pairs = {"product": "dense product", "back": "dense back", "outer": "dense outer"}
+    if kind == "equal":
+        split = rows.reshape(num_groups, mean, width), others.reshape(num_groups, mean, inner)
+        functions["batched"] = lambda: batched(*split)
+        pairs["batched"] = "dense outer"
+    cells = ratios(functions, pairs, inverse=True)
+    missing = "" if kind == "equal" else " | - | -"
+    print(f"| {dtype} | {num_groups} | {mean} {kind} | {width} x {inner} | {cells}{missing} |", flush=True)
+
+
+def measure_ffn(num_groups: int, rows_per_group: int, width: int, inner: int) -> None:
+    """One row of the second table: forward and both gradients."""
     rng = np.random.default_rng(0)
     num_rows = num_groups * rows_per_group
     rows = jnp.asarray(rng.normal(size=(num_rows, width)), jnp.float32)
@@ -36,30 +118,30 @@ def measure(num_groups: int, rows_per_group: int, width: int, inner: int) -> Non
     grouped, dense = jax.jit(grouped_ffn), jax.jit(dense_ffn)
     grouped_gradients = jax.jit(jax.grad(lambda r, e: grouped_ffn(r, e, sizes).sum(), argnums=(0, 1)))
     dense_gradients = jax.jit(jax.grad(lambda r, e: dense_ffn(r, e).sum(), argnums=(0, 1)))
-    times_s = interleaved_s(
+    cells = ratios(
         {
             "grouped": lambda: grouped(rows, experts, sizes),
             "dense": lambda: dense(rows, one),
             "grouped gradients": lambda: grouped_gradients(rows, experts),
             "dense gradients": lambda: dense_gradients(rows, one),
-        }
+        },
+        {"grouped": "dense", "grouped gradients": "dense gradients"},
     )
-    flops = 6 * num_rows * width * inner
-    forward = times_s["grouped"] / times_s["dense"]
-    backward = times_s["grouped gradients"] / times_s["dense gradients"]
-    gflops = flops / np.median(times_s["dense"]) / 1e9
-    print(
-        f"| {num_groups} | {rows_per_group} | {width} x {inner} | {gflops:.0f} | {summary(times_s['grouped'], 1e3)} "
-        f"| {summary(forward)} | {summary(backward)} |"
-    )
+    print(f"| {num_groups} | {rows_per_group} | {width} x {inner} | {cells} |", flush=True)
 
 
 def main() -> None:
-    """Prints the table."""
-    print("| groups | rows each | expert | dense GFLOP/s | forward ms | / dense | gradients / dense |")
-    print("|---|---|---|---|---|---|---|")
+    """Prints the tables."""
+    print("FLOP/s over those of the dense product\n")
+    columns = ("rows @ w", "processor", "rows @ w.T", "processor", "rows.T @ rows", "processor", "einsum", "processor")
+    print(f"| dtype | groups | rows each | width | {' | '.join(columns)} |\n|{'---|' * 12}")
+    for dtype in ("float32", "bfloat16"):
+        for case in [("equal", *case) for case in CASES] + list(UNEVEN):
+            measure_products(*case, dtype)
+    print("\nTime over that of the dense FFN\n")
+    print(f"| groups | rows each | expert | forward | processor | gradients | processor |\n|{'---|' * 7}")
     for case in CASES:
-        measure(*case)
+        measure_ffn(*case)
 
 
 if __name__ == "__main__":

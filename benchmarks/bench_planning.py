@@ -1,15 +1,21 @@
-"""Planning inside a jitted program on a CPU, one layer.
+"""Planning inside a jitted program on a CPU, one layer; and what each way of calling a planner costs.
 
 Run it with `python -m benchmarks.bench_planning`.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.timing import interleaved_s, summary
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Greedy, Topology, imbalance, load, nearest_first, plain_plan, traffic
+from jax_moe_lb import Greedy, Topology, _planning, imbalance, load, nearest_first, plain_plan, traffic
 from jax_moe_lb.legality import ensure_legal
+from jax_moe_lb.ops.greedy import greedy, greedy_reference
+from jax_moe_lb.ops.lpt import lpt, lpt_reference
+from jax_moe_lb.ops.quota import quota, quota_reference
 
 SHAPES = ((8, 128), (64, 256), (256, 256))
 LOGNORMAL = next(workload for workload in WORKLOADS if workload.name == "lognormal")
@@ -42,12 +48,67 @@ def measure(num_ranks: int, num_experts: int) -> None:
     print(f"| {num_ranks} x {num_experts} | {columns} | {float(before):.3f} -> {float(after):.3f} | {replicas} |")
 
 
+LAYERS = 100
+"""Planned in one call of `_planning`, so that the call itself costs nothing beside them."""
+
+
+def compare_calls(name: str, module: Callable, op: Callable, reference: Callable, *case: np.ndarray) -> None:
+    """One row: the same plan by every way of calling the planner."""
+    case = tuple(np.asarray(array) for array in case)
+    layers = tuple(np.repeat(array[None], LAYERS, 0) for array in case)
+    results = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), module(*case))
+
+    @jax.jit
+    def callback(*case: jax.Array):
+        return jax.pure_callback(lambda *case: module(*map(np.asarray, case)), results, *case)
+
+    native, loop, empty = jax.jit(op), jax.jit(reference), jax.jit(lambda *case: case)
+    on_device = tuple(map(jnp.asarray, case))
+    times_s = interleaved_s(
+        {
+            "C++": lambda: module(*layers),
+            "empty": lambda: empty(*on_device),
+            "native": lambda: native(*on_device),
+            "while_loop": lambda: loop(*on_device),
+            "callback": lambda: callback(*on_device),
+        },
+        repeats=100,
+    )
+    times_s["C++"] /= LAYERS
+    print(f"| {name} | {' | '.join(summary(times_s[way], 1e6, 0) for way in times_s)} |")
+
+
+def compare_all_calls(num_ranks: int = 64, num_experts: int = 256, slots: int = 6) -> None:
+    """The second table."""
+    counts = LOGNORMAL.counts(0, num_ranks, 256, num_experts, 8)
+    tokens, topology = counts.sum(0, dtype=np.int32), Topology.flat(num_ranks)
+    plan = plain_plan(counts, topology, slots)
+    planned = _planning.greedy(plan.placement, plan.quota, num_ranks, 1)
+    bins, greedily = (num_ranks, num_experts // num_ranks), (num_ranks, 1)
+    compare_calls(
+        "lpt", lambda w: _planning.lpt(w, *bins), lambda w: lpt(w, *bins), lambda w: lpt_reference(w, *bins), tokens
+    )
+    compare_calls("quota", _planning.quota, quota, quota_reference, tokens, planned[0])
+    compare_calls(
+        "greedy",
+        lambda *case: _planning.greedy(*case, *greedily),
+        lambda *case: greedy(*case, *greedily),
+        lambda *case: greedy_reference(*case, *greedily),
+        plan.placement,
+        plan.quota,
+    )
+
+
 def main() -> None:
-    """Prints the table."""
+    """Prints both tables."""
     print("| ranks x experts | greedy us | legality us | split us | split, domains of 8, us | imbalance | replicas |")
     print("|---|---|---|---|---|---|---|")
     for shape in SHAPES:
         measure(*shape)
+    print("\n64 ranks x 256 experts, us")
+    print("| planner | C++ | empty jit | custom call in jit | jnp loop in jit | pure_callback of the C++ |")
+    print("|---|---|---|---|---|---|")
+    compare_all_calls()
 
 
 if __name__ == "__main__":

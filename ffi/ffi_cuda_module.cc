@@ -1,10 +1,11 @@
 // jax_moe_lb._ffi_cuda: the custom calls of NVIDIA GPUs, under the names that the CPU's have.
 #include "ffi/common/module.h"
 #include "ffi/planning/handlers.h"
+#include "ffi/transport/peer_handlers.h"
 
 NB_MODULE(_ffi_cuda, module) {
   module.doc() = "XLA custom calls of jax_moe_lb for NVIDIA GPUs; jax_moe_lb.ops registers them";
   module.def(
-      "registrations", [] { return moe_lb::AsPython({moe_lb::PlanningRegistrations()}); },
+      "registrations", [] { return moe_lb::AsPython({moe_lb::PlanningRegistrations(), moe_lb::PeerRegistrations()}); },
       "State types and handlers, as capsules");
 }

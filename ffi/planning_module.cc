@@ -1,39 +1,172 @@
 // jax_moe_lb._planning: the planners on NumPy arrays, for the command line and the simulator.
 //
-// Arrays may have leading dimensions (layers); every planner runs once per entry of them.
+// Arrays may have leading dimensions (layers), which broadcast as in NumPy; a planner runs once per
+// layer. Knows no JAX. Arrays are int32, refused otherwise: a silent conversion could wrap round.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+#include <functional>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
+#include "ffi/planning/greedy.h"
 #include "ffi/planning/lpt.h"
+#include "ffi/planning/quota.h"
 
 namespace py = pybind11;
 
 namespace {
 
 using Int32Array = py::array_t<int32_t, py::array::c_style>;
+using Shape = std::vector<py::ssize_t>;
 
-void ThrowIf(const moe_lb::Status& bad) {
-  if (bad) throw std::invalid_argument(*bad);
+std::string Text(const Shape& shape) {
+  std::string text = "[";
+  for (const py::ssize_t size : shape) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  return text + "]";
 }
 
-Int32Array Lpt(const Int32Array& weights, int64_t num_bins, int64_t capacity) {
-  if (weights.ndim() < 1) throw std::invalid_argument("weights has no dimension; expected [..., N]");
-  Int32Array bins(std::vector<py::ssize_t>(weights.shape(), weights.shape() + weights.ndim()));
-  const auto items = static_cast<size_t>(weights.shape(weights.ndim() - 1));
-  const size_t layers = items == 0 ? 0 : static_cast<size_t>(weights.size()) / items;
-  for (size_t layer = 0; layer < layers; ++layer) {
-    const moe_lb::View<const int32_t> in(weights.data() + layer * items, items);
-    ThrowIf(moe_lb::Lpt(in, num_bins, capacity, {bins.mutable_data() + layer * items, items}));
+// An argument: an array per layer, whose last dimensions the planner reads.
+class Operand {
+ public:
+  Operand(const char* name, const py::array& array, const char* last) {
+    if (!py::isinstance<py::array_t<int32_t>>(array)) {
+      throw py::type_error(std::string(name) + " has dtype " + py::str(array.dtype()).cast<std::string>() +
+                           "; expected int32");
+    }
+    const py::ssize_t num_last = std::count(last, last + std::char_traits<char>::length(last), ',') + 1;
+    const Shape shape(array.shape(), array.shape() + array.ndim());
+    if (array.ndim() < num_last) {
+      throw std::invalid_argument(std::string(name) + " has shape " + Text(shape) + "; expected [..., " + last + "]");
+    }
+    layers_.assign(shape.begin(), shape.end() - num_last);
+    last_.assign(shape.end() - num_last, shape.end());
+    array_ = Int32Array::ensure(array);
+    if (!array_) throw py::error_already_set();
+    for (const py::ssize_t size : last_) size_ *= static_cast<size_t>(size);
   }
+
+  const Shape& layers() const { return layers_; }
+  size_t last(size_t i) const { return static_cast<size_t>(last_[i]); }
+
+  // The array of a layer of the shape that all operands broadcast to.
+  const int32_t* Layer(size_t layer, const Shape& broadcast) const {
+    size_t offset = 0;
+    size_t stride = 1;
+    for (size_t back = 1; back <= layers_.size(); ++back) {
+      const auto of_all = static_cast<size_t>(broadcast[broadcast.size() - back]);
+      const auto own = static_cast<size_t>(layers_[layers_.size() - back]);
+      if (own > 1) offset += layer % of_all * stride;
+      layer /= of_all;
+      stride *= own;
+    }
+    return array_.data() + offset * size_;
+  }
+
+ private:
+  Int32Array array_;
+  Shape layers_;
+  Shape last_;
+  size_t size_ = 1;  // entries of a layer
+};
+
+Shape Broadcast(const std::vector<const Operand*>& operands) {
+  Shape all;
+  for (const Operand* operand : operands) {
+    const Shape& layers = operand->layers();
+    if (layers.size() > all.size()) all.insert(all.begin(), layers.size() - all.size(), 1);
+    for (size_t back = 1; back <= layers.size(); ++back) {
+      py::ssize_t& size = all[all.size() - back];
+      const py::ssize_t own = layers[layers.size() - back];
+      if (size != own && size != 1 && own != 1) {
+        throw std::invalid_argument("leading dimensions " + Text(operands[0]->layers()) + " and " + Text(layers) +
+                                    " do not broadcast");
+      }
+      if (size == 1) size = own;
+    }
+  }
+  return all;
+}
+
+// A result of the given last dimensions for every layer.
+Int32Array Result(Shape layers, std::initializer_list<size_t> last) {
+  for (const size_t size : last) layers.push_back(static_cast<py::ssize_t>(size));
+  return Int32Array(layers);
+}
+
+std::string LayerName(size_t layer, const Shape& layers) {
+  if (layers.empty()) return "";
+  Shape index(layers.size());
+  for (size_t i = layers.size(); i-- > 0; layer /= static_cast<size_t>(layers[i])) {
+    index[i] = static_cast<py::ssize_t>(layer % static_cast<size_t>(layers[i]));
+  }
+  return "layer " + (index.size() == 1 ? std::to_string(index[0]) : Text(index)) + ": ";
+}
+
+// Plans every layer without Python's lock.
+void ForLayers(const Shape& layers, const std::function<moe_lb::Status(size_t)>& plan) {
+  size_t num_layers = 1;
+  for (const py::ssize_t size : layers) num_layers *= static_cast<size_t>(size);
+  const py::gil_scoped_release unlocked;
+  for (size_t layer = 0; layer < num_layers; ++layer) {
+    if (const moe_lb::Status bad = plan(layer)) throw std::invalid_argument(LayerName(layer, layers) + *bad);
+  }
+}
+
+Int32Array Lpt(const py::array& weights_array, int64_t num_bins, int64_t capacity) {
+  const Operand weights("weights", weights_array, "N");
+  const Shape layers = weights.layers();
+  const size_t items = weights.last(0);
+  Int32Array bins = Result(layers, {items});
+  int32_t* out = bins.mutable_data();
+  ForLayers(layers, [&](size_t layer) {
+    return moe_lb::Lpt({weights.Layer(layer, layers), items}, num_bins, capacity, {out + layer * items, items});
+  });
   return bins;
+}
+
+Int32Array Quota(const py::array& tokens_array, const py::array& placement_array) {
+  const Operand tokens("tokens", tokens_array, "E");
+  const Operand placement("placement", placement_array, "R, S");
+  const Shape layers = Broadcast({&tokens, &placement});
+  const size_t experts = tokens.last(0), ranks = placement.last(0), slots = placement.last(1);
+  Int32Array quota = Result(layers, {experts, ranks});
+  int32_t* out = quota.mutable_data();
+  ForLayers(layers, [&](size_t layer) {
+    return moe_lb::Quota({tokens.Layer(layer, layers), experts}, {placement.Layer(layer, layers), ranks, slots},
+                         {out + layer * experts * ranks, experts, ranks});
+  });
+  return quota;
+}
+
+py::tuple Greedy(const py::array& placement_array, const py::array& quota_array, int64_t domain, int64_t min_tokens) {
+  const Operand placement("placement", placement_array, "R, S");
+  const Operand quota("quota", quota_array, "E, R");
+  const Shape layers = Broadcast({&placement, &quota});
+  const size_t ranks = placement.last(0), slots = placement.last(1), experts = quota.last(0), columns = quota.last(1);
+  Int32Array new_placement = Result(layers, {ranks, slots});
+  Int32Array new_quota = Result(layers, {experts, columns});
+  int32_t* placed = new_placement.mutable_data();
+  int32_t* served = new_quota.mutable_data();
+  ForLayers(layers, [&](size_t layer) {
+    return moe_lb::Greedy({placement.Layer(layer, layers), ranks, slots},
+                          {quota.Layer(layer, layers), experts, columns}, domain, min_tokens,
+                          {placed + layer * ranks * slots, ranks, slots},
+                          {served + layer * experts * columns, experts, columns});
+  });
+  return py::make_tuple(new_placement, new_quota);
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_planning, module) {
-  module.doc() = "Planners on NumPy arrays; leading dimensions are layers";
-  module.def("lpt", &Lpt, py::arg("weights").noconvert(), py::arg("num_bins"), py::arg("capacity"),
+  module.doc() = "Planners on NumPy arrays of int32; leading dimensions are layers and broadcast";
+  module.def("lpt", &Lpt, py::arg("weights"), py::arg("num_bins"), py::arg("capacity"),
              "Bins [..., N] of items of the given weights [..., N]; see jax_moe_lb.ops.lpt");
+  module.def("quota", &Quota, py::arg("tokens"), py::arg("placement"),
+             "Quota [..., E, R] of tokens [..., E] on a placement [..., R, S]; see jax_moe_lb.ops.quota");
+  module.def("greedy", &Greedy, py::arg("placement"), py::arg("quota"), py::arg("domain"), py::arg("min_tokens") = 1,
+             "Placement [..., R, S] and quota [..., E, R] after greedy moves; see jax_moe_lb.ops.greedy");
 }

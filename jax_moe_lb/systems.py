@@ -7,6 +7,7 @@ from jax_moe_lb.balancers.greedy import Greedy
 from jax_moe_lb.balancers.plain import Plain
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.gather import Gather
+from jax_moe_lb.transport.peer_copy import PeerCopy
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class System:
     """
 
     balancer: Balancer = field(default_factory=Plain)
-    replicate: Gather = field(default_factory=Gather)
+    replicate: Gather | PeerCopy = field(default_factory=Gather)
     dispatch: Direct = field(default_factory=Direct)
     replica_slots: int = 0
 

@@ -18,7 +18,7 @@ LAYERS = [
     ["topology", "experts"],
     ["plan", "ops", "routing"],
     ["legality", "losses"],
-    ["balancers", "transport.direct", "transport.gather"],
+    ["balancers", "transport.direct", "transport.gather", "transport.peer_copy"],
     ["systems"],
     ["transport.rounds"],
     ["pipeline"],

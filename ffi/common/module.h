@@ -9,7 +9,8 @@
 
 namespace moe_lb {
 
-// {"types": {name: {"type_id": capsule, "type_info": capsule}}, "handlers": {name: {stage: capsule}}}
+// {"types": {name: {"type_id": capsule, "type_info": capsule}}, "handlers": {name: {stage: capsule}},
+//  "api_version": that of the headers, which a jaxlib accepts when its own is the same or newer}
 inline nanobind::dict AsPython(std::initializer_list<Registrations> parts) {
   namespace nb = nanobind;
   nb::dict types;
@@ -33,6 +34,7 @@ inline nanobind::dict AsPython(std::initializer_list<Registrations> parts) {
   nb::dict all;
   all["types"] = types;
   all["handlers"] = handlers;
+  all["api_version"] = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   return all;
 }
 

@@ -1,26 +1,36 @@
 // Planners computed in the handler: on a CPU the counts are at hand.
 #include "ffi/common/handler.h"
 #include "ffi/planning/handlers.h"
-#include "ffi/planning/lpt.h"
+#include "ffi/planning/planners.h"
 
 namespace moe_lb {
 namespace {
 
 namespace xf = xla::ffi;
 
-xf::Error LptHandler(xf::Buffer<xf::S32> weights, int64_t num_bins, int64_t capacity, xf::ResultBuffer<xf::S32> bins) {
-  return ToError(Lpt(ViewOf(weights), num_bins, capacity, ViewOf(bins)));
+xf::Error PlanNow(const PlannerCall& call, StatusResult& status) {
+  if (status->element_count() != 1) return xf::Error::InvalidArgument("status is not of shape [1]");
+  status->typed_data()[0] = 0;
+  return ToError(Attempt(call, call.operands, call.results));
 }
 
-XLA_FFI_DEFINE_HANDLER(kLpt, LptHandler,
-                       xf::Ffi::Bind()
-                           .Arg<xf::Buffer<xf::S32>>()  // weights [N]
-                           .Attr<int64_t>("num_bins")
-                           .Attr<int64_t>("capacity")
-                           .Ret<xf::Buffer<xf::S32>>());  // bins [N]
+// The handler of the planner whose arguments `make_call` takes.
+template <auto make_call>
+struct OnCpu;
+
+template <typename... Args, PlannerCall (*make_call)(Args...)>
+struct OnCpu<make_call> {
+  static xf::Error Run(Args... args, StatusResult status) { return PlanNow(make_call(args...), status); }
+};
+
+XLA_FFI_DEFINE_HANDLER(kLpt, OnCpu<LptCall>::Run, LptBinding());
+XLA_FFI_DEFINE_HANDLER(kQuota, OnCpu<QuotaCall>::Run, QuotaBinding());
+XLA_FFI_DEFINE_HANDLER(kGreedy, OnCpu<GreedyCall>::Run, GreedyBinding());
 
 }  // namespace
 
-Registrations PlanningRegistrations() { return {{}, {{"moe_lb_plan_lpt", kLpt}}}; }
+Registrations PlanningRegistrations() {
+  return {{}, {{"moe_lb_plan_lpt", kLpt}, {"moe_lb_plan_quota", kQuota}, {"moe_lb_plan_greedy", kGreedy}}};
+}
 
 }  // namespace moe_lb

@@ -1,7 +1,50 @@
+// Planners computed by the CPU as a host function of the stream.
+#include <memory>
+
 #include "ffi/planning/handlers.h"
+#include "ffi/planning/host_scheduler_cuda.h"
+#include "ffi/planning/planners.h"
 
 namespace moe_lb {
+namespace {
 
-Registrations PlanningRegistrations() { return {}; }
+namespace xf = xla::ffi;
+
+// No handler here may be recorded into a command buffer: a replay would skip the slot's bookkeeping.
+XLA_FFI_DEFINE_HANDLER(
+    kInstantiate, []() -> xf::ErrorOr<std::unique_ptr<HostScheduler>> { return std::make_unique<HostScheduler>(); },
+    xf::Ffi::BindInstantiate());
+
+template <typename Binding>
+auto OnStream(Binding binding) {
+  return std::move(binding).template Ctx<xf::PlatformStream<cudaStream_t>>().template Ctx<xf::State<HostScheduler>>();
+}
+
+// The handler of the planner whose arguments `make_call` takes.
+template <auto make_call>
+struct OnCuda;
+
+template <typename... Args, PlannerCall (*make_call)(Args...)>
+struct OnCuda<make_call> {
+  static xf::Error Run(Args... args, StatusResult status, cudaStream_t stream, HostScheduler* scheduler) {
+    if (status->element_count() != 1) return xf::Error::InvalidArgument("status is not of shape [1]");
+    return scheduler->Enqueue(stream, make_call(args...), status->typed_data());
+  }
+};
+
+XLA_FFI_DEFINE_HANDLER(kLpt, OnCuda<LptCall>::Run, OnStream(LptBinding()));
+XLA_FFI_DEFINE_HANDLER(kQuota, OnCuda<QuotaCall>::Run, OnStream(QuotaBinding()));
+XLA_FFI_DEFINE_HANDLER(kGreedy, OnCuda<GreedyCall>::Run, OnStream(GreedyBinding()));
+
+constexpr XLA_FFI_TypeInfo kSchedulerInfo = xf::MakeTypeInfo<HostScheduler>();
+
+}  // namespace
+
+Registrations PlanningRegistrations() {
+  return {{{"moe_lb_host_scheduler", &HostScheduler::id, &kSchedulerInfo}},
+          {{"moe_lb_plan_lpt", kLpt, kInstantiate},
+           {"moe_lb_plan_quota", kQuota, kInstantiate},
+           {"moe_lb_plan_greedy", kGreedy, kInstantiate}}};
+}
 
 }  // namespace moe_lb

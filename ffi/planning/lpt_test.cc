@@ -33,7 +33,12 @@ void BadArgumentsAreNamed() {
   EXPECT_EQ(refusal(0, 2), "num_bins is 0; expected at least 1");
   EXPECT_EQ(refusal(1, 1), "capacity is 1; expected at least 2 for 2 items in 1 bins");
   EXPECT_EQ(refusal(1, 2), "weights of item 1 is -2; expected at least 0");
+  EXPECT_EQ(*Lpt({weights.data(), 2}, 1, 2, {bins.data(), 1}), "bins has 1 entries; expected 2, as weights has");
+  const std::vector<int32_t> huge = {2147483647, 1};
+  EXPECT_EQ(*Lpt({huge.data(), 2}, 1, 2, {bins.data(), 2}), "weights sum to 2147483648; expected at most 2147483647");
 }
+
+void MoreBinsThanMemoryHolds() { EXPECT((Bins({1, 2}, int64_t{1} << 62, 1) == std::vector<int32_t>{1, 0})); }
 
 }  // namespace
 
@@ -43,4 +48,5 @@ int main() {
   AFullBinTakesNoMore();
   NothingToPlace();
   BadArgumentsAreNamed();
+  MoreBinsThanMemoryHolds();
 }

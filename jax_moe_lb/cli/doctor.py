@@ -9,10 +9,14 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from jax_moe_lb.cli.build import HOW_TO_BUILD, build_states
+from jax_moe_lb.ops import _native
 from jax_moe_lb.ops.grouped_ffn import has_tokamax
 
 PACKAGES = ("jax_moe_lb", "jax", "jaxlib", "flax", "numpy")
 ACCELERATOR = "run on a GPU or TPU: pip install 'jax[cuda13]' or 'jax[tpu]'"
+CUSTOM_CALL_PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
+"""Where custom calls exist, by JAX's name of the backend."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,48 @@ class Implementation:
     faster: str | None
 
 
+@dataclass(frozen=True)
+class Operation:
+    """What an operation can be made of.
+
+    Args:
+        name: of the operation.
+        plain: in plain JAX, on backends that have nothing better.
+        why: the reason for that form.
+        on_accelerators: what XLA has for it on GPUs and TPUs.
+        target: its custom call, without the prefix.
+        backends: where it uses the custom call, if that was built.
+    """
+
+    name: str
+    plain: str
+    why: str
+    on_accelerators: str | None = None
+    target: str | None = None
+    backends: tuple[str, ...] = ()
+
+
+def _planner(name: str) -> Operation:
+    return Operation(name, "a loop in jnp", "it runs on every backend", None, f"plan_{name}", ("cpu", "gpu"))
+
+
+NO_RAGGED = "XLA:CPU cannot run lax.ragged_all_to_all"
+DENSE = "lax.ragged_dot on a CPU multiplies every row with every expert"
+OPERATIONS = (
+    _planner("lpt"),
+    _planner("quota"),
+    _planner("greedy"),
+    Operation(
+        "ragged_all_to_all", "padded all_to_all", NO_RAGGED, "lax.ragged_all_to_all", "ragged_exchange", ("cpu",)
+    ),
+    Operation("grouped_ffn", "blocked", DENSE, "lax.ragged_dot", "grouped_matmul", ("cpu",)),
+    Operation("gather", "ring of ppermute", NO_RAGGED, "lax.ragged_all_to_all"),
+    Operation(
+        "copy_expert_weights", "ring of ppermute", NO_RAGGED, "lax.ragged_all_to_all", "copy_start", ("cpu", "gpu")
+    ),
+)
+
+
 def version(package: str) -> str:
     """The installed version of a package, or that it is not installed."""
     try:
@@ -42,35 +88,39 @@ def version(package: str) -> str:
 
 def implementations(backend: str) -> list[Implementation]:
     """What each operation runs on `backend`, one of JAX's platform names."""
-    if backend == "cpu":
-        return [
-            Implementation(
-                "ragged_all_to_all", "padded all_to_all", "XLA:CPU cannot run lax.ragged_all_to_all", ACCELERATOR
-            ),
-            Implementation(
-                "grouped_ffn", "blocked", "lax.ragged_dot on a CPU multiplies every row with every expert", ACCELERATOR
-            ),
-            Implementation("gather", "ring of ppermute", "XLA:CPU cannot run lax.ragged_all_to_all", ACCELERATOR),
-        ]
-    native = f"XLA has it for {backend}, and only what is needed travels"
-    return [
-        Implementation("ragged_all_to_all", "lax.ragged_all_to_all", native, None),
-        _ragged_ffn(),
-        Implementation("gather", "lax.ragged_all_to_all", native, None),
-    ]
+    return [_implementation(operation, backend) for operation in OPERATIONS]
 
 
-def _ragged_ffn() -> Implementation:
+def _implementation(op: Operation, backend: str) -> Implementation:
+    platform = CUSTOM_CALL_PLATFORMS[backend] if backend in op.backends else None
+    if platform and _native.is_built(platform):
+        return Implementation(op.name, f"custom call moe_lb_{op.target}", f"built for {platform}", None)
+    if op.on_accelerators and backend != "cpu":
+        return _on_accelerators(op, backend, HOW_TO_BUILD[platform] if platform else None)
+    if platform:
+        return Implementation(op.name, op.plain, f"{op.why}; no custom call was built", HOW_TO_BUILD[platform])
+    return Implementation(op.name, op.plain, op.why, ACCELERATOR if op.on_accelerators else None)
+
+
+def _on_accelerators(op: Operation, backend: str, faster: str | None) -> Implementation:
+    if op.on_accelerators == "lax.ragged_dot":
+        return _ragged_dot(op.name)
+    why = f"XLA has it for {backend}, and only what is needed travels"
+    return Implementation(op.name, str(op.on_accelerators), why, faster)
+
+
+def _ragged_dot(op: str) -> Implementation:
     if has_tokamax():
-        return Implementation("grouped_ffn", "tokamax.ragged_dot", "tokamax is installed", None)
-    return Implementation("grouped_ffn", "lax.ragged_dot", "tokamax is not installed", "pip install tokamax")
+        return Implementation(op, "tokamax.ragged_dot", "tokamax is installed", None)
+    return Implementation(op, "lax.ragged_dot", "tokamax is not installed", "pip install tokamax")
 
 
 def diagnosis() -> dict:
-    """Versions, devices and implementations, as JSON holds them."""
+    """Versions, extension modules, devices and implementations, as JSON holds them."""
     backend = jax.default_backend()
     return {
         "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
+        "build": build_states(),
         "backend": backend,
         "devices": [f"{device} ({device.device_kind})" for device in jax.devices()],
         "ops": [asdict(implementation) for implementation in implementations(backend)],
@@ -78,11 +128,12 @@ def diagnosis() -> dict:
 
 
 def facts_table(found: dict) -> Table:
-    """Versions and devices."""
+    """Versions, extension modules and devices."""
     table = Table(show_header=False, box=SIMPLE_HEAD)
-    for package, number in found["versions"].items():
-        table.add_row(package, number)
-    table.add_section()
+    for part in ("versions", "build"):
+        for name, value in found[part].items():
+            table.add_row(name, escape(value))
+        table.add_section()
     table.add_row("backend", found["backend"])
     table.add_row("devices", "\n".join(found["devices"]))
     return table
@@ -92,7 +143,7 @@ def ops_table(found: dict) -> Table:
     """One row per operation."""
     table = Table(box=SIMPLE_HEAD, show_lines=True)
     for header in ("op", "implementation", "why", "how to get a faster one"):
-        table.add_column(header, overflow="fold")
+        table.add_column(header, overflow="fold", no_wrap=header == "op")
     for op in found["ops"]:
         table.add_row(*map(escape, (op["op"], op["implementation"], op["why"], op["faster"] or "this is the fastest")))
     return table

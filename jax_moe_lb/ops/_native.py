@@ -22,9 +22,7 @@ def is_built(platform: str) -> bool:
     return importlib.util.find_spec(MODULES[platform]) is not None
 
 
-def by_platform(
-    *args: Any, native: Callable, reference: Callable, platforms: tuple[str, ...] = tuple(MODULES)
-) -> Any:
+def by_platform(*args: Any, native: Callable, reference: Callable, platforms: tuple[str, ...] = tuple(MODULES)) -> Any:
     """`native(*args)` where a program is lowered for one of `platforms` that was built, else `reference(*args)`."""
     built = {platform: native for platform in platforms if is_built(platform)}
     return jax.lax.platform_dependent(*args, **built, default=reference)
@@ -51,9 +49,10 @@ def call(name: str, out: Any, *args: jax.Array, aliases: dict[int, int] | None =
 def like(array: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Any:
     """A result that varies over the mesh axes of `array` and is placed like it."""
     aval = jax.typeof(array)
-    return aval.update(
-        shape=aval.shape if shape is None else shape, dtype=aval.dtype if dtype is None else dtype, weak_type=False
-    )
+    shape = aval.shape if shape is None else shape
+    # A placement names one entry per dimension; another number of them is placed nowhere in particular.
+    sharding = aval.sharding if len(shape) == aval.ndim else aval.sharding.update(spec=(None,) * len(shape))
+    return aval.update(shape=shape, dtype=aval.dtype if dtype is None else dtype, weak_type=False, sharding=sharding)
 
 
 @functools.cache

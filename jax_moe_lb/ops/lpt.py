@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jax_moe_lb.ops._native import by_platform, call, like
-from jax_moe_lb.types import iota
+from jax_moe_lb.ops._native import by_platform, like
+from jax_moe_lb.ops._planner import alike, plan_call
+from jax_moe_lb.types import AnyArray, iota
 
-Weights = Int[Array, "N"]
+Weights = Int[AnyArray, "N"]
 Bins = Int[Array, "N"]
 
 
@@ -17,12 +18,13 @@ def lpt(weights: Weights, num_bins: int, capacity: int) -> Bins:
     Ties go to the lower index, of items and of bins.
 
     Args:
-        weights: int32, at least 0; their sum must stay below `2**31`.
+        weights: at least 0; their sum must stay below `2**31`.
         num_bins: at least 1.
         capacity: items that a bin holds; `num_bins * capacity >= N`.
 
     Raises:
-        ValueError: too little room. Negative weights stop the program where the custom call runs.
+        ValueError: too little room. Bad weights stop the program on a CPU with the custom call; on
+            a GPU with it all bins are then -1.
     """
     if num_bins < 1:
         raise ValueError(f"num_bins is {num_bins}; expected at least 1")
@@ -33,16 +35,19 @@ def lpt(weights: Weights, num_bins: int, capacity: int) -> Bins:
         )
 
     def native(weights: Weights) -> Bins:
-        return call("plan_lpt", like(weights), weights, num_bins=num_bins, capacity=capacity)
+        return plan_call("lpt", (like(weights),), weights, num_bins=num_bins, capacity=capacity)[0]
 
     def reference(weights: Weights) -> Bins:
         return lpt_reference(weights, num_bins, capacity)
 
-    return by_platform(weights, native=native, reference=reference)
+    return by_platform(*alike(weights), native=native, reference=reference)
 
 
 def lpt_reference(weights: Weights, num_bins: int, capacity: int) -> Bins:
     """`lpt` as a loop over the items."""
+    weights = jnp.asarray(weights, jnp.int32)
+    if not weights.size:
+        return weights
     order = jnp.argsort(weights, descending=True, stable=True)
     # Zeros that vary over the same mesh axes as the weights.
     zero = weights.sum(dtype=jnp.int32) * 0

@@ -1,14 +1,20 @@
 """Exact-size exchange of rows between the ranks of a mesh axis.
 
-`jax.lax.ragged_all_to_all` where the backend runs it. XLA:CPU does not: there the same
-exchange is made of padded `all_to_all` steps, as many as the largest pair needs.
+`jax.lax.ragged_all_to_all` where the backend runs it. XLA:CPU does not: between the
+devices of one process a custom call copies exactly the rows that exist; between
+processes, or where the custom call was not built, XLA's other collectives do it
+(`ragged_by_steps.py`).
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int, Shaped
 
-from jax_moe_lb.types import iota
+from jax_moe_lb.ops._native import call, is_built, like
+from jax_moe_lb.ops.ragged_by_steps import padded_all_to_all, shifted_all_to_all
 
 Sizes = Int[Array, "U"]
 
@@ -22,6 +28,8 @@ def ragged_all_to_all(
     recv_sizes: Sizes,
     *,
     axis_name: tuple[str, ...],
+    site: str | None = None,
+    timeout_s: float = 120.0,
 ) -> Shaped[Array, "Q *X"]:
     """Sends slices of `operand` to the ranks of `axis_name`; returns `output` with what arrived written over it.
 
@@ -30,90 +38,80 @@ def ragged_all_to_all(
 
     Args:
         operand: rows to send.
-        output: rows that nothing is written to keep this value.
+        output: rows that nothing is written to keep this value. It varies over the mesh axes that the result varies
+            over.
         input_offsets: `[U]`, `U` a multiple of `R`: where in `operand` a slice starts. Slices
             `i * U / R` to `(i + 1) * U / R` go to rank `i`.
         send_sizes: `[U]`, rows of each slice.
         output_offsets: `[U]`, where in the *receiver's* `output` each slice lands.
         recv_sizes: `[U]`, rows that arrive, in the order of the senders.
         axis_name: mesh axes, outermost first.
+        site: what messages call this exchange; by default its axes.
+        timeout_s: how long the custom call waits for ranks that do not come, in seconds, before all ranks that did
+            come stop with an error that names those that did not.
+
+    Raises:
+        ValueError: `U` is not a multiple of `R`. Where the custom call runs, offsets and sizes that are out of range,
+            or that sender and receiver disagree on, stop the program on all ranks.
     """
+    num_ranks = jax.lax.axis_size(axis_name)
+    if send_sizes.shape[0] % num_ranks:
+        raise ValueError(f"send_sizes has {send_sizes.shape[0]} entries; expected a multiple of the {num_ranks} ranks")
     args = (operand, output, input_offsets, send_sizes, output_offsets, recv_sizes)
 
-    def native(*args: Array) -> Array:
+    # Of its own it cannot be mapped where only some operands are.
+    @jax.custom_batching.sequential_vmap
+    def on_accelerators(*args: Array) -> Array:
         return jax.lax.ragged_all_to_all(*args, axis_name=axis_name)
 
-    def padded(*args: Array) -> Array:
-        return padded_all_to_all(*args, axis_name=axis_name)
+    def in_process(*args: Array) -> Array:
+        return _in_process(*args, axis_name=axis_name, site=site or "axis " + ", ".join(axis_name), timeout_s=timeout_s)
 
-    return jax.lax.platform_dependent(*args, cpu=padded, default=native)
+    def by_steps(*args: Array) -> Array:
+        return exchange_by_steps(*args, axis_name=axis_name)
 
-
-def padded_all_to_all(
-    operand: Shaped[Array, "P *X"],
-    output: Shaped[Array, "Q *X"],
-    input_offsets: Sizes,
-    send_sizes: Sizes,
-    output_offsets: Sizes,
-    recv_sizes: Sizes,
-    *,
-    axis_name: tuple[str, ...],
-) -> Shaped[Array, "Q *X"]:
-    """`ragged_all_to_all` out of `all_to_all` alone, in `O(P + Q)` rows of memory."""
-    num_ranks = jax.lax.axis_size(axis_name)
-    landings = _transpose(output_offsets, axis_name)
-    # One slice per pair of ranks at a time.
-    for update in range(input_offsets.shape[0] // num_ranks):
-        pick = slice(update, None, input_offsets.shape[0] // num_ranks)
-        output = _exchange_one(
-            operand, output, input_offsets[pick], send_sizes[pick], landings[pick], recv_sizes[pick], axis_name
-        )
-    return output
+    on_cpu = in_process if moves_in_process() else by_steps
+    return jax.lax.platform_dependent(*args, cpu=on_cpu, default=on_accelerators)
 
 
-def _exchange_one(
-    operand: Shaped[Array, "P *X"],
-    output: Shaped[Array, "Q *X"],
-    starts: Sizes,
-    sizes: Sizes,
-    landings: Sizes,
-    arriving: Sizes,
-    axis_name: tuple[str, ...],
-) -> Shaped[Array, "Q *X"]:
-    """One slice from every rank to every rank, `chunk` rows of each at a time."""
-    num_rows, num_ranks = operand.shape[0], sizes.shape[0]
-    if num_rows == 0 or output.shape[0] == 0:
-        return output
-    chunk = -(-num_rows // num_ranks)
-    lane = iota(chunk)[None]
-    output = _copy_own(operand, output, starts, sizes, landings, axis_name)
-    me = jax.lax.axis_index(axis_name)
-    others = jnp.where(iota(num_ranks) == me, 0, sizes)
-    num_steps = jax.lax.pmax((others.max() + chunk - 1) // chunk, axis_name)
-    from_me = (iota(num_ranks) == me)[:, None]
-
-    def step(i: Array, output: Array) -> Array:
-        offset = i * chunk + lane
-        rows = operand.at[starts[:, None] + offset].get(mode="clip")
-        rows = jax.lax.all_to_all(rows, axis_name, 0, 0)
-        arrives = (offset < arriving[:, None]) & ~from_me
-        into = jnp.where(arrives, landings[:, None] + offset, output.shape[0])
-        return output.at[into].set(rows, mode="drop")
-
-    return jax.lax.fori_loop(0, num_steps, step, output)
+def moves_in_process() -> bool:
+    """Whether on CPUs an exchange copies each row once: all devices belong to this process, and the call was built."""
+    return is_built("cpu") and jax.process_count() == 1
 
 
-def _copy_own(
-    operand: Array, output: Array, starts: Sizes, sizes: Sizes, landings: Sizes, axis_name: tuple[str, ...]
+def exchange_by_steps(*args: Array, axis_name: tuple[str, ...]) -> Array:
+    """`ragged_all_to_all` out of XLA's other collectives."""
+    # A permute is one operation of all devices of a mesh. Groups side by side may be in different rounds, so they
+    # need collectives of their own.
+    alone = jax.lax.axis_size(_other_manual_axes(axis_name)) == 1
+    if jax.process_count() > 1 and alone:
+        return shifted_all_to_all(*args, axis_name=axis_name)
+    return padded_all_to_all(*args, axis_name=axis_name)
+
+
+def _in_process(
+    operand: Array, output: Array, *where: Array, axis_name: tuple[str, ...], site: str, timeout_s: float
 ) -> Array:
-    """What a rank keeps never travels, however much it is."""
-    me = jax.lax.axis_index(axis_name)
-    place = iota(output.shape[0]) - landings[me]
-    kept = (place >= 0) & (place < sizes[me])
-    rows = operand.at[starts[me] + place].get(mode="clip")
-    return jnp.where(kept.reshape(-1, *[1] * (output.ndim - 1)), rows, output)
+    mesh = jax.sharding.get_abstract_mesh()
+    others = _other_manual_axes(axis_name)
+    rank, group = jax.lax.axis_index(axis_name), jax.lax.axis_index(others) if others else jnp.int32(0)
+    # Over axes that are not manual here every device makes the same call with the same data.
+    num_lanes = math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
+    return call(
+        "ragged_exchange",
+        like(output),
+        operand,
+        output,
+        *where,
+        jnp.stack([rank, group]),
+        aliases={1: 0},
+        num_ranks=jax.lax.axis_size(axis_name),
+        num_lanes=num_lanes,
+        site=f"ragged_exchange at {site}",
+        timeout_s=np.float64(timeout_s),
+    )
 
 
-def _transpose(per_peer: Sizes, axis_name: tuple[str, ...]) -> Sizes:
-    """`[U]` by destination becomes `[U]` by source."""
-    return jax.lax.all_to_all(per_peer, axis_name, 0, 0, tiled=True)
+def _other_manual_axes(axis_name: tuple[str, ...]) -> tuple[str, ...]:
+    """The mesh axes of the surrounding `shard_map` that tell groups apart."""
+    return tuple(name for name in jax.sharding.get_abstract_mesh().manual_axes if name not in axis_name)

@@ -1,29 +1,17 @@
 """Replicating expert weights into slots, straight from their homes; gradients return the same way.
 
-Home experts never travel. Over `lax.ragged_all_to_all` each replica moves once; XLA:CPU
-has none, so there blocks of `L` experts walk round a ring of ranks, which copies
-more but holds no more: either way a rank never sees more than `O(S)` experts.
+Home experts never travel; see `ops/fetch.py` for how replicas do.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.experts import Experts
-from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
+from jax_moe_lb.ops.fetch import Weights, fetch
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import iota, wide_dtype
-
-Axes = tuple[str, ...]
-Weights = Float[Array, "..."]
-"""`[G, ...]`, one kind of weights of `G` experts."""
-
-Wanted = Int[Array, "R P"]
-"""Expert of each of the `P = S - L` replica slots of each rank, -1 for an empty one."""
 
 
 @dataclass(frozen=True)
@@ -54,142 +42,3 @@ class Gather:
             return jnp.concatenate([home, fetch(home, wanted, num_home, topology.expert_axes)])
 
         return jax.tree.map(slots, experts)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def fetch(home: Weights, wanted: Wanted, num_home: int, axis_name: Axes) -> Weights:
-    """The replicas `[P, ...]` that this rank wants, out of the `[L, ...]` home weights of all ranks."""
-    by_ring = partial(ring_fetch, axis_name=axis_name)
-    by_ragged = partial(ragged_fetch, axis_name=axis_name)
-    return jax.lax.platform_dependent(home, wanted, cpu=by_ring, default=by_ragged)
-
-
-def _save(home: Weights, wanted: Wanted, num_home: int, axis_name: Axes) -> tuple[Weights, Wanted]:
-    return fetch(home, wanted, num_home, axis_name), wanted
-
-
-def _backward(num_home: int, axis_name: Axes, wanted: Wanted, upstream: Weights) -> tuple[Weights, None]:
-    by_ring = partial(ring_sum, num_home=num_home, axis_name=axis_name)
-    by_ragged = partial(ragged_sum, num_home=num_home, axis_name=axis_name)
-    return jax.lax.platform_dependent(upstream, wanted, cpu=by_ring, default=by_ragged), None
-
-
-fetch.defvjp(_save, _backward)
-
-
-# ---- a ring of ppermutes ------------------------------------------------------
-
-
-def ring_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
-    """`fetch`: the home blocks walk up the ring, past every rank.
-
-    Always all the way: a permute is one operation of all devices of the mesh, and
-    groups side by side, whose plans differ, must agree on how many there are.
-    """
-    num_ranks, num_home = wanted.shape[0], home.shape[0]
-    distance, local = _ring_distance(wanted, num_home), wanted % num_home
-    me = jax.lax.axis_index(axis_name)
-    up = [(r, (r + 1) % num_ranks) for r in range(num_ranks)]
-
-    def step(i: Array, carry: tuple[Weights, Weights]) -> tuple[Weights, Weights]:
-        block, slots = carry
-        block = jax.lax.ppermute(block, axis_name, up)
-        return block, jnp.where(_column(distance[me] == i, home), block[local[me]], slots)
-
-    # Zeros that vary over the same mesh axes as the weights.
-    slots = jnp.zeros_like(home, shape=(wanted.shape[1], *home.shape[1:]))
-    return jax.lax.fori_loop(1, num_ranks, step, (home, slots))[1]
-
-
-def ring_sum(upstream: Weights, wanted: Wanted, *, num_home: int, axis_name: Axes) -> Weights:
-    """The transpose: sums walk down the ring and arrive at home after every rank that holds a replica."""
-    num_ranks = wanted.shape[0]
-    distance, local = _ring_distance(wanted, num_home), wanted % num_home
-    me = jax.lax.axis_index(axis_name)
-    down = [(r, (r - 1) % num_ranks) for r in range(num_ranks)]
-
-    def step(i: Array, sums: Weights) -> Weights:
-        here = _column(distance[me] == num_ranks - 1 - i, upstream)
-        sums = sums.at[local[me]].add(jnp.where(here, upstream, 0).astype(sums.dtype))
-        return jax.lax.ppermute(sums, axis_name, down)
-
-    return jax.lax.fori_loop(0, num_ranks - 1, step, _zero_sums(upstream, num_home)).astype(upstream.dtype)
-
-
-def _ring_distance(wanted: Wanted, num_home: int) -> Wanted:
-    """Steps up the ring from an expert's home to the rank that wants it; 0 for an empty slot."""
-    num_ranks = wanted.shape[0]
-    ranks = iota(num_ranks)[:, None]
-    return jnp.where(wanted >= 0, (ranks - wanted // num_home) % num_ranks, 0)
-
-
-# ---- lax.ragged_all_to_all ------------------------------------------------------
-
-
-def ragged_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
-    """`fetch`: each replica moves once, as one slice of one expert."""
-    num_ranks, num_replicas = wanted.shape
-    me, num_home = jax.lax.axis_index(axis_name), home.shape[0]
-    owner = _owner(wanted, num_home)
-    slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
-    arriving = owner[me][None] == iota(num_ranks)[:, None]
-    slots = jnp.zeros_like(home, shape=(num_replicas, *home.shape[1:]))
-    return ragged_all_to_all(
-        home,
-        slots,
-        input_offsets=(wanted % num_home).reshape(-1),
-        send_sizes=_ones(owner == me),
-        output_offsets=slot.reshape(-1),
-        recv_sizes=_ones(arriving),
-        axis_name=axis_name,
-    )
-
-
-def ragged_sum(upstream: Weights, wanted: Wanted, *, num_home: int, axis_name: Axes) -> Weights:
-    """The transpose: every expert's first replica goes home and is added, then every second one, and so on."""
-    num_ranks, num_replicas = wanted.shape
-    me, owner = jax.lax.axis_index(axis_name), _owner(wanted, num_home)
-    turn = _turn(wanted, num_ranks * num_home)
-    to_owner = owner[me][None] == iota(num_ranks)[:, None]
-    slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
-
-    def step(i: Array, sums: Weights) -> Weights:
-        arrived = ragged_all_to_all(
-            upstream,
-            jnp.zeros_like(upstream, shape=(num_home, *upstream.shape[1:])),
-            input_offsets=slot.reshape(-1),
-            send_sizes=_ones(to_owner & (turn[me] == i)[None]),
-            output_offsets=jnp.broadcast_to(wanted[me] % num_home, wanted.shape).reshape(-1),
-            recv_sizes=_ones((owner == me) & (turn == i)),
-            axis_name=axis_name,
-        )
-        return sums + arrived.astype(sums.dtype)
-
-    return jax.lax.fori_loop(0, turn.max() + 1, step, _zero_sums(upstream, num_home)).astype(upstream.dtype)
-
-
-def _owner(wanted: Wanted, num_home: int) -> Wanted:
-    """Home rank of each wanted expert; no rank for an empty slot."""
-    return jnp.where(wanted >= 0, wanted // num_home, wanted.shape[0])
-
-
-def _turn(wanted: Wanted, num_experts: int) -> Wanted:
-    """How many lower ranks hold a replica of the same expert; -1 for an empty slot."""
-    num_ranks = wanted.shape[0]
-    ranks = jnp.broadcast_to(iota(num_ranks)[:, None], wanted.shape)
-    experts = jnp.where(wanted >= 0, wanted, num_experts)
-    holds = jnp.zeros((num_ranks, num_experts + 1), jnp.int32).at[ranks, experts].set(1)
-    before = holds.cumsum(0, dtype=jnp.int32) - holds
-    return jnp.where(wanted >= 0, before[ranks, experts], -1)
-
-
-def _ones(where: Bool[Array, "R P"]) -> Int[Array, "U"]:
-    return where.astype(jnp.int32).reshape(-1)
-
-
-def _column(mask: Bool[Array, "P"], like: Weights) -> Array:
-    return mask.reshape(-1, *[1] * (like.ndim - 1))
-
-
-def _zero_sums(upstream: Weights, num_home: int) -> Weights:
-    return jnp.zeros_like(upstream, dtype=wide_dtype(upstream), shape=(num_home, *upstream.shape[1:]))

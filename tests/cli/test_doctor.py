@@ -2,22 +2,30 @@
 
 import json
 import platform
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_moe_lb import Experts, Gather, Plan, Topology
+from jax_moe_lb import Experts, Gather, Plan, Topology, _ffi
 from jax_moe_lb.cli import main
-from jax_moe_lb.cli.doctor import implementations, version
+from jax_moe_lb.cli.build import build_states, newest_api_version
+from jax_moe_lb.cli.doctor import HOW_TO_BUILD, implementations, version
+from jax_moe_lb.ops import _native
 from jax_moe_lb.ops import grouped_ffn as grouped_ffn_module
+from jax_moe_lb.ops._peer import Route
+from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights
+from jax_moe_lb.ops.greedy import greedy
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn
+from jax_moe_lb.ops.lpt import lpt
+from jax_moe_lb.ops.quota import quota
 from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 RANKS = 8
-OPERATIONS = ("ragged_all_to_all", "grouped_ffn", "gather")
+OPERATIONS = ("lpt", "quota", "greedy", "ragged_all_to_all", "grouped_ffn", "gather", "copy_expert_weights")
 
 
 def floats(*shape):
@@ -45,17 +53,26 @@ def gather(experts, placement):
     return Gather()(experts, Plan(placement, jnp.zeros((2 * RANKS, RANKS), jnp.int32), domain=RANKS), topology)
 
 
+def copy(experts, wanted):
+    return copy_expert_weights(experts, wanted, route=Route(("expert",)))
+
+
 def experts(num_experts):
     return Experts(floats(num_experts, 4, 8), floats(num_experts, 8, 4))
 
 
 def operation(name):
     """A function that runs it, and arguments."""
-    if name == "grouped_ffn":
-        return grouped_ffn, (floats(32, 4), experts(2), integers(2))
-    if name == "gather":
-        return sharded(gather, 1), (experts(2 * RANKS), integers(RANKS, 4))
-    return sharded(exchange, 1), (floats(8 * RANKS, 4), integers(RANKS))
+    placement = integers(RANKS, 4)
+    return {
+        "lpt": (lambda weights: lpt(weights, 4, 8), (integers(32),)),
+        "quota": (lambda tokens, placement: quota(tokens, placement), (integers(2 * RANKS), placement)),
+        "greedy": (lambda *plan: greedy(*plan, domain=RANKS, min_tokens=1), (placement, integers(2 * RANKS, RANKS))),
+        "ragged_all_to_all": (sharded(exchange, 1), (floats(8 * RANKS, 4), integers(RANKS))),
+        "grouped_ffn": (lambda *args: grouped_ffn(*args), (floats(32, 4), experts(2), integers(2))),
+        "gather": (sharded(gather, 1), (experts(2 * RANKS), placement)),
+        "copy_expert_weights": (sharded(copy, 1), (experts(2 * RANKS), placement)),
+    }[name]
 
 
 def as_json(capsys):
@@ -67,42 +84,80 @@ def as_json(capsys):
 
 def test_json(capsys):
     found = as_json(capsys)
-    assert list(found) == ["versions", "backend", "devices", "ops"]
+    assert list(found) == ["versions", "build", "backend", "devices", "ops"]
     assert list(found["versions"]) == ["python", "jax_moe_lb", "jax", "jaxlib", "flax", "numpy"]
     assert found["versions"]["python"] == platform.python_version()
     assert found["versions"]["jax"] == version("jax")
     assert (found["backend"], len(found["devices"])) == ("cpu", 8)
     assert [op["op"] for op in found["ops"]] == list(OPERATIONS)
-    for op in found["ops"]:
-        assert list(op) == ["op", "implementation", "why", "faster"]
-        assert "jax[cuda13]" in op["faster"]
+    assert all(list(op) == ["op", "implementation", "why", "faster"] for op in found["ops"])
 
 
 def test_tables(capsys):
     assert main(["doctor"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    for word in (*OPERATIONS, "jaxlib", version("jaxlib"), "'jax[cuda13]'"):
+    for word in (*OPERATIONS, "jaxlib", version("jaxlib"), "'jax[cuda13]'", "jax_moe_lb._planning"):
         assert word in captured.out
 
 
+@pytest.mark.parametrize("built", [True, False], ids=["built", "not built"])
 @pytest.mark.parametrize("op", OPERATIONS)
 @pytest.mark.parametrize("backend", PLATFORMS)
-def test_implementation_is_the_one_compiled(monkeypatch, backend, op):
+def test_implementation_is_the_one_compiled(monkeypatch, backend, op, built):
     monkeypatch.setattr(grouped_ffn_module, "has_tokamax", lambda: False)
+    if not built:
+        remove_custom_calls(monkeypatch)
     function, arguments = operation(op)
     lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=(PLATFORMS[backend],)).as_text()
     (said,) = [found.implementation for found in implementations(backend) if found.op == op]
     for native in ("ragged_all_to_all", "ragged_dot"):
         assert (native in lowered) == (f"lax.{native}" == said)
+    assert said in {f"custom call {target}" for target in custom_calls(lowered)} or not custom_calls(lowered)
+    assert said.startswith("custom call") == bool(custom_calls(lowered))
+
+
+def remove_custom_calls(monkeypatch):
+    for absent in _native.MODULES:
+        monkeypatch.setitem(_native.MODULES, absent, f"jax_moe_lb._absent_{absent}")
+
+
+def custom_calls(lowered):
+    return set(re.findall(r"moe_lb_\w+", lowered))
+
+
+def test_without_custom_calls_it_says_how_to_get_them(monkeypatch):
+    remove_custom_calls(monkeypatch)
+    for state in (build_states()["jax_moe_lb._absent_cpu"], build_states()["jax_moe_lb._absent_cuda"]):
+        assert state.startswith("missing")
+        assert "pip install ." in state
+    assert {op.op: op.faster for op in implementations("cpu")}["ragged_all_to_all"] == HOW_TO_BUILD["cpu"]
+    assert {op.op: op.faster for op in implementations("gpu")}["greedy"] == HOW_TO_BUILD["cuda"]
+
+
+def test_a_build_against_newer_headers_is_named(monkeypatch):
+    assert "build it again" not in build_states()["jax_moe_lb._ffi"]
+    assert _ffi.registrations()["api_version"] <= newest_api_version()
+    monkeypatch.setattr("jax_moe_lb.cli.build.newest_api_version", lambda: (0, 1))
+    assert build_states()["jax_moe_lb._ffi"].endswith("this jaxlib takes at most 0.1: build it again")
+
+
+def test_a_module_that_cannot_be_loaded_is_named(monkeypatch, tmp_path):
+    (tmp_path / "broken_ffi.py").write_text("raise ImportError('no libstdc++')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(_native.MODULES, "cpu", "broken_ffi")
+    assert build_states()["broken_ffi"] == "cannot be loaded: no libstdc++"
 
 
 def test_tokamax(monkeypatch):
+    def on_gpu():
+        return next(found for found in implementations("gpu") if found.op == "grouped_ffn")
+
     asked = "jax_moe_lb.cli.doctor.has_tokamax"
     monkeypatch.setattr(asked, lambda: True)
-    assert implementations("gpu")[1].implementation == "tokamax.ragged_dot"
+    assert on_gpu().implementation == "tokamax.ragged_dot"
     monkeypatch.setattr(asked, lambda: False)
-    assert implementations("gpu")[1].faster == "pip install tokamax"
+    assert on_gpu().faster == "pip install tokamax"
 
 
 def test_version_and_help(capsys):

@@ -50,11 +50,11 @@ def relative_error(got, want):
 @pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "gelu"])
 @pytest.mark.parametrize(
     ("forward", "backward"),
-    [(op.blocked, op.blocked_gradients), (op.ragged, op.ragged_gradients)],
-    ids=["blocked", "ragged"],
+    [(op.exact, op.exact_gradients), (op.blocked, op.blocked_gradients), (op.ragged, op.ragged_gradients)],
+    ids=["exact", "blocked", "ragged"],
 )
 @pytest.mark.parametrize(("dtype", "relative"), [("float32", 1e-5), ("bfloat16", 3e-2)])
-def test_both_implementations_equal_one_expert_at_a_time(forward, backward, sizes, gated, dtype, relative):
+def test_all_implementations_equal_one_expert_at_a_time(forward, backward, sizes, gated, dtype, relative):
     rows, experts, upstream = case(dtype, gated)
     group_sizes = jnp.asarray(sizes, jnp.int32)
     want = reference(
@@ -68,6 +68,7 @@ def test_both_implementations_equal_one_expert_at_a_time(forward, backward, size
     for got, expected in zip(jax.tree.leaves((y, row_gradients, expert_gradients)), jax.tree.leaves(want), strict=True):
         assert relative_error(got, expected) <= relative
     for gradient in jax.tree.leaves(expert_gradients):
+        assert gradient.dtype == jnp.float32
         assert (gradient[group_sizes == 0] == 0).all()
 
 
@@ -91,6 +92,24 @@ def test_temporaries_grow_with_rows_not_with_rows_times_groups():
 
     assert temporaries_bytes(64) < temporaries_bytes(4) + 2048 * 64 * 4
     assert temporaries_bytes(64) < 6 * 2048 * 64 * 4
+
+
+def test_without_the_custom_call_a_cpu_walks_in_blocks(monkeypatch):
+    rows, experts, _ = case("float32")
+    group_sizes = jnp.asarray(SIZES["uneven"], jnp.int32)
+
+    def run():
+        lowered = jax.jit(lambda *args: op.grouped_ffn(*args)).lower(rows, experts, group_sizes)
+        return "moe_lb_grouped_matmul" in lowered.as_text(), lowered.compile()(rows, experts, group_sizes)
+
+    has_call, with_call = run()
+    monkeypatch.setattr(op, "is_built", lambda platform: False)
+    jax.clear_caches()
+    still_has_call, without_call = run()
+    jax.clear_caches()
+    assert has_call
+    assert not still_has_call
+    assert relative_error(without_call, with_call) < 1e-5
 
 
 def test_accelerators_use_ragged_dot():

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jax_moe_lb import Experts, Gather, Plan, Topology
-from jax_moe_lb.transport import gather
+from jax_moe_lb.ops import fetch as gather
 from tests.layer import make_mesh
 from tests.oracle import random_plan
 

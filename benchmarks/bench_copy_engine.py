@@ -1,0 +1,109 @@
+"""What copies of expert weights cost a GEMM that runs beside them: copy engines against kernels.
+
+    python -m benchmarks.bench_copy_engine            # needs a GPU; writes benchmarks/results/copy_engine_<date>.json
+    python -m benchmarks.bench_copy_engine --smoke    # tiny sizes on whatever there is; prints only
+
+The ranks are simulated: one device holds the arrays of all of them, so the numbers are those
+of the device's own memory, not of a link between devices. Not run on a GPU yet.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+
+from jax_moe_lb.ops._peer import Route
+from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join, start
+
+RANKS = 8
+RESULTS = Path(__file__).parent / "results"
+
+
+def seconds(function: Callable, *args: jax.Array, repeats: int) -> float:
+    """Median wall time of a call that has been compiled."""
+    jax.block_until_ready(function(*args))
+    times = []
+    for _ in range(repeats):
+        begin = perf_counter()
+        jax.block_until_ready(function(*args))
+        times.append(perf_counter() - begin)
+    return sorted(times)[repeats // 2]
+
+
+def measure(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict[str, float]:
+    """Times in seconds of the GEMM and of copies of `slots` experts into every rank, alone and side by side."""
+    route = Route(())
+    home = jax.random.normal(jax.random.key(0), (RANKS, width, inner), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (rows, width), jnp.bfloat16)
+    # Every rank gets the experts of the next ones.
+    wanted = (jnp.arange(RANKS, dtype=jnp.int32)[:, None] + 1 + jnp.arange(slots, dtype=jnp.int32)[None]) % RANKS
+
+    def gemm(x: jax.Array, home: jax.Array) -> jax.Array:
+        # Ten of them, so that the copies fit beside.
+        for _ in range(10):
+            x = (x @ home[0]) @ home[0].T / width
+        return x
+
+    @jax.jit
+    def beside_copy_engines(x: jax.Array, home: jax.Array) -> tuple[jax.Array, jax.Array]:
+        pending = start(home, wanted, route=route)
+        y = gemm(x, home)
+        return y, join(pending, after=y)
+
+    @jax.jit
+    def beside_kernels(x: jax.Array, home: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return gemm(x, home), home[wanted.reshape(-1)]
+
+    copied = 2 * RANKS * slots * width * inner
+    copies = seconds(jax.jit(lambda h: copy_expert_weights(h, wanted, route=route)), home, repeats=repeats)
+    ceiling = seconds(jax.jit(lambda h: jnp.tile(h, (slots, 1, 1))), home, repeats=repeats)
+    return {
+        "copied_bytes": copied,
+        "gemm_s": seconds(jax.jit(gemm), x, home, repeats=repeats),
+        "copies_s": copies,
+        "copies_bytes_per_s": copied / copies,
+        "kernel_copy_bytes_per_s": copied / ceiling,
+        "gemm_beside_copy_engines_s": seconds(beside_copy_engines, x, home, repeats=repeats),
+        "gemm_beside_kernels_s": seconds(beside_kernels, x, home, repeats=repeats),
+    }
+
+
+def machine() -> dict[str, str]:
+    """What the numbers belong to."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        gpu = "none"
+    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "python": platform.python_version()}
+    return {"gpu": gpu, "date": datetime.date.today().isoformat(), **versions}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on whatever there is; prints only")
+    smoke = parser.parse_args().smoke
+    if smoke:
+        print(json.dumps({**machine(), "smoke": measure(64, 32, 16, 1, repeats=2)}, indent=2))
+        return
+    if jax.default_backend() != "gpu":
+        sys.exit(f"bench_copy_engine needs a GPU; this is {jax.default_backend()}. Try --smoke.")
+    results = {f"slots_{slots}": measure(6144, 2048, 4096, slots, repeats=20) for slots in (1, 2, 4)}
+    report = {**machine(), "ranks_on_one_device": RANKS, **results}
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"copy_engine_{report['date']}.json"
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    print(path, json.dumps(report, indent=2), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

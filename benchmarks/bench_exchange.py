@@ -1,0 +1,167 @@
+"""The exchange of rows between 8 ranks of one process: 4096 rows of 1024 float32 on each.
+
+Run it with `python -m benchmarks.bench_exchange`.
+
+The floors are NumPy copies of the rows that travel, by as many threads as there are cores: into a new buffer, which
+is cleared first as `jnp.zeros` does (and takes its page faults), and into memory that is there, against an exchange
+whose output is donated.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from benchmarks.timing import interleaved_s, summary
+from jax_moe_lb import use_virtual_cpu_devices
+from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
+from jax_moe_lb.ops.ragged_by_steps import padded_all_to_all
+
+RANKS, ROWS, WIDTH = 8, 4096, 1024
+REPEATS = 5
+
+
+def uniform() -> np.ndarray:
+    """Rows from every rank to every rank."""
+    return np.full((RANKS, RANKS), ROWS // RANKS, np.int32)
+
+
+def zipf() -> np.ndarray:
+    """Rank `r` is served in proportion to `1 / (r + 1)`, by every rank."""
+    share = 1 / np.arange(1, RANKS + 1)
+    sizes = np.floor(ROWS * share / share.sum()).astype(np.int32)
+    sizes[0] += ROWS - sizes.sum()
+    return np.broadcast_to(sizes, (RANKS, RANKS)).copy()
+
+
+def starts(sizes: np.ndarray) -> np.ndarray:
+    """Where slices of the given sizes start, along the last axis."""
+    return np.cumsum(sizes, -1, dtype=np.int32) - sizes
+
+
+def mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((RANKS,), ("expert",), axis_types=(AxisType.Auto,))
+
+
+def sharded(one_rank, num_args: int = 5, **options):
+    """`one_rank` on every rank of a mesh, whose arrays stand one after the other: XLA copies none of them."""
+    spec = PartitionSpec("expert")
+    mapped = jax.shard_map(one_rank, mesh=mesh(), in_specs=(spec,) * num_args, out_specs=spec)
+    return jax.jit(mapped, **options)
+
+
+def place(array: np.ndarray) -> jax.Array:
+    """`[R, N, ...]`, entry `r` on rank `r`, as `[R * N, ...]`."""
+    flat = array.reshape(-1, *array.shape[2:])
+    return jax.device_put(flat, NamedSharding(mesh(), PartitionSpec("expert")))
+
+
+def by_form(form, capacity: int):
+    """A ragged exchange into a new buffer of `capacity` rows."""
+
+    def one_rank(operand, *where):
+        output = jnp.zeros_like(operand, shape=(capacity, WIDTH))
+        return form(operand, output, *where, axis_name=("expert",))
+
+    return sharded(one_rank)
+
+
+def by_padding(largest: int):
+    """What one writes without a ragged exchange: every pair padded to the largest."""
+
+    def one_rank(operand, first, *where):
+        rows = first[:, None] + jnp.arange(largest, dtype=jnp.int32)
+        return jax.lax.all_to_all(operand.at[rows].get(mode="clip"), "expert", 0, 0)
+
+    return sharded(one_rank)
+
+
+class Floor:
+    """Copies what every rank receives, a rank at a time per thread."""
+
+    def __init__(self, operand: np.ndarray, sizes: np.ndarray, capacity: int):
+        self.operand, self.sizes, self.capacity = operand, sizes, capacity
+        self.first, self.landings = starts(sizes), starts(sizes.T)
+        self.pool = ThreadPoolExecutor(os.cpu_count())
+        self.there = [self.new(rank) for rank in range(RANKS)]
+
+    def new(self, rank: int) -> np.ndarray:
+        """A cleared buffer."""
+        rows = np.empty((self.capacity, WIDTH), np.float32)
+        rows.fill(0)
+        return rows
+
+    def receive(self, rank: int, rows: np.ndarray) -> np.ndarray:
+        """Fills it."""
+        for source, size in enumerate(self.sizes[:, rank]):
+            landing, start = self.landings[rank, source], self.first[source, rank]
+            rows[landing : landing + size] = self.operand[source, start : start + size]
+        return rows
+
+    def into_new(self) -> list[np.ndarray]:
+        """Buffers that did not exist before."""
+        return list(self.pool.map(lambda rank: self.receive(rank, self.new(rank)), range(RANKS)))
+
+    def into_old(self) -> None:
+        """Buffers that are there."""
+        list(self.pool.map(lambda rank: self.receive(rank, self.there[rank]), range(RANKS)))
+
+
+class InPlace:
+    """The exchange into its own last result."""
+
+    def __init__(self, args: list[jax.Array], capacity: int):
+        def one_rank(output, operand, *where):
+            return ragged_all_to_all(operand, output, *where, axis_name=("expert",))
+
+        self.args, self.run = args, sharded(one_rank, 6, donate_argnums=0)
+        self.rows = place(np.zeros((RANKS, capacity, WIDTH), np.float32))
+
+    def __call__(self) -> jax.Array:
+        self.rows = self.run(self.rows, *self.args)
+        return self.rows
+
+
+def measure(name: str, sizes: np.ndarray) -> None:
+    """One row of the table."""
+    operand = np.random.default_rng(0).normal(size=(RANKS, ROWS, WIDTH)).astype(np.float32)
+    capacity, received = int(sizes.sum(0).max()), sizes.T.copy()
+    args = [place(a) for a in (operand, starts(sizes), sizes, starts(received).T.copy(), received)]
+    exact = by_form(ragged_all_to_all, capacity)
+    padded, steps = by_padding(int(sizes.max())), by_form(padded_all_to_all, capacity)
+    np.testing.assert_array_equal(exact(*args), steps(*args))
+    floor = Floor(operand, sizes, capacity)
+    times_s = interleaved_s(
+        {
+            "exact": lambda: exact(*args),
+            "padded": lambda: padded(*args),
+            "steps": lambda: steps(*args),
+            "floor": floor.into_new,
+            "in place": InPlace(args, capacity),
+            "copy": floor.into_old,
+        },
+        REPEATS,
+    )
+    cells = [summary(times, 1e3, 0) for times in times_s.values()]
+    cells.append(f"{operand.nbytes / 1e9 / np.median(times_s['copy']):.1f}")
+    cells.append(summary(times_s["padded"] / times_s["exact"], digits=1))
+    cells += [summary(times_s[a] / times_s[b]) for a, b in (("exact", "floor"), ("in place", "copy"))]
+    print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+def main() -> None:
+    """Prints the table."""
+    use_virtual_cpu_devices(RANKS)
+    columns = ["sizes", "exact ms", "padded all_to_all ms", "padded steps ms", "floor ms", "in place ms", "copy ms"]
+    columns += ["copy GB/s", "padded / exact", "exact / floor", "in place / copy"]
+    print(f"| {' | '.join(columns)} |")
+    print("|" + "---|" * len(columns))
+    for name, sizes in (("uniform", uniform()), ("Zipf(1)", zipf())):
+        measure(name, sizes)
+
+
+if __name__ == "__main__":
+    main()

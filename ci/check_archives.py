@@ -1,0 +1,36 @@
+"""Checks what an sdist and a wheel hold: check_archives.py FILES."""
+
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+NEEDED = {
+    ".whl": ("jax_moe_lb/__init__.py", "jax_moe_lb/__init__.pyi", "jax_moe_lb/_ffi.", "jax_moe_lb/_planning."),
+    ".gz": ("CMakeLists.txt", "LICENSE", "README.md", "ffi/ffi_module.cc", "jax_moe_lb/__init__.py", "pyproject.toml"),
+}
+REFUSED = {"BUILD", "WORKSPACE", "MODULE.bazel", "tests", "models", "benchmarks", "examples", "ci", "third_party"}
+
+
+def names(archive: Path) -> list[str]:
+    """Files of an archive, without the top directory of an sdist."""
+    if archive.suffix == ".whl":
+        return zipfile.ZipFile(archive).namelist()
+    return [name.partition("/")[2] for name in tarfile.open(archive).getnames()]
+
+
+def check(archive: Path) -> None:
+    """Stops the program where a file is missing or too many."""
+    held = names(archive)
+    missing = [needed for needed in NEEDED[archive.suffix] if not any(name.startswith(needed) for name in held)]
+    too_many = [name for name in held if REFUSED & set(name.split("/"))]
+    if missing or too_many:
+        sys.exit(f"{archive.name}: missing {missing}, too many {too_many}")
+    print(f"{archive.name}: {len(held)} files, {archive.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(f"expected an sdist and a wheel, not {sys.argv[1:]}")
+    for argument in sys.argv[1:]:
+        check(Path(argument))

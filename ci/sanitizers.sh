@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The C++ tests, and random calls of the custom calls, under sanitizers.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PATH=$PWD/.venv/bin:$PATH
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+for sanitizer in address,undefined thread; do
+  echo "C++ tests under $sanitizer"
+  build=$work/$sanitizer
+  cmake -S . -B "$build" -G Ninja -DCMAKE_CXX_FLAGS="-O1 -DNDEBUG" -DJAX_MOE_LB_CUDA=OFF \
+    -DJAX_MOE_LB_SANITIZER="$sanitizer" -DPython_EXECUTABLE="$PWD/.venv/bin/python" \
+    -Dnanobind_DIR="$(python -m nanobind --cmake_dir)" -Dpybind11_DIR="$(python -m pybind11 --cmakedir)" \
+    > "$build.log" || { cat "$build.log"; exit 1; }
+  cmake --build "$build" -j 2 --target cpp_tests
+  ctest --test-dir "$build" -j 2 --output-on-failure --no-tests=error --timeout 300
+done
+
+fuzz=tests/fuzz/fuzz_handlers.py
+if [ ! -e "$fuzz" ]; then
+  echo "no $fuzz: its run is left out"
+  exit
+fi
+echo "$fuzz under address,undefined"
+cmake --build "$work/address,undefined" -j 2 --target _ffi
+# jaxlib is not instrumented: the run-time libraries must be there before it. And its own leaks are not looked for.
+library() { "${CXX:-g++}" -print-file-name="$1"; }
+LD_PRELOAD="$(library libasan.so) $(library libubsan.so) $(library libstdc++.so.6)" \
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 JAX_PLATFORMS=cpu \
+  python ci/run_with_module.py jax_moe_lb._ffi "$work"/address,undefined/_ffi*.so "$fuzz"

@@ -1,0 +1,130 @@
+// The kernel, once per instruction set. Flags of the compiler would reach the inline functions of the standard library
+// as well, and the linker might keep those for everybody; a pragma and a namespace reach only the kernel.
+#include <cstdlib>
+#include <cstring>
+
+#include "ffi/gemm/kernel_api.h"
+#include "ffi/gemm/prefetch.h"
+
+#ifdef __clang__
+#pragma clang diagnostic ignored "-Wpsabi"
+#else
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed to inline functions only
+#endif
+
+namespace moe_lb {
+namespace {
+
+// Two bfloat16 that follow each other in depth. The instruction sums both products.
+using Pair = uint32_t;
+
+// Values of depth in an element of a packed operand.
+template <typename Elem>
+constexpr int64_t kValuesIn = std::is_same_v<Elem, Pair> ? 2 : 1;
+
+template <typename Elem>
+using Accumulator = std::conditional_t<std::is_same_v<Elem, Pair>, float, Elem>;
+
+}  // namespace
+}  // namespace moe_lb
+
+#define MOE_LB_KERNEL base
+#define MOE_LB_VECTOR_BYTES 16
+#define MOE_LB_TILE_ROWS 4
+#define MOE_LB_TILE_VECTORS 2
+#include "ffi/gemm/kernel.h"
+
+// Clang has another pragma for this, and no __builtin_shuffle: it compiles the first kernel alone.
+#if defined(__x86_64__) && !defined(__clang__)
+#define MOE_LB_X86_KERNELS
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define MOE_LB_KERNEL avx2
+#define MOE_LB_VECTOR_BYTES 32
+#define MOE_LB_TILE_ROWS 4
+#define MOE_LB_TILE_VECTORS 3
+#include "ffi/gemm/kernel.h"
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
+#define MOE_LB_KERNEL avx512
+#define MOE_LB_VECTOR_BYTES 64
+#define MOE_LB_TILE_ROWS 8
+#define MOE_LB_TILE_VECTORS 3
+#include "ffi/gemm/kernel.h"
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,prefer-vector-width=512")
+#define MOE_LB_KERNEL avx512bf16
+#define MOE_LB_VECTOR_BYTES 64
+#define MOE_LB_TILE_ROWS 8
+#define MOE_LB_TILE_VECTORS 3
+#define MOE_LB_PAIRS
+#include "ffi/gemm/kernel.h"
+#pragma GCC pop_options
+#endif
+
+namespace moe_lb {
+namespace {
+
+// Memory of this thread, kept for its next block; null if there is none.
+void* Scratch(size_t bytes) {
+  struct Memory {
+    ~Memory() { std::free(data); }
+    void* data = nullptr;
+    size_t size = 0;
+  };
+  thread_local Memory memory;
+  if (memory.size < bytes) {
+    constexpr size_t kPage = 4096;
+    std::free(memory.data);
+    memory.data = std::aligned_alloc(kPage, (bytes + kPage - 1) / kPage * kPage);
+    memory.size = memory.data == nullptr ? 0 : bytes;
+  }
+  return memory.data;
+}
+
+template <typename Kernel, typename T, typename Out>
+bool MultiplyWith(const Block<T, Out>& block) {
+  void* scratch = Scratch(Kernel::kScratchBytes);
+  if (scratch == nullptr) return false;
+  Kernel(block, scratch).Run();
+  return true;
+}
+
+}  // namespace
+
+Instructions BestInstructions() {
+#ifdef MOE_LB_X86_KERNELS
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512) return __builtin_cpu_supports("avx512bf16") ? Instructions::kAvx512Bf16 : Instructions::kAvx512;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Instructions::kAvx2;
+#endif
+  return Instructions::kBase;
+}
+
+template <typename T, typename Out>
+bool Multiply(Instructions instructions, const Block<T, Out>& block) {
+  using Sum = SumOf<T>;
+#ifdef MOE_LB_X86_KERNELS
+  if constexpr (std::is_same_v<T, Bf16>) {
+    if (instructions == Instructions::kAvx512Bf16) return MultiplyWith<avx512bf16::BlockKernel<T, Pair, Out>>(block);
+  }
+  if (instructions >= Instructions::kAvx512) return MultiplyWith<avx512::BlockKernel<T, Sum, Out>>(block);
+  if (instructions == Instructions::kAvx2) return MultiplyWith<avx2::BlockKernel<T, Sum, Out>>(block);
+#else
+  static_cast<void>(instructions);
+#endif
+  return MultiplyWith<base::BlockKernel<T, Sum, Out>>(block);
+}
+
+template bool Multiply(Instructions, const Block<float, float>&);
+template bool Multiply(Instructions, const Block<double, double>&);
+template bool Multiply(Instructions, const Block<Bf16, Bf16>&);
+template bool Multiply(Instructions, const Block<Bf16, float>&);
+
+}  // namespace moe_lb

@@ -1,0 +1,56 @@
+#include "ffi/gemm/parallel.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+namespace moe_lb {
+namespace {
+
+// Shared with the pool, whose threads may come when everything is over.
+class Tasks {
+ public:
+  Tasks(int64_t total, std::function<bool(int64_t)> task) : total_(total), task_(std::move(task)) {}
+
+  void Work() {
+    int64_t mine = 0;
+    for (int64_t i = next_.fetch_add(1); i < total_; i = next_.fetch_add(1), ++mine) {
+      if (!task_(i)) failed_ = true;
+    }
+    if (mine > 0 && done_.fetch_add(mine) + mine == total_) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      changed_.notify_all();
+    }
+  }
+
+  bool Wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return done_ == total_; });
+    return !failed_;
+  }
+
+ private:
+  const int64_t total_;
+  const std::function<bool(int64_t)> task_;
+  std::atomic<int64_t> next_{0};
+  std::atomic<int64_t> done_{0};
+  std::atomic<bool> failed_{false};
+  std::mutex mutex_;
+  std::condition_variable changed_;
+};
+
+}  // namespace
+
+bool ForEachTask(const Pool& pool, int64_t num_tasks, std::function<bool(int64_t)> task) {
+  if (num_tasks == 0) return true;
+  const auto tasks = std::make_shared<Tasks>(num_tasks, std::move(task));
+  const int64_t num_helpers = std::min(pool.num_threads, num_tasks) - 1;
+  for (int64_t i = 0; i < num_helpers; ++i) pool.schedule([tasks] { tasks->Work(); });
+  tasks->Work();
+  return tasks->Wait();
+}
+
+}  // namespace moe_lb

@@ -1,0 +1,210 @@
+#include "ffi/planning/greedy.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "ffi/planning/checks.h"
+#include "ffi/planning/holders.h"
+
+namespace moe_lb {
+namespace {
+
+Status CheckQuota(MatrixView<const int32_t> quota) {
+  int64_t sum = 0;
+  for (size_t expert = 0; expert < quota.rows(); ++expert) {
+    for (size_t rank = 0; rank < quota.columns(); ++rank) {
+      const int64_t tokens = quota[expert][rank];
+      if (tokens < 0) {
+        return Refuse("quota of expert ", expert, ", rank ", rank, " is ", tokens, "; expected at least 0");
+      }
+      sum += tokens;
+    }
+  }
+  if (sum > kMaxTokens) return Refuse("quota sums to ", sum, " tokens; expected at most ", kMaxTokens);
+  return Ok();
+}
+
+Status Check(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain, int64_t min_tokens,
+             MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
+  const size_t num_ranks = placement.rows();
+  const size_t num_experts = quota.rows();
+  if (Status bad = CheckPlacement(placement, num_experts)) return bad;
+  if (Status bad = CheckShape("quota", quota, num_experts, num_ranks)) return bad;
+  if (num_experts % num_ranks != 0 || num_experts == 0) {
+    return Refuse("quota has ", num_experts, " experts; expected a positive multiple of the ", num_ranks, " ranks");
+  }
+  if (domain < 1 || static_cast<int64_t>(num_ranks) % domain != 0) {
+    return Refuse("domain is ", domain, "; expected a divisor of the ", num_ranks, " ranks");
+  }
+  if (min_tokens < 1) return Refuse("min_tokens is ", min_tokens, "; expected at least 1");
+  if (Status bad = CheckShape("new_placement", new_placement, num_ranks, placement.columns())) return bad;
+  if (Status bad = CheckShape("new_quota", new_quota, num_experts, num_ranks)) return bad;
+  return CheckQuota(quota);
+}
+
+// Tokens that a slot could take; none by default.
+struct Offer {
+  size_t expert = 0;
+  size_t slot = 0;
+  int64_t tokens = 0;
+};
+
+class Moves {
+ public:
+  // Moves tokens in `placement` and `quota`, where they are.
+  Moves(MatrixView<int32_t> placement, MatrixView<int32_t> quota, size_t members, int64_t min_tokens)
+      : placement_(placement),
+        quota_(quota),
+        members_(members),
+        min_tokens_(min_tokens),
+        holders_({placement.flat().data(), placement.rows(), placement.columns()}, quota.rows()),
+        surplus_(placement.rows(), 0),
+        room_(placement.rows(), 0),
+        serves_(placement.rows()) {
+    std::vector<int64_t> load(num_ranks(), 0);
+    for (size_t expert = 0; expert < quota.rows(); ++expert) {
+      for (size_t rank = 0; rank < num_ranks(); ++rank) load[rank] += quota[expert][rank];
+    }
+    for (size_t first = 0; first < num_ranks(); first += members) SetSurplus(load, first);
+    FindServed();
+  }
+
+  // The domain that starts at rank `first`.
+  void Balance(size_t first) {
+    const auto begin = surplus_.begin() + static_cast<std::ptrdiff_t>(first);
+    const auto end = begin + static_cast<std::ptrdiff_t>(members_);
+    for (auto most = std::max_element(begin, end); *most > 0; most = std::max_element(begin, end)) {
+      GiveFrom(static_cast<size_t>(most - surplus_.begin()), first);
+    }
+  }
+
+ private:
+  size_t num_ranks() const { return placement_.rows(); }
+  size_t RankOf(size_t slot) const { return slot / placement_.columns(); }
+
+  void SetSurplus(const std::vector<int64_t>& load, size_t first) {
+    const auto members = static_cast<int64_t>(members_);
+    int64_t sum = 0;
+    for (size_t rank = first; rank < first + members_; ++rank) sum += load[rank];
+    const int64_t mean = (sum + members - 1) / members;
+    for (size_t rank = first; rank < first + members_; ++rank) {
+      surplus_[rank] = std::max<int64_t>(load[rank] - mean, 0);
+      room_[rank] = std::max<int64_t>(mean - load[rank], 0);
+    }
+  }
+
+  // A rank that has a surplus never receives, so that what it serves can only shrink.
+  void FindServed() {
+    std::vector<size_t> givers;
+    for (size_t rank = 0; rank < num_ranks(); ++rank) {
+      if (surplus_[rank] > 0) givers.push_back(rank);
+    }
+    for (size_t expert = 0; expert < quota_.rows(); ++expert) {
+      for (const size_t rank : givers) {
+        if (quota_[expert][rank] > 0) serves_[rank].push_back(expert);
+      }
+    }
+  }
+
+  void GiveFrom(size_t giver, size_t first) {
+    const Offer kept = BestReplica(giver, first);
+    const Offer made = BestNew(giver, first);
+    const int64_t surplus = surplus_[giver];
+    const bool make = made.tokens > kept.tokens && std::min(made.tokens, surplus) >= min_tokens_;
+    const Offer& taker = make ? made : kept;
+    const int64_t tokens = std::min(taker.tokens, surplus);
+    if (tokens == 0) {
+      surplus_[giver] = 0;
+      return;
+    }
+    if (make) {
+      placement_.flat()[made.slot] = static_cast<int32_t>(made.expert);
+      holders_.Add(made.expert, made.slot);
+    }
+    const View<int32_t> quota = quota_[taker.expert];
+    quota[giver] -= static_cast<int32_t>(tokens);
+    quota[RankOf(taker.slot)] += static_cast<int32_t>(tokens);
+    surplus_[giver] -= tokens;
+    room_[RankOf(taker.slot)] -= tokens;
+  }
+
+  // The existing slot that can take most.
+  Offer BestReplica(size_t giver, size_t first) const {
+    Offer best;
+    for (const size_t expert : serves_[giver]) {
+      const int64_t served = quota_[expert][giver];
+      if (served < best.tokens) continue;
+      for (size_t slot = holders_.First(expert); slot != Holders::kEnd; slot = holders_.Next(slot)) {
+        if (!IsInside(RankOf(slot), first)) continue;
+        const int64_t tokens = std::min(served, room_[RankOf(slot)]);
+        const bool better = tokens > best.tokens || (tokens == best.tokens && slot < best.slot);
+        if (better) best = {expert, slot, tokens};
+      }
+    }
+    return best;
+  }
+
+  // What an empty slot of the idlest rank could take.
+  Offer BestNew(size_t giver, size_t first) const {
+    Offer best;
+    const auto [slot, room] = IdlestEmptySlot(first);
+    if (room == 0) return best;
+    const size_t home_experts = quota_.rows() / num_ranks();
+    for (const size_t expert : serves_[giver]) {
+      const int64_t served = quota_[expert][giver];
+      const bool allowed = IsInside(expert / home_experts, first) && !Holds(RankOf(slot), expert);
+      if (allowed && served > best.tokens) best = {expert, slot, served};
+    }
+    best.tokens = std::min(best.tokens, room);
+    return best;
+  }
+
+  struct EmptySlot {
+    size_t slot;
+    int64_t room;  // 0: no rank has both room and an empty slot
+  };
+
+  EmptySlot IdlestEmptySlot(size_t first) const {
+    EmptySlot best = {0, 0};
+    for (size_t rank = first; rank < first + members_; ++rank) {
+      if (room_[rank] <= best.room) continue;
+      const View<int32_t> slots = placement_[rank];
+      const auto empty = std::find_if(slots.begin(), slots.end(), [](int32_t expert) { return expert < 0; });
+      if (empty != slots.end()) best = {static_cast<size_t>(empty - placement_.flat().begin()), room_[rank]};
+    }
+    return best;
+  }
+
+  bool IsInside(size_t rank, size_t first) const { return rank >= first && rank < first + members_; }
+
+  bool Holds(size_t rank, size_t expert) const {
+    for (size_t slot = holders_.First(expert); slot != Holders::kEnd; slot = holders_.Next(slot)) {
+      if (RankOf(slot) == rank) return true;
+    }
+    return false;
+  }
+
+  MatrixView<int32_t> placement_;
+  MatrixView<int32_t> quota_;
+  size_t members_;
+  int64_t min_tokens_;
+  Holders holders_;
+  std::vector<int64_t> surplus_;             // per rank; 0 once it can give no more
+  std::vector<int64_t> room_;                // per rank
+  std::vector<std::vector<size_t>> serves_;  // per rank with a surplus: experts that it serves, ascending
+};
+
+}  // namespace
+
+Status Greedy(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain, int64_t min_tokens,
+              MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
+  if (Status bad = Check(placement, quota, domain, min_tokens, new_placement, new_quota)) return bad;
+  std::copy(placement.flat().begin(), placement.flat().end(), new_placement.flat().begin());
+  std::copy(quota.flat().begin(), quota.flat().end(), new_quota.flat().begin());
+  const auto members = static_cast<size_t>(domain);
+  Moves moves(new_placement, new_quota, members, min_tokens);
+  for (size_t first = 0; first < placement.rows(); first += members) moves.Balance(first);
+  return Ok();
+}
+
+}  // namespace moe_lb

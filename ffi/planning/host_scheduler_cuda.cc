@@ -1,0 +1,188 @@
+#include "ffi/planning/host_scheduler_cuda.h"
+
+#include <chrono>
+#include <cstdio>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ffi/planning/slot_ring.h"
+
+namespace moe_lb {
+
+namespace xf = xla::ffi;
+
+xf::TypeId HostScheduler::id = {};
+
+namespace {
+
+// A scan over layers queues a call per layer. This many may be queued before the launching thread waits.
+constexpr size_t kNumSlots = 16;
+// Longer than any step: a device that finishes no call in this time is stuck.
+constexpr std::chrono::seconds kPatience(120);
+
+xf::Error Check(cudaError_t error, const char* name, const char* what) {
+  if (error == cudaSuccess) return xf::Error::Success();
+  return xf::Error::Internal(std::string(name) + ": " + what + ": " + cudaGetErrorName(error) + ": " +
+                             cudaGetErrorString(error));
+}
+
+// One call while it is queued. Lives in its slot until the slot's event says that the copies back are done.
+struct Job {
+  PlannerCall call;
+  Operands operands;  // pinned copies of call.operands
+  Results results;    // pinned copies of call.results
+  int32_t* status;    // pinned
+};
+
+// Runs on a thread of the driver: no CUDA call, no exception.
+void CUDART_CB RunJob(void* argument) noexcept {
+  const Job& job = *static_cast<const Job*>(argument);
+  const Status bad = Attempt(job.call, job.operands, job.results);
+  *job.status = bad ? 1 : 0;
+  if (bad) std::fprintf(stderr, "%s: %s\n", job.call.name, bad->c_str());
+}
+
+template <typename T>
+size_t NumWords(const std::vector<MatrixView<T>>& arrays) {
+  size_t words = 0;
+  for (const auto& array : arrays) words += array.rows() * array.columns();
+  return words;
+}
+
+size_t NumWords(const PlannerCall& call) { return NumWords(call.operands) + NumWords(call.results) + 1; }
+
+// The arrays, one after another in `memory`, which moves past them.
+template <typename T>
+std::vector<MatrixView<T>> Lay(const std::vector<MatrixView<T>>& arrays, int32_t*& memory) {
+  std::vector<MatrixView<T>> laid;
+  for (const auto& array : arrays) {
+    laid.emplace_back(memory, array.rows(), array.columns());
+    memory += array.rows() * array.columns();
+  }
+  return laid;
+}
+
+template <typename T>
+cudaError_t Copy(View<int32_t> to, View<T> from, cudaMemcpyKind kind, cudaStream_t stream) {
+  if (from.size() == 0) return cudaSuccess;
+  return cudaMemcpyAsync(to.data(), from.data(), from.size() * sizeof(int32_t), kind, stream);
+}
+
+}  // namespace
+
+// The slots of one call site on one device.
+class PlannerRing {
+ public:
+  explicit PlannerRing(size_t words) : words_(words), slots_(kNumSlots), jobs_(kNumSlots), done_(kNumSlots, nullptr) {}
+
+  ~PlannerRing() {
+    // Memory that the device may still write is kept for ever.
+    if (!slots_.Drain([this](size_t slot) { return IsFinished(slot); }, kPatience)) {
+      for (auto& job : jobs_) static_cast<void>(job.release());
+      return;
+    }
+    // A process that ends may have closed CUDA already, and nothing is left to be told.
+    for (cudaEvent_t event : done_) {
+      if (event != nullptr) static_cast<void>(cudaEventDestroy(event));
+    }
+    if (memory_ != nullptr) static_cast<void>(cudaFreeHost(memory_));
+  }
+
+  PlannerRing(const PlannerRing&) = delete;
+  PlannerRing& operator=(const PlannerRing&) = delete;
+
+  xf::Error Allocate(const char* name) {
+    void* memory = nullptr;
+    const cudaError_t allocated = cudaHostAlloc(&memory, kNumSlots * words_ * sizeof(int32_t), cudaHostAllocDefault);
+    if (xf::Error bad = Check(allocated, name, "cudaHostAlloc"); bad.failure()) return bad;
+    memory_ = static_cast<int32_t*>(memory);
+    for (cudaEvent_t& event : done_) {
+      const cudaError_t created = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+      if (xf::Error bad = Check(created, name, "cudaEventCreateWithFlags"); bad.failure()) return bad;
+    }
+    return xf::Error::Success();
+  }
+
+  xf::Error Enqueue(cudaStream_t stream, PlannerCall call, int32_t* status, int device) {
+    if (NumWords(call) != words_) return xf::Error::Internal(std::string(call.name) + ": sizes changed between calls");
+    const auto slot = slots_.Reserve([this](size_t slot) { return IsFinished(slot); }, kPatience);
+    if (!slot) {
+      return xf::Error(xf::ErrorCode::kDeadlineExceeded,
+                       std::string(call.name) + ": none of " + std::to_string(kNumSlots) + " calls queued on device " +
+                           std::to_string(device) + " finished within " + std::to_string(kPatience.count()) +
+                           " s; expected the device to make progress");
+    }
+    return Fill(*slot, stream, std::move(call), status);
+  }
+
+ private:
+  // Any answer but "not ready" means that the device will not touch the slot again.
+  bool IsFinished(size_t slot) const { return cudaEventQuery(done_[slot]) != cudaErrorNotReady; }
+
+  xf::Error Fill(size_t slot, cudaStream_t stream, PlannerCall call, int32_t* status) {
+    int32_t* memory = memory_ + slot * words_;
+    Operands operands = Lay(call.operands, memory);
+    Results results = Lay(call.results, memory);
+    jobs_[slot] = std::make_unique<Job>(Job{std::move(call), std::move(operands), std::move(results), memory});
+    const xf::Error queued = Queue(*jobs_[slot], stream, status);
+    // Also after an error: some of the work may be queued.
+    const xf::Error recorded = Check(cudaEventRecord(done_[slot], stream), jobs_[slot]->call.name, "cudaEventRecord");
+    if (recorded.failure()) {
+      slots_.Retire(slot);
+    } else {
+      slots_.Launch(slot);
+    }
+    return queued.failure() ? queued : recorded;
+  }
+
+  static xf::Error Queue(Job& job, cudaStream_t stream, int32_t* status) {
+    const char* name = job.call.name;
+    for (size_t i = 0; i < job.operands.size(); ++i) {
+      // The views of operands are read-only for planners; this is where the pinned copies are made.
+      const View<const int32_t> pinned = job.operands[i].flat();
+      const View<int32_t> to(const_cast<int32_t*>(pinned.data()), pinned.size());
+      const cudaError_t copied = Copy(to, job.call.operands[i].flat(), cudaMemcpyDeviceToHost, stream);
+      if (xf::Error bad = Check(copied, name, "copy of an operand to the host"); bad.failure()) return bad;
+    }
+    if (xf::Error bad = Check(cudaLaunchHostFunc(stream, RunJob, &job), name, "cudaLaunchHostFunc"); bad.failure()) {
+      return bad;
+    }
+    for (size_t i = 0; i < job.results.size(); ++i) {
+      const cudaError_t copied =
+          Copy(job.call.results[i].flat(), job.results[i].flat(), cudaMemcpyHostToDevice, stream);
+      if (xf::Error bad = Check(copied, name, "copy of a result to the device"); bad.failure()) return bad;
+    }
+    const cudaError_t copied =
+        Copy(View<int32_t>(status, 1), View<int32_t>(job.status, 1), cudaMemcpyHostToDevice, stream);
+    return Check(copied, name, "copy of the status word to the device");
+  }
+
+  const size_t words_;  // int32, of a slot
+  SlotRing slots_;
+  std::vector<std::unique_ptr<Job>> jobs_;
+  std::vector<cudaEvent_t> done_;  // recorded after a slot's last copy
+  int32_t* memory_ = nullptr;      // pinned
+};
+
+HostScheduler::HostScheduler() = default;
+HostScheduler::~HostScheduler() = default;
+
+xf::Error HostScheduler::Enqueue(cudaStream_t stream, PlannerCall call, int32_t* status) {
+  int device = 0;
+  if (xf::Error bad = Check(cudaGetDevice(&device), call.name, "cudaGetDevice"); bad.failure()) return bad;
+  PlannerRing* ring = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_ptr<PlannerRing>& of_device = rings_[device];
+    if (of_device == nullptr) {
+      auto fresh = std::make_unique<PlannerRing>(NumWords(call));
+      if (xf::Error bad = fresh->Allocate(call.name); bad.failure()) return bad;
+      of_device = std::move(fresh);
+    }
+    ring = of_device.get();
+  }
+  return ring->Enqueue(stream, std::move(call), status, device);
+}
+
+}  // namespace moe_lb

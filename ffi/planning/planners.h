@@ -1,0 +1,120 @@
+// The planners as XLA calls them, once for all platforms: what each binds, and what it computes on a host.
+//
+// A new planner adds a function that makes its PlannerCall, its binding, and one line in each of
+// handlers_cpu.cc and handlers_cuda.cc.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <vector>
+
+#include "ffi/common/status.h"
+#include "ffi/common/view.h"
+#include "ffi/planning/greedy.h"
+#include "ffi/planning/lpt.h"
+#include "ffi/planning/quota.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace moe_lb {
+
+using Vector = xla::ffi::BufferR1<xla::ffi::S32>;
+using Matrix = xla::ffi::BufferR2<xla::ffi::S32>;
+using VectorResult = xla::ffi::ResultBufferR1<xla::ffi::S32>;
+using MatrixResult = xla::ffi::ResultBufferR2<xla::ffi::S32>;
+
+// Every planner's last result: [1], 0, or 1 if it failed and the other results say nothing. On a CPU
+// a failure is an error and the word is always 0; on a GPU the word is all that a planner can report.
+using StatusResult = VectorResult;
+
+using Operands = std::vector<MatrixView<const int32_t>>;  // a vector is a matrix of one row
+using Results = std::vector<MatrixView<int32_t>>;
+
+// One call of a planner. The arrays are where the platform keeps them; `plan` takes host copies of
+// them, and keeps everything else that it needs by value, since it may run later.
+struct PlannerCall {
+  const char* name;
+  Operands operands;
+  Results results;
+  std::function<Status(const Operands&, const Results&)> plan;
+};
+
+// What went wrong, exceptions included: neither XLA nor CUDA lets one pass.
+inline Status Attempt(const PlannerCall& call, const Operands& operands, const Results& results) {
+  try {
+    return call.plan(operands, results);
+  } catch (const std::exception& error) {
+    return Refuse(call.name, " failed: ", error.what());
+  }
+}
+
+inline MatrixView<const int32_t> In(Vector& buffer) { return {buffer.typed_data(), 1, buffer.element_count()}; }
+
+inline MatrixView<const int32_t> In(Matrix& buffer) {
+  return {buffer.typed_data(), static_cast<size_t>(buffer.dimensions()[0]),
+          static_cast<size_t>(buffer.dimensions()[1])};
+}
+
+inline MatrixView<int32_t> Out(VectorResult& buffer) { return {buffer->typed_data(), 1, buffer->element_count()}; }
+
+inline MatrixView<int32_t> Out(MatrixResult& buffer) {
+  return {buffer->typed_data(), static_cast<size_t>(buffer->dimensions()[0]),
+          static_cast<size_t>(buffer->dimensions()[1])};
+}
+
+// ---- LPT -----------------------------------------------------------------------
+
+inline PlannerCall LptCall(Vector weights, int64_t num_bins, int64_t capacity, VectorResult bins) {
+  return {"moe_lb_plan_lpt", {In(weights)}, {Out(bins)}, [=](const Operands& in, const Results& out) {
+            return Lpt(in[0].flat(), num_bins, capacity, out[0].flat());
+          }};
+}
+
+inline auto LptBinding() {
+  return xla::ffi::Ffi::Bind()
+      .Arg<Vector>()  // weights [N]
+      .Attr<int64_t>("num_bins")
+      .Attr<int64_t>("capacity")
+      .Ret<Vector>()   // bins [N]
+      .Ret<Vector>();  // status [1]
+}
+
+// ---- Quota ---------------------------------------------------------------------
+
+inline PlannerCall QuotaCall(Vector tokens, Matrix placement, MatrixResult quota) {
+  return {"moe_lb_plan_quota", {In(tokens), In(placement)}, {Out(quota)}, [](const Operands& in, const Results& out) {
+            return Quota(in[0].flat(), in[1], out[0]);
+          }};
+}
+
+inline auto QuotaBinding() {
+  return xla::ffi::Ffi::Bind()
+      .Arg<Vector>()   // tokens [E]
+      .Arg<Matrix>()   // placement [R, S]
+      .Ret<Matrix>()   // quota [E, R]
+      .Ret<Vector>();  // status [1]
+}
+
+// ---- Greedy --------------------------------------------------------------------
+
+inline PlannerCall GreedyCall(Matrix placement, Matrix quota, int64_t domain, int64_t min_tokens,
+                              MatrixResult new_placement, MatrixResult new_quota) {
+  return {
+      "moe_lb_plan_greedy",
+      {In(placement), In(quota)},
+      {Out(new_placement), Out(new_quota)},
+      [=](const Operands& in, const Results& out) { return Greedy(in[0], in[1], domain, min_tokens, out[0], out[1]); }};
+}
+
+inline auto GreedyBinding() {
+  return xla::ffi::Ffi::Bind()
+      .Arg<Matrix>()  // placement [R, S]
+      .Arg<Matrix>()  // quota [E, R]
+      .Attr<int64_t>("domain")
+      .Attr<int64_t>("min_tokens")
+      .Ret<Matrix>()   // new placement [R, S]
+      .Ret<Matrix>()   // new quota [E, R]
+      .Ret<Vector>();  // status [1]
+}
+
+}  // namespace moe_lb

@@ -1,0 +1,653 @@
+#include "ffi/testing/fake_xla.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <sstream>
+#include <utility>
+
+// ---- what XLA keeps opaque -----------------------------------------------------
+
+struct XLA_FFI_Error {
+  XLA_FFI_Error_Code code;
+  std::string message;
+};
+
+// Owned by both sides: the second of "it is over" and "call me when it is over" deletes it.
+struct XLA_FFI_Future {
+  std::mutex mutex;
+  bool over = false;
+  XLA_FFI_Error* error = nullptr;
+  std::function<void(XLA_FFI_Error*)> then;
+};
+
+namespace moe_lb::testing {
+namespace {
+
+// The context of a call. Its name differs between versions of the headers.
+struct Context {
+  FakeXla* xla;
+  int64_t run_id;
+  int32_t device;
+  PoolMode pool;
+  XLA_FFI_TypeId state_type;
+  void* state;
+};
+
+using ContextPointer = decltype(XLA_FFI_State_Get_Args::ctx);
+
+Context& ContextOf(ContextPointer ctx) { return *reinterpret_cast<Context*>(ctx); }
+
+XLA_FFI_Error* Failure(XLA_FFI_Error_Code code, std::string message) {
+  return new XLA_FFI_Error{code, std::move(message)};
+}
+
+// ---- the table of functions ----------------------------------------------------
+
+XLA_FFI_Error* ErrorCreate(XLA_FFI_Error_Create_Args* args) { return Failure(args->errc, args->message); }
+
+template <typename Args>
+auto SetCode(Args* args, int) -> decltype(args->errc, void()) {
+  args->errc = args->error->code;
+}
+template <typename Args>
+void SetCode(Args*, long) {}
+
+// XLA_FFI_Error_GetMessage, and XLA_FFI_Error_GetDetails in newer headers.
+template <typename Args>
+void ErrorGet(Args* args) {
+  args->message = args->error->message.c_str();
+  SetCode(args, 0);
+}
+
+template <typename Api>
+auto SetErrorGet(Api& api, int) -> decltype(api.XLA_FFI_Error_GetDetails, void()) {
+  api.XLA_FFI_Error_GetDetails = &ErrorGet;
+}
+template <typename Api>
+auto SetErrorGet(Api& api, long) -> decltype(api.XLA_FFI_Error_GetMessage, void()) {
+  api.XLA_FFI_Error_GetMessage = &ErrorGet;
+}
+
+void ErrorDestroy(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
+
+XLA_FFI_Error* StreamGet(XLA_FFI_Stream_Get_Args*) {
+  return Failure(XLA_FFI_Error_Code_UNIMPLEMENTED, "a CPU has no stream");
+}
+
+XLA_FFI_Error* StateSet(XLA_FFI_State_Set_Args* args) {
+  Context& context = ContextOf(args->ctx);
+  if (context.state != nullptr) return Failure(XLA_FFI_Error_Code_FAILED_PRECONDITION, "state is set already");
+  context.state_type = *args->type_id;
+  context.state = args->state;
+  return nullptr;
+}
+
+XLA_FFI_Error* StateGet(XLA_FFI_State_Get_Args* args) {
+  const Context& context = ContextOf(args->ctx);
+  if (context.state == nullptr) return Failure(XLA_FFI_Error_Code_NOT_FOUND, "state is not set");
+  if (context.state_type.type_id != args->type_id->type_id) {
+    return Failure(XLA_FFI_Error_Code_INVALID_ARGUMENT, "state has another type");
+  }
+  args->state = context.state;
+  return nullptr;
+}
+
+XLA_FFI_Error* MemoryAllocate(XLA_FFI_DeviceMemory_Allocate_Args* args) {
+  args->data = std::malloc(args->size);
+  return nullptr;
+}
+
+XLA_FFI_Error* MemoryFree(XLA_FFI_DeviceMemory_Free_Args* args) {
+  std::free(args->data);
+  return nullptr;
+}
+
+XLA_FFI_Error* PoolSchedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
+  const Context& context = ContextOf(args->ctx);
+  switch (context.pool) {
+    case PoolMode::kThreads:
+      context.xla->Schedule([task = args->task, data = args->data] { task(data); });
+      return nullptr;
+    case PoolMode::kInline:
+      args->task(args->data);
+      return nullptr;
+    case PoolMode::kNone:
+      break;
+  }
+  return Failure(XLA_FFI_Error_Code_UNIMPLEMENTED, "no thread pool");
+}
+
+XLA_FFI_Error* PoolNumThreads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
+  const Context& context = ContextOf(args->ctx);
+  if (context.pool == PoolMode::kNone) return Failure(XLA_FFI_Error_Code_UNIMPLEMENTED, "no thread pool");
+  *args->num_threads = static_cast<int64_t>(context.xla->num_threads());
+  return nullptr;
+}
+
+XLA_FFI_Error* FutureCreate(XLA_FFI_Future_Create_Args* args) {
+  args->future = new XLA_FFI_Future;
+  return nullptr;
+}
+
+void Finish(XLA_FFI_Future* future, XLA_FFI_Error* error) {
+  std::function<void(XLA_FFI_Error*)> then;
+  {
+    const std::lock_guard<std::mutex> lock(future->mutex);
+    future->over = true;
+    future->error = error;
+    then = future->then;
+  }
+  if (!then) return;
+  delete future;
+  then(error);
+}
+
+void OnReady(XLA_FFI_Future* future, std::function<void(XLA_FFI_Error*)> then) {
+  {
+    const std::lock_guard<std::mutex> lock(future->mutex);
+    if (!future->over) {
+      future->then = std::move(then);
+      return;
+    }
+  }
+  XLA_FFI_Error* const error = future->error;
+  delete future;
+  then(error);
+}
+
+XLA_FFI_Error* FutureSetAvailable(XLA_FFI_Future_SetAvailable_Args* args) {
+  Finish(args->future, nullptr);
+  return nullptr;
+}
+
+XLA_FFI_Error* FutureSetError(XLA_FFI_Future_SetError_Args* args) {
+  Finish(args->future, args->error);
+  return nullptr;
+}
+
+XLA_FFI_Error* RunIdGet(XLA_FFI_RunId_Get_Args* args) {
+  args->run_id = ContextOf(args->ctx).run_id;
+  return nullptr;
+}
+
+XLA_FFI_Error* DeviceOrdinalGet(XLA_FFI_DeviceOrdinal_Get_Args* args) {
+  args->device_ordinal = ContextOf(args->ctx).device;
+  return nullptr;
+}
+
+XLA_FFI_Api MakeApi() {
+  XLA_FFI_Api api = {};
+  api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
+  api.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR};
+  api.XLA_FFI_Error_Create = ErrorCreate;
+  SetErrorGet(api, 0);
+  api.XLA_FFI_Error_Destroy = ErrorDestroy;
+  api.XLA_FFI_Stream_Get = StreamGet;
+  api.XLA_FFI_State_Set = StateSet;
+  api.XLA_FFI_State_Get = StateGet;
+  api.XLA_FFI_DeviceMemory_Allocate = MemoryAllocate;
+  api.XLA_FFI_DeviceMemory_Free = MemoryFree;
+  api.XLA_FFI_ThreadPool_Schedule = PoolSchedule;
+  api.XLA_FFI_ThreadPool_NumThreads = PoolNumThreads;
+  api.XLA_FFI_Future_Create = FutureCreate;
+  api.XLA_FFI_Future_SetAvailable = FutureSetAvailable;
+  api.XLA_FFI_Future_SetError = FutureSetError;
+  api.XLA_FFI_RunId_Get = RunIdGet;
+  api.XLA_FFI_DeviceOrdinal_Get = DeviceOrdinalGet;
+  return api;
+}
+
+// ---- frames --------------------------------------------------------------------
+
+// Where XLA puts buffers: aligned, and of exactly the size, so that a sanitizer sees every byte beyond.
+class Allocation {
+ public:
+  explicit Allocation(const std::vector<unsigned char>& bytes) : size_(bytes.size()) {
+    constexpr size_t kAlignment = 64;
+    if (size_ == 0) return;  // a null pointer: nothing may be done with it
+    if (posix_memalign(&data_, kAlignment, size_) != 0) std::abort();
+    std::memcpy(data_, bytes.data(), size_);
+  }
+  ~Allocation() { std::free(data_); }
+  Allocation(const Allocation&) = delete;
+  Allocation& operator=(const Allocation&) = delete;
+
+  void* data() const { return data_; }
+  bool holds(const std::vector<unsigned char>& bytes) const {
+    return size_ == 0 || std::memcmp(data_, bytes.data(), size_) == 0;
+  }
+
+ private:
+  size_t size_;
+  void* data_ = nullptr;
+};
+
+XLA_FFI_CallFrame EmptyFrame(const XLA_FFI_Api* api, XLA_FFI_ExecutionStage stage) {
+  XLA_FFI_CallFrame frame = {};
+  frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+  frame.api = api;
+  frame.stage = stage;
+  frame.args.struct_size = XLA_FFI_Args_STRUCT_SIZE;
+  frame.rets.struct_size = XLA_FFI_Rets_STRUCT_SIZE;
+  frame.attrs.struct_size = XLA_FFI_Attrs_STRUCT_SIZE;
+  return frame;
+}
+
+// Takes the error.
+Ending EndingOf(XLA_FFI_Error* error) {
+  Ending ending;
+  if (error == nullptr) return ending;
+  ending.ok = false;
+  ending.code = error->code;
+  ending.message = std::move(error->message);
+  delete error;
+  return ending;
+}
+
+const char* NameOf(XLA_FFI_DataType dtype) {
+  switch (dtype) {
+    case XLA_FFI_DataType_PRED:
+      return "pred";
+    case XLA_FFI_DataType_S8:
+      return "s8";
+    case XLA_FFI_DataType_U8:
+      return "u8";
+    case XLA_FFI_DataType_S16:
+      return "s16";
+    case XLA_FFI_DataType_S32:
+      return "s32";
+    case XLA_FFI_DataType_U32:
+      return "u32";
+    case XLA_FFI_DataType_S64:
+      return "s64";
+    case XLA_FFI_DataType_U64:
+      return "u64";
+    case XLA_FFI_DataType_F16:
+      return "f16";
+    case XLA_FFI_DataType_BF16:
+      return "bf16";
+    case XLA_FFI_DataType_F32:
+      return "f32";
+    case XLA_FFI_DataType_F64:
+      return "f64";
+    case XLA_FFI_DataType_C64:
+      return "c64";
+    case XLA_FFI_DataType_C128:
+      return "c128";
+    default:
+      return "other";
+  }
+}
+
+template <typename T>
+T At(const std::vector<unsigned char>& bytes, size_t i) {
+  T value;
+  std::memcpy(&value, bytes.data() + i * sizeof(T), sizeof(T));
+  return value;
+}
+
+void WriteValues(std::ostream& out, XLA_FFI_DataType dtype, const std::vector<unsigned char>& bytes) {
+  constexpr size_t kShown = 64;
+  const size_t width = ByteWidth(dtype);
+  const size_t count = width == 0 ? 0 : bytes.size() / width;
+  for (size_t i = 0; i < count && i < kShown; ++i) {
+    out << (i == 0 ? "" : " ");
+    if (dtype == XLA_FFI_DataType_S32) {
+      out << At<int32_t>(bytes, i);
+    } else if (dtype == XLA_FFI_DataType_S64) {
+      out << At<int64_t>(bytes, i);
+    } else if (dtype == XLA_FFI_DataType_F32) {
+      out << At<float>(bytes, i);
+    } else if (dtype == XLA_FFI_DataType_F64) {
+      out << At<double>(bytes, i);
+    } else {
+      out << "?";
+    }
+  }
+  if (count > kShown) out << " ...";
+}
+
+void WriteArray(std::ostream& out, const Array& array, bool values) {
+  out << NameOf(array.dtype) << "[";
+  for (size_t i = 0; i < array.dims.size(); ++i) out << (i == 0 ? "" : ",") << array.dims[i];
+  out << "]";
+  if (!values || (array.dtype != XLA_FFI_DataType_S32 && array.dtype != XLA_FFI_DataType_S64)) return;
+  out << "{";
+  WriteValues(out, array.dtype, array.bytes);
+  out << "}";
+}
+
+void WriteAttribute(std::ostream& out, const Attribute& attribute) {
+  switch (attribute.type) {
+    case XLA_FFI_AttrType_STRING:
+      out << '"' << std::string(attribute.bytes.begin(), attribute.bytes.end()) << '"';
+      return;
+    case XLA_FFI_AttrType_DICTIONARY:
+      out << "{";
+      for (size_t i = 0; i < attribute.keys.size(); ++i) {
+        out << attribute.keys[i] << "=";
+        WriteAttribute(out, attribute.values[i]);
+        out << ";";
+      }
+      out << "}";
+      return;
+    case XLA_FFI_AttrType_ARRAY:
+    case XLA_FFI_AttrType_SCALAR:
+      out << NameOf(attribute.dtype) << (attribute.type == XLA_FFI_AttrType_ARRAY ? "[" : "(");
+      WriteValues(out, attribute.dtype, attribute.bytes);
+      out << (attribute.type == XLA_FFI_AttrType_ARRAY ? "]" : ")");
+  }
+}
+
+}  // namespace
+
+size_t ByteWidth(XLA_FFI_DataType dtype) {
+  switch (dtype) {
+    case XLA_FFI_DataType_INVALID:
+    case XLA_FFI_DataType_TOKEN:
+      return 0;
+    case XLA_FFI_DataType_S16:
+    case XLA_FFI_DataType_U16:
+    case XLA_FFI_DataType_F16:
+    case XLA_FFI_DataType_BF16:
+      return 2;
+    case XLA_FFI_DataType_S32:
+    case XLA_FFI_DataType_U32:
+    case XLA_FFI_DataType_F32:
+      return 4;
+    case XLA_FFI_DataType_S64:
+    case XLA_FFI_DataType_U64:
+    case XLA_FFI_DataType_F64:
+    case XLA_FFI_DataType_C64:
+      return 8;
+    case XLA_FFI_DataType_C128:
+      return 16;
+    default:
+      return 1;
+  }
+}
+
+size_t Array::size() const {
+  size_t count = 1;
+  for (const int64_t dim : dims) count *= static_cast<size_t>(dim);
+  return count;
+}
+
+std::string Describe(const Attributes& attributes) {
+  std::ostringstream out;
+  for (const auto& [name, attribute] : attributes) {
+    out << name << "=";
+    WriteAttribute(out, attribute);
+    out << " ";
+  }
+  return out.str();
+}
+
+std::string Describe(const Operands& operands) {
+  std::ostringstream out;
+  for (const Array& array : operands.args) {
+    WriteArray(out, array, true);
+    out << " ";
+  }
+  out << "-> ";
+  for (const Array& array : operands.rets) {
+    WriteArray(out, array, false);
+    out << " ";
+  }
+  return out.str();
+}
+
+// ---- executions ----------------------------------------------------------------
+
+// Arguments, results and the frame of a call: alive until it is over.
+struct Execution::Buffers {
+  explicit Buffers(const Operands& given) : operands(given) {
+    std::vector<const Array*> contents;
+    for (const Array& array : operands.rets) contents.push_back(&array);
+    for (const auto& [arg, ret] : operands.aliases) contents[ret] = &operands.args[arg];
+    for (size_t i = 0; i < operands.rets.size(); ++i) {
+      rets.push_back(std::make_unique<Allocation>(contents[i]->bytes));
+      Add(operands.rets[i], *rets[i], ret_buffers);
+      ret_types.push_back(XLA_FFI_RetType_BUFFER);
+    }
+    for (size_t i = 0; i < operands.args.size(); ++i) {
+      const auto alias = operands.aliases.find(i);
+      args.push_back(alias == operands.aliases.end() ? std::make_unique<Allocation>(operands.args[i].bytes) : nullptr);
+      Add(operands.args[i], args[i] != nullptr ? *args[i] : *rets[alias->second], arg_buffers);
+      arg_types.push_back(XLA_FFI_ArgType_BUFFER);
+    }
+    for (XLA_FFI_Buffer& buffer : arg_buffers) arg_pointers.push_back(&buffer);
+    for (XLA_FFI_Buffer& buffer : ret_buffers) ret_pointers.push_back(&buffer);
+  }
+
+  void Add(const Array& array, const Allocation& allocation, std::deque<XLA_FFI_Buffer>& to) {
+    dims.push_back(array.dims);
+    to.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, array.dtype, allocation.data(),
+                  static_cast<int64_t>(array.dims.size()), dims.back().data()});
+  }
+
+  // Whether an argument was written.
+  bool ArgumentsHold() const {
+    for (size_t i = 0; i < args.size(); ++i) {
+      if (args[i] != nullptr && !args[i]->holds(operands.args[i].bytes)) return false;
+    }
+    return true;
+  }
+
+  std::vector<Array> Results() const {
+    std::vector<Array> results = operands.rets;
+    for (size_t i = 0; i < results.size(); ++i) {
+      if (!results[i].bytes.empty()) std::memcpy(results[i].bytes.data(), rets[i]->data(), results[i].bytes.size());
+    }
+    return results;
+  }
+
+  const Operands operands;
+  std::vector<std::unique_ptr<Allocation>> args;
+  std::vector<std::unique_ptr<Allocation>> rets;
+  std::deque<std::vector<int64_t>> dims;
+  std::deque<XLA_FFI_Buffer> arg_buffers;
+  std::deque<XLA_FFI_Buffer> ret_buffers;
+  std::vector<XLA_FFI_ArgType> arg_types;
+  std::vector<XLA_FFI_RetType> ret_types;
+  std::vector<void*> arg_pointers;
+  std::vector<void*> ret_pointers;
+  Context context = {};
+};
+
+void Execution::Complete(XLA_FFI_Error* error) {
+  Ending ending = EndingOf(error);
+  ending.wrote_argument = !buffers_->ArgumentsHold();
+  if (ending.ok) ending.rets = buffers_->Results();
+  buffers_.reset();
+  // Under the lock: whoever sees the ending may destroy this.
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ending_ = std::move(ending);
+  changed_.notify_all();
+}
+
+std::optional<Ending> Execution::Wait(std::chrono::milliseconds limit) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait_for(lock, limit, [this] { return ending_.has_value(); });
+  return ending_;
+}
+
+bool Execution::is_over() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return ending_.has_value();
+}
+
+// ---- call sites ----------------------------------------------------------------
+
+class CallSite::AttributesFrame {
+ public:
+  explicit AttributesFrame(const Attributes& attributes) {
+    for (const auto& [name, attribute] : attributes) Add(name, attribute);
+    Seal();
+  }
+  AttributesFrame(const std::vector<std::string>& keys, const std::vector<Attribute>& values) {
+    for (size_t i = 0; i < keys.size(); ++i) Add(keys[i], values[i]);
+    Seal();
+  }
+
+  const XLA_FFI_Attrs& frame() const { return frame_; }
+
+ private:
+  void Add(const std::string& name, const Attribute& attribute) {
+    // Not null-terminated, as XLA may do it.
+    names_.push_back(std::make_unique<Allocation>(std::vector<unsigned char>(name.begin(), name.end())));
+    name_spans_.push_back({static_cast<const char*>(names_.back()->data()), name.size()});
+    bytes_.push_back(std::make_unique<Allocation>(attribute.bytes));
+    void* const data = bytes_.back()->data();
+    types_.push_back(attribute.type);
+    switch (attribute.type) {
+      case XLA_FFI_AttrType_SCALAR:
+        scalars_.push_back({attribute.dtype, data});
+        attributes_.push_back(&scalars_.back());
+        break;
+      case XLA_FFI_AttrType_ARRAY:
+        arrays_.push_back({attribute.dtype, attribute.bytes.size() / ByteWidth(attribute.dtype), data});
+        attributes_.push_back(&arrays_.back());
+        break;
+      case XLA_FFI_AttrType_STRING:
+        strings_.push_back({static_cast<const char*>(data), attribute.bytes.size()});
+        attributes_.push_back(&strings_.back());
+        break;
+      case XLA_FFI_AttrType_DICTIONARY:
+        dictionaries_.push_back(std::make_unique<AttributesFrame>(attribute.keys, attribute.values));
+        attributes_.push_back(&dictionaries_.back()->frame_);
+        break;
+    }
+  }
+
+  void Seal() {
+    for (XLA_FFI_ByteSpan& span : name_spans_) name_pointers_.push_back(&span);
+    frame_ = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr,           static_cast<int64_t>(types_.size()), types_.data(),
+              name_pointers_.data(),     attributes_.data()};
+  }
+
+  std::deque<std::unique_ptr<Allocation>> names_;
+  std::deque<std::unique_ptr<Allocation>> bytes_;
+  std::deque<XLA_FFI_ByteSpan> name_spans_;
+  std::deque<XLA_FFI_ByteSpan> strings_;
+  std::deque<XLA_FFI_Scalar> scalars_;
+  std::deque<XLA_FFI_Array> arrays_;
+  std::deque<std::unique_ptr<AttributesFrame>> dictionaries_;
+  std::vector<XLA_FFI_AttrType> types_;
+  std::vector<XLA_FFI_ByteSpan*> name_pointers_;
+  std::vector<void*> attributes_;
+  XLA_FFI_Attrs frame_ = {};
+};
+
+CallSite::CallSite(FakeXla& xla, const HandlerRegistration& handler, const Attributes& attributes)
+    : xla_(xla), handler_(handler), attributes_(std::make_unique<AttributesFrame>(attributes)) {
+  if (handler.instantiate == nullptr) return;
+  Context context = {&xla_, 0, 0, PoolMode::kNone, {0}, nullptr};
+  XLA_FFI_CallFrame frame = EmptyFrame(&xla_.api(), XLA_FFI_ExecutionStage_INSTANTIATE);
+  frame.ctx = reinterpret_cast<ContextPointer>(&context);
+  frame.attrs = attributes_->frame();
+  instantiated_ = EndingOf(handler.instantiate(&frame));
+  state_type_ = context.state_type;
+  state_ = context.state;
+}
+
+CallSite::~CallSite() {
+  if (state_ != nullptr) xla_.type_info(state_type_)->deleter(state_);
+}
+
+std::shared_ptr<Execution> CallSite::Execute(const Operands& operands, int64_t run_id, int32_t device, PoolMode pool) {
+  auto execution = std::make_shared<Execution>();
+  execution->buffers_ = std::make_unique<Execution::Buffers>(operands);
+  Execution::Buffers& buffers = *execution->buffers_;
+  buffers.context = {&xla_, run_id, device, pool, state_type_, state_};
+  XLA_FFI_CallFrame frame = EmptyFrame(&xla_.api(), XLA_FFI_ExecutionStage_EXECUTE);
+  frame.ctx = reinterpret_cast<ContextPointer>(&buffers.context);
+  frame.args.size = static_cast<int64_t>(buffers.arg_types.size());
+  frame.args.types = buffers.arg_types.data();
+  frame.args.args = buffers.arg_pointers.data();
+  frame.rets.size = static_cast<int64_t>(buffers.ret_types.size());
+  frame.rets.types = buffers.ret_types.data();
+  frame.rets.rets = buffers.ret_pointers.data();
+  frame.attrs = attributes_->frame();
+  XLA_FFI_Error* const error = handler_.execute(&frame);
+  if (frame.future == nullptr) {
+    execution->Complete(error);
+  } else {
+    OnReady(frame.future, [execution](XLA_FFI_Error* late) { execution->Complete(late); });
+  }
+  return execution;
+}
+
+// ---- the runtime ---------------------------------------------------------------
+
+FakeXla::FakeXla(size_t num_threads) : api_(MakeApi()) {
+  for (size_t i = 0; i < num_threads; ++i) threads_.emplace_back([this] { RunTasks(); });
+}
+
+FakeXla::~FakeXla() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void FakeXla::Schedule(std::function<void()> task) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  tasks_.push_back(std::move(task));
+  changed_.notify_one();
+}
+
+void FakeXla::RunTasks() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
+    if (tasks_.empty()) return;
+    std::function<void()> task = std::move(tasks_.front());
+    tasks_.pop_front();
+    lock.unlock();
+    task();
+    task = nullptr;
+    lock.lock();
+  }
+}
+
+const XLA_FFI_TypeInfo* FakeXla::type_info(XLA_FFI_TypeId id) const {
+  return types_[static_cast<size_t>(id.type_id - 1)];
+}
+
+std::optional<std::string> FakeXla::Register(const Registrations& part) {
+  for (const TypeRegistration& type : part.types) {
+    types_.push_back(type.info);
+    type.id->type_id = static_cast<int64_t>(types_.size());
+  }
+  for (const HandlerRegistration& handler : part.handlers) {
+    for (const bool instantiate : {false, true}) {
+      XLA_FFI_Handler* const stage = instantiate ? handler.instantiate : handler.execute;
+      if (stage == nullptr) continue;
+      XLA_FFI_Metadata metadata = {};
+      metadata.struct_size = XLA_FFI_Metadata_STRUCT_SIZE;
+      XLA_FFI_Metadata_Extension extension = {};
+      extension.extension_base.struct_size = XLA_FFI_Metadata_Extension_STRUCT_SIZE;
+      extension.extension_base.type = XLA_FFI_Extension_Metadata;
+      extension.metadata = &metadata;
+      XLA_FFI_CallFrame frame =
+          EmptyFrame(&api_, instantiate ? XLA_FFI_ExecutionStage_INSTANTIATE : XLA_FFI_ExecutionStage_EXECUTE);
+      frame.extension_start = &extension.extension_base;
+      const Ending ending = EndingOf(stage(&frame));
+      if (!ending.ok) return std::string(handler.name) + ": " + ending.message;
+      if (metadata.api_version.major_version != XLA_FFI_API_MAJOR ||
+          metadata.api_version.minor_version != XLA_FFI_API_MINOR) {
+        return std::string(handler.name) + ": built against another version of the FFI";
+      }
+      const int64_t state = metadata.state_type_id.type_id;
+      if (instantiate && (state < 1 || state > static_cast<int64_t>(types_.size()))) {
+        return std::string(handler.name) + ": its state has no registered type";
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace moe_lb::testing

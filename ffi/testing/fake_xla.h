@@ -1,0 +1,147 @@
+// The other side of the FFI: enough of XLA's runtime to call handlers without XLA, one call at a time, with any frame.
+//
+// Stricter than XLA where that finds bugs: every buffer is an allocation of exactly its size, and dies when its own
+// call completes, whatever the calls of other devices still do.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ffi/common/registrations.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace moe_lb::testing {
+
+// Bytes of one element, as XLA stores it.
+size_t ByteWidth(XLA_FFI_DataType dtype);
+
+// An operand or a result; `bytes` as many as dtype and dims say.
+struct Array {
+  XLA_FFI_DataType dtype = XLA_FFI_DataType_S32;
+  std::vector<int64_t> dims;
+  std::vector<unsigned char> bytes;
+
+  size_t size() const;
+  void Resize() { bytes.resize(size() * ByteWidth(dtype)); }
+};
+
+struct Attribute {
+  XLA_FFI_AttrType type = XLA_FFI_AttrType_SCALAR;
+  XLA_FFI_DataType dtype = XLA_FFI_DataType_S64;  // of a scalar or array
+  std::vector<unsigned char> bytes;               // of a scalar, array or string
+  std::vector<std::string> keys;                  // of a dictionary, sorted
+  std::vector<Attribute> values;
+};
+
+using Attributes = std::map<std::string, Attribute>;
+
+// One device's part of a call.
+struct Operands {
+  std::vector<Array> args;
+  std::vector<Array> rets;
+  std::map<size_t, size_t> aliases;  // argument to the result that is written over it
+};
+
+std::string Describe(const Attributes& attributes);
+std::string Describe(const Operands& operands);
+
+// How a call ended.
+struct Ending {
+  bool ok = true;
+  XLA_FFI_Error_Code code = XLA_FFI_Error_Code_OK;
+  std::string message;
+  bool wrote_argument = false;  // one that is not aliased to a result
+  std::vector<Array> rets;      // where it went well
+};
+
+// What the runtime's thread pool does with a task.
+enum class PoolMode { kThreads, kInline, kNone };
+
+class FakeXla;
+
+// One execution of a call on one device.
+class Execution {
+ public:
+  // Nothing while the call is not over.
+  std::optional<Ending> Wait(std::chrono::milliseconds limit);
+  bool is_over();
+
+ private:
+  friend class CallSite;
+  struct Buffers;
+
+  void Complete(XLA_FFI_Error* error);
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::optional<Ending> ending_;
+  std::unique_ptr<Buffers> buffers_;
+};
+
+// One call in one executable. All its executions must be over when it is destroyed.
+class CallSite {
+ public:
+  CallSite(FakeXla& xla, const HandlerRegistration& handler, const Attributes& attributes);
+  ~CallSite();
+  CallSite(const CallSite&) = delete;
+  CallSite& operator=(const CallSite&) = delete;
+
+  // How the instantiate stage ended; where it failed nothing may be executed.
+  const Ending& instantiated() const { return instantiated_; }
+
+  // Calls the handler on this thread. It may be over, or not yet.
+  std::shared_ptr<Execution> Execute(const Operands& operands, int64_t run_id, int32_t device, PoolMode pool);
+
+ private:
+  class AttributesFrame;
+
+  FakeXla& xla_;
+  const HandlerRegistration handler_;
+  std::unique_ptr<AttributesFrame> attributes_;
+  XLA_FFI_TypeId state_type_{0};
+  void* state_ = nullptr;
+  Ending instantiated_;
+};
+
+// Types, the thread pool and the table of functions.
+class FakeXla {
+ public:
+  explicit FakeXla(size_t num_threads = 2);
+  ~FakeXla();
+  FakeXla(const FakeXla&) = delete;
+  FakeXla& operator=(const FakeXla&) = delete;
+
+  // Gives types their identity and asks handlers for their metadata, as XLA does; the message of what is wrong.
+  std::optional<std::string> Register(const Registrations& part);
+
+  const XLA_FFI_Api& api() const { return api_; }
+
+  // For the functions of the table.
+  const XLA_FFI_TypeInfo* type_info(XLA_FFI_TypeId id) const;
+  void Schedule(std::function<void()> task);
+  size_t num_threads() const { return threads_.size(); }
+
+ private:
+  void RunTasks();
+
+  XLA_FFI_Api api_;
+  std::vector<const XLA_FFI_TypeInfo*> types_;  // of type 1, 2, ...
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace moe_lb::testing

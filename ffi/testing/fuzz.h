@@ -1,0 +1,17 @@
+// Handlers with calls that are valid, broken or arbitrary: success or an error with a message, and nothing else. Build
+// it with sanitizers (JAX_MOE_LB_SANITIZER=address,undefined or thread): buffers have exactly their size.
+#pragma once
+
+#include "ffi/testing/fake_xla.h"
+
+namespace moe_lb::testing {
+
+// The main function of a test that fuzzes one part of the library.
+//   (no arguments)            100,000 cases, a tenth of it under ThreadSanitizer, then 10,000 calls of each handler
+//   CASES [SEED [CASE]]       CASE: only that one, printed
+//   repeat CALLS              memory, file descriptors and threads stay flat
+// What fails is printed with its seed and number. A handler whose other than valid calls never succeed, or are never
+// refused, fails the test, as does one without an entry in valid_calls.cc.
+int FuzzMain(const Registrations& part, int argc, char** argv);
+
+}  // namespace moe_lb::testing

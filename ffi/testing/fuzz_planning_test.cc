@@ -1,0 +1,4 @@
+#include "ffi/planning/handlers.h"
+#include "ffi/testing/fuzz.h"
+
+int main(int argc, char** argv) { return moe_lb::testing::FuzzMain(moe_lb::PlanningRegistrations(), argc, argv); }

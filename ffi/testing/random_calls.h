@@ -1,0 +1,79 @@
+// Calls of handlers at random: valid ones with something broken, and any.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ffi/testing/fake_xla.h"
+
+namespace moe_lb::testing {
+
+// SplitMix64: a case is reproduced by its number alone.
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed) {}
+
+  uint64_t Next();
+  int64_t Below(int64_t bound) { return static_cast<int64_t>(Next() % static_cast<uint64_t>(bound)); }
+  int64_t Between(int64_t low, int64_t high) { return low + Below(high - low + 1); }  // both included
+  bool Chance(int percent) { return Below(100) < percent; }
+  template <typename T>
+  const T& Of(const std::vector<T>& choices) {
+    return choices[static_cast<size_t>(Below(static_cast<int64_t>(choices.size())))];
+  }
+
+ private:
+  uint64_t state_;
+};
+
+struct Before;
+
+// A call of all devices of a program: one call site, executed once by each.
+struct Call {
+  Attributes attributes;
+  std::vector<Operands> devices;         // at least one
+  std::shared_ptr<const Before> before;  // what the same program has called before, if anything
+};
+
+// A valid call whose results are operands of the one that follows, on the same device. They replace what `Result` has
+// put there; an operand that has been changed stays as it is.
+struct Before {
+  std::string handler;
+  Call call;
+  std::map<size_t, size_t> wires;  // its result to the other's argument
+};
+
+std::string Describe(const Call& call);
+
+// ---- operands and attributes ---------------------------------------------------
+
+Array Ints(std::vector<int64_t> dims, const std::vector<int32_t>& values);
+Array IntsBetween(Random& random, std::vector<int64_t> dims, int64_t low, int64_t high);
+// Any bytes.
+Array Filled(Random& random, XLA_FFI_DataType dtype, std::vector<int64_t> dims);
+// A result, as XLA leaves it: full of what was there before.
+Array Result(XLA_FFI_DataType dtype, std::vector<int64_t> dims);
+
+Attribute Int(int64_t value);
+Attribute Float(float value);
+Attribute Double(double value);
+Attribute Bool(bool value);
+Attribute Text(const std::string& value);
+Attribute IntArray(const std::vector<int64_t>& values);
+
+// ---- mutations -----------------------------------------------------------------
+
+// Breaks one to three things, perhaps: types, shapes, values, the number of operands, attributes. Shapes and types are
+// the same on all devices, as XLA guarantees, but for one case in ten; values are each device's own.
+void Mutate(Random& random, Call& call);
+
+// Keeps the operands, their types and the attributes' names; all shapes, values and attributes are random.
+void Scramble(Random& random, Call& call);
+
+// A call of any handler: nothing is known about it.
+Call AnyCall(Random& random);
+
+}  // namespace moe_lb::testing

@@ -1,0 +1,54 @@
+#include "ffi/transport/copier.h"
+
+#include <map>
+#include <memory>
+#include <utility>
+
+namespace moe_lb {
+
+Copier::Copier() : thread_([this] { Run(); }) {}
+
+Copier::~Copier() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_one();
+  thread_.join();
+}
+
+void Copier::Enqueue(std::function<void()> job) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    jobs_.push_back(std::move(job));
+  }
+  changed_.notify_one();
+}
+
+void Copier::Run() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+    if (jobs_.empty()) return;
+    std::function<void()> job = std::move(jobs_.front());
+    jobs_.pop_front();
+    lock.unlock();
+    job();
+    job = nullptr;  // what it owns dies without the lock
+    lock.lock();
+  }
+}
+
+Copier& Copiers::Of(int64_t device) {
+  struct All {
+    std::mutex mutex;
+    std::map<int64_t, std::unique_ptr<Copier>> by_device;
+  };
+  static All* const all = new All;
+  const std::lock_guard<std::mutex> lock(all->mutex);
+  std::unique_ptr<Copier>& copier = all->by_device[device];
+  if (copier == nullptr) copier = std::make_unique<Copier>();
+  return *copier;
+}
+
+}  // namespace moe_lb

@@ -1,0 +1,42 @@
+// Threads that copy: what the copy engines are on a GPU.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+namespace moe_lb {
+
+// Runs jobs one after the other, in the order in which they were enqueued, on a thread of its own, which sleeps while
+// there are none.
+class Copier {
+ public:
+  Copier();
+  ~Copier();  // after the last job
+  Copier(const Copier&) = delete;
+  Copier& operator=(const Copier&) = delete;
+
+  // Returns at once. A job must not throw. It may wait for other copiers, never for this one.
+  void Enqueue(std::function<void()> job);
+
+ private:
+  void Run();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> jobs_;
+  bool stopping_ = false;
+  std::thread thread_;  // last: it uses all of the above
+};
+
+// One copier per device of the process, started when a device first needs it and never destroyed: XLA gives a handler
+// nothing that outlives its call site, and threads per call site would be hundreds of them.
+class Copiers {
+ public:
+  static Copier& Of(int64_t device);
+};
+
+}  // namespace moe_lb

@@ -1,0 +1,51 @@
+#include "ffi/transport/copier.h"
+
+#include <atomic>
+#include <vector>
+
+#include "ffi/common/testing.h"
+
+namespace {
+
+using moe_lb::Copier;
+using moe_lb::Copiers;
+
+void JobsRunInOrderAndBeforeTheEnd() {
+  std::vector<int> ran;
+  {
+    Copier copier;
+    for (int i = 0; i < 1000; ++i) copier.Enqueue([&ran, i] { ran.push_back(i); });
+  }
+  EXPECT_EQ(ran.size(), 1000U);
+  for (int i = 0; i < 1000; ++i) EXPECT_EQ(ran[static_cast<size_t>(i)], i);
+}
+
+void ADeviceKeepsItsCopier() {
+  Copier* const first = &Copiers::Of(3);
+  EXPECT(first == &Copiers::Of(3));
+  EXPECT(first != &Copiers::Of(4));
+}
+
+// 64 devices, each asked by several threads at once.
+void ManyThreads() {
+  constexpr int kThreads = 8, kDevices = 64, kJobs = 20;
+  std::atomic<int> num_ran{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&] {
+      for (int job = 0; job < kJobs; ++job) {
+        for (int device = 0; device < kDevices; ++device) Copiers::Of(device).Enqueue([&] { ++num_ran; });
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  while (num_ran < kThreads * kDevices * kJobs) std::this_thread::yield();
+}
+
+}  // namespace
+
+int main() {
+  JobsRunInOrderAndBeforeTheEnd();
+  ADeviceKeepsItsCopier();
+  ManyThreads();
+}

@@ -1,0 +1,10 @@
+#pragma once
+
+#include "ffi/common/registrations.h"
+
+namespace moe_lb {
+
+// The exact-size exchange of rows: CPU only, as XLA has its own for accelerators.
+Registrations ExchangeRegistrations();
+
+}  // namespace moe_lb

@@ -1,0 +1,71 @@
+// Which weights of experts are copied from where, piece by piece, and in which order. No XLA, no CUDA.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "ffi/common/status.h"
+#include "ffi/common/view.h"
+
+namespace moe_lb {
+
+// The kinds of weights that travel together (up, gate, down), and how they are cut.
+struct PeerWeights {
+  size_t num_home;                   // L, home experts of a rank
+  std::vector<size_t> expert_bytes;  // of one expert, one entry per kind
+  size_t chunk_bytes;                // what a relay forwards at once, at least 1
+};
+
+enum class PeerSource { kNothing, kHome, kSlot };
+
+// Some bytes of one kind of weights of one slot. `kNothing` fills them with 0.
+struct PeerPiece {
+  size_t kind;
+  size_t to_slot;
+  PeerSource source;
+  size_t from_rank;
+  size_t from_index;  // home expert or slot of that rank
+  size_t offset;      // bytes into the expert
+  size_t size;        // bytes, at least 1
+};
+
+// Pieces that one rank receives, in any order, once the tasks `after` are done.
+struct PeerTask {
+  size_t to_rank;
+  std::vector<PeerPiece> pieces;
+  std::vector<size_t> after;  // indices of earlier tasks, ascending
+};
+
+// The copies that fill all slots, in an order in which they could be done one by one.
+//   wanted: [R, P], expert of each slot, below R * L; -1: an empty slot, which becomes 0.
+//   relay: [R, P], the rank that a slot copies from: its first slot with the expert. -1, or the expert's home rank:
+//     from home. Ignored for an empty slot.
+// Without relays there is one task per rank, of whole experts. With them an expert travels in chunks: a rank forwards a
+// chunk as soon as it has it.
+// Refused: an expert or a rank out of range, a relay that does not hold the expert, relays that go round in circles.
+Status PlanPeerTasks(MatrixView<const int32_t> wanted, MatrixView<const int32_t> relay, const PeerWeights& weights,
+                     std::vector<PeerTask>* tasks);
+
+// Nothing, or the first entry of `wanted` that is no expert.
+Status CheckWanted(MatrixView<const int32_t> wanted, size_t num_home);
+
+struct PeerReplica {
+  size_t rank;
+  size_t slot;
+};
+
+// The replicas of each home expert of `rank`, in the order in which their gradients are added: by rank, then by slot.
+// `wanted` must have passed CheckWanted.
+std::vector<std::vector<PeerReplica>> ReplicasOf(MatrixView<const int32_t> wanted, size_t num_home, size_t rank);
+
+// Numbers that can be added up.
+enum class PeerNumber { kBf16, kF16, kF32, kF64 };
+
+size_t BytesOf(PeerNumber number);
+
+// out[i] = 0 + terms[0][i] + terms[1][i] + ..., one term after the other, in float32 (float64 for kF64), rounded once
+// at the end, to even. Every pointer is to `count` numbers.
+void SumInOrder(PeerNumber number, const std::vector<const void*>& terms, size_t count, void* out);
+
+}  // namespace moe_lb

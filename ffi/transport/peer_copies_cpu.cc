@@ -1,0 +1,214 @@
+// Peer copies of CPU devices: copiers do them while XLA's threads go on with
+// what does not need them.
+//
+// Nothing keeps a buffer alive when a program fails. So `copy_start` is
+// asynchronous: XLA holds its operands and results until its future completes,
+// which is when all copies of the group are done; only calls that need the
+// result wait. `copy_join` then has nothing left to wait for; it checks the
+// ticket.
+#include <cstring>
+#include <memory>
+#include <string_view>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "ffi/transport/outcome_error.h"
+#include "ffi/transport/peer_handlers.h"
+#include "ffi/transport/peer_operands.h"
+#include "ffi/transport/peer_runner.h"
+#include "ffi/transport/peer_tickets.h"
+
+namespace moe_lb {
+namespace {
+
+using Tickets = PeerTickets<std::monostate>;
+
+Tickets& OpenTickets() {
+  static Tickets* const tickets = new Tickets;
+  return *tickets;
+}
+
+// What a participant brings.
+struct Brought {
+  PeerShare share;
+  std::vector<PeerNumber> numbers;  // only for sums
+};
+
+using Meeting = Rendezvous<Brought>;
+
+// ---- what the ranks meet for
+// ----------------------------------------------------
+
+std::vector<PeerShare> SharesOf(View<Brought> brought) {
+  std::vector<PeerShare> shares;
+  for (const Brought& one : brought) shares.push_back(one.share);
+  return shares;
+}
+
+void Copy(View<Brought> brought, Meeting::Finish finish) {
+  const std::vector<PeerShare> shares = SharesOf(brought);
+  if (Status bad = CheckEqualTables(shares)) return finish(bad);
+  std::vector<PeerTask> tasks;
+  if (Status bad = PlanPeerTasks(shares[0].wanted, shares[0].relay, shares[0].weights, &tasks)) return finish(bad);
+  RunPeerTasks(std::move(tasks), PeerTable(shares), [finish] { finish(Ok()); });
+}
+
+void Sum(View<Brought> brought, Meeting::Finish finish) {
+  const std::vector<PeerShare> shares = SharesOf(brought);
+  if (Status bad = CheckEqualTables(shares)) return finish(bad);
+  if (Status bad = CheckWanted(shares[0].wanted, shares[0].weights.num_home)) return finish(bad);
+  RunPeerSums(shares[0].wanted, brought[0].numbers, PeerTable(shares), [finish] { finish(Ok()); });
+}
+
+// One per call site of an executable.
+struct Site {
+  static xf::TypeId id;
+  static xf::TypeInfo info;
+
+  Site(PeerAttributes given, Meeting::Act act)
+      : attributes(std::move(given)), meeting(attributes.Options(), std::move(act)) {}
+
+  const PeerAttributes attributes;
+  Meeting meeting;
+};
+xf::TypeId Site::id = {};
+xf::TypeInfo Site::info = xf::MakeTypeInfo<Site>();
+
+template <void (*act)(View<Brought>, Meeting::Finish)>
+xf::ErrorOr<std::unique_ptr<Site>> MakeSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
+                                            int64_t chunk_bytes, double timeout_s, std::string_view site) {
+  PeerAttributes attributes = {num_participants, num_lanes, num_home, chunk_bytes, timeout_s, std::string(site)};
+  if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
+  return std::make_unique<Site>(std::move(attributes), act);
+}
+
+// ---- handlers
+// --------------------------------------------------------------------
+
+xf::Future Failed(const Status& bad) {
+  xf::Promise promise;
+  xf::Future future(promise);
+  promise.SetError(ToError(bad));
+  return future;
+}
+
+// Arrives, bad arguments or not, so that nobody waits for this participant.
+xf::Future Arrive(Site* site, const Arrival& who, Brought brought, Status refusal) {
+  xf::Promise promise;
+  xf::Future future(promise);
+  site->meeting.Arrive(who, std::move(brought), std::move(refusal), [promise](const Outcome& outcome) {
+    // On a thread of its own: the rest of the program runs in here.
+    xf::Promise completed = promise;
+    if (!outcome.failure) return completed.SetAvailable();
+    completed.SetError(ToError(outcome));
+  });
+  return future;
+}
+
+Status ReadCopy(const xf::AnyBuffer& wanted, const xf::AnyBuffer& relay, const xf::RemainingArgs& home,
+                const xf::RemainingRets& slots, PeerShareBuilder* builder) {
+  if (Status bad = builder->Tables(wanted, relay)) return bad;
+  if (Status bad = CheckSame("results", slots.size(), home.size())) return bad;
+  for (size_t kind = 0; kind < home.size(); ++kind) {
+    if (Status bad = builder->Weights(*home.get<xf::AnyBuffer>(kind), **slots.get<xf::AnyBuffer>(kind))) return bad;
+  }
+  return Ok();
+}
+
+xf::Future StartHandler(xf::RunId run, int32_t device, Site* site, PeerIntegers place, xf::AnyBuffer wanted,
+                        xf::AnyBuffer relay, xf::RemainingArgs home, xf::ResultBuffer<xf::S32> ticket,
+                        xf::RemainingRets slots) {
+  if (Status bad = CheckSame("numbers in place", place.element_count(), 2)) return Failed(bad);
+  if (Status bad = CheckSame("numbers in ticket", ticket->element_count(), 2)) return Failed(bad);
+  PeerShareBuilder builder(site->attributes, device);
+  Status refusal = ReadCopy(wanted, relay, home, slots, &builder);
+  WriteTicket(OpenTickets().Open(run.run_id, {}), ticket->typed_data());
+  return Arrive(site, ArrivalOf(run, device, place.typed_data()), {builder.Take(), {}}, std::move(refusal));
+}
+
+xf::Error JoinHandler(xf::RunId run, PeerIntegers ticket, xf::RemainingArgs operands, xf::RemainingRets slots) {
+  if (Status bad = CheckSame("numbers in ticket", ticket.element_count(), 2)) return ToError(bad);
+  // The slots, then the operands of `copy_start`, which come only to live until here.
+  if (operands.size() < slots.size()) return ToError(CheckSame("slots", operands.size(), slots.size()));
+  std::monostate note;
+  if (Status bad = OpenTickets().Close(run.run_id, ReadTicket(ticket.typed_data()), &note)) return ToError(bad);
+  for (size_t kind = 0; kind < slots.size(); ++kind) {
+    const xf::AnyBuffer in = *operands.get<xf::AnyBuffer>(kind);
+    const xf::AnyBuffer out = **slots.get<xf::AnyBuffer>(kind);
+    if (Status bad = CheckSame("bytes", in.size_bytes(), out.size_bytes())) return ToError(bad);
+    if (in.untyped_data() == out.untyped_data() || in.size_bytes() == 0) continue;
+    std::memcpy(out.untyped_data(), in.untyped_data(), in.size_bytes());
+  }
+  return xf::Error::Success();
+}
+
+Status ReadSum(const xf::AnyBuffer& wanted, const xf::RemainingArgs& slots, const xf::RemainingRets& home,
+               PeerShareBuilder* builder, std::vector<PeerNumber>* numbers) {
+  if (Status bad = builder->Tables(wanted, wanted)) return bad;
+  if (Status bad = CheckSame("results", home.size(), slots.size())) return bad;
+  numbers->resize(slots.size());
+  for (size_t kind = 0; kind < slots.size(); ++kind) {
+    const xf::AnyBuffer of_slots = *slots.get<xf::AnyBuffer>(kind);
+    if (Status bad = NumberOf(of_slots.element_type(), &(*numbers)[kind])) return bad;
+    if (Status bad = builder->Weights(**home.get<xf::AnyBuffer>(kind), of_slots)) return bad;
+  }
+  return Ok();
+}
+
+xf::Future SumHandler(xf::RunId run, int32_t device, Site* site, PeerIntegers place, xf::AnyBuffer wanted,
+                      xf::RemainingArgs slots, xf::RemainingRets home) {
+  if (Status bad = CheckSame("numbers in place", place.element_count(), 2)) return Failed(bad);
+  PeerShareBuilder builder(site->attributes, device);
+  std::vector<PeerNumber> numbers;
+  Status refusal = ReadSum(wanted, slots, home, &builder, &numbers);
+  return Arrive(site, ArrivalOf(run, device, place.typed_data()), {builder.Take(), std::move(numbers)},
+                std::move(refusal));
+}
+
+// ---- bindings
+// --------------------------------------------------------------------
+
+XLA_FFI_DEFINE_HANDLER(kMakeCopySite, MakeSite<Copy>, BindPeerSite());
+XLA_FFI_DEFINE_HANDLER(kMakeSumSite, MakeSite<Sum>, BindPeerSite());
+
+XLA_FFI_DEFINE_HANDLER(kStart, StartHandler,
+                       xf::Ffi::Bind()
+                           .Ctx<xf::RunId>()
+                           .Ctx<xf::DeviceOrdinal>()
+                           .Ctx<xf::State<Site>>()
+                           .Arg<PeerIntegers>()   // place [2]
+                           .Arg<xf::AnyBuffer>()  // wanted [R, P]
+                           .Arg<xf::AnyBuffer>()  // relay [R, P]
+                           .RemainingArgs()       // home [L, ...] of each kind
+                           .Ret<PeerIntegers>()   // ticket [2]
+                           .RemainingRets());     // slots [P, ...] of each kind
+
+XLA_FFI_DEFINE_HANDLER(
+    kJoin, JoinHandler,
+    xf::Ffi::Bind()
+        .Ctx<xf::RunId>()
+        .Arg<PeerIntegers>()  // ticket [2]
+        .RemainingArgs()      // slots of each kind, then the operands of copy_start, and what comes before
+        .RemainingRets());    // slots
+
+XLA_FFI_DEFINE_HANDLER(kSum, SumHandler,
+                       xf::Ffi::Bind()
+                           .Ctx<xf::RunId>()
+                           .Ctx<xf::DeviceOrdinal>()
+                           .Ctx<xf::State<Site>>()
+                           .Arg<PeerIntegers>()   // place [2]
+                           .Arg<xf::AnyBuffer>()  // wanted [R, P]
+                           .RemainingArgs()       // gradients of slots [P, ...] of each kind
+                           .RemainingRets());     // their sums [L, ...] of each kind
+
+}  // namespace
+
+Registrations PeerRegistrations() {
+  return {{{"moe_lb_peer_site", &Site::id, &Site::info}},
+          {{"moe_lb_copy_start", kStart, kMakeCopySite},
+           {"moe_lb_copy_join", kJoin},
+           {"moe_lb_copy_sum", kSum, kMakeSumSite}}};
+}
+
+}  // namespace moe_lb

@@ -1,0 +1,161 @@
+// What the handlers of peer copies have in common on all platforms: their attributes, and operands as shares.
+#pragma once
+
+#include <limits>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "ffi/common/handler.h"
+#include "ffi/transport/peer_table.h"
+#include "ffi/transport/rendezvous.h"
+
+namespace moe_lb {
+
+namespace xf = xla::ffi;
+
+using PeerIntegers = xf::Buffer<xf::S32>;
+
+inline Status AsMatrix(const char* name, const xf::AnyBuffer& buffer, MatrixView<const int32_t>* matrix) {
+  const auto dims = buffer.dimensions();
+  if (buffer.element_type() != xf::S32 || dims.size() != 2) {
+    return Refuse(name, " has ", dims.size(), " dimensions; expected an int32 matrix");
+  }
+  *matrix = {static_cast<const int32_t*>(buffer.untyped_data()), static_cast<size_t>(dims[0]),
+             static_cast<size_t>(dims[1])};
+  return Ok();
+}
+
+// Attributes of a call site.
+struct PeerAttributes {
+  int64_t num_participants;  // devices of a group; each stands for R / num_participants ranks
+  int64_t num_lanes;         // devices that bring the same
+  int64_t num_home;          // L
+  int64_t chunk_bytes;
+  double timeout_s;
+  std::string site;
+
+  RendezvousOptions Options() const {
+    return {site, num_participants, num_lanes, std::chrono::duration<double>(timeout_s)};
+  }
+};
+
+inline auto BindPeerSite() {
+  return xf::Ffi::BindInstantiate()
+      .Attr<int64_t>("num_participants")
+      .Attr<int64_t>("num_lanes")
+      .Attr<int64_t>("num_home")
+      .Attr<int64_t>("chunk_bytes")
+      .Attr<double>("timeout_s")
+      .Attr<std::string_view>("site");
+}
+
+inline Status CheckAttributes(const PeerAttributes& attributes) {
+  if (attributes.num_home < 1) return Refuse("num_home is ", attributes.num_home, "; expected at least 1");
+  // Experts are int32, and sizes that are multiples of num_home must not overflow.
+  if (attributes.num_home > std::numeric_limits<int32_t>::max()) {
+    return Refuse("num_home is ", attributes.num_home, "; expected at most ", std::numeric_limits<int32_t>::max());
+  }
+  if (attributes.chunk_bytes < 1) return Refuse("chunk_bytes is ", attributes.chunk_bytes, "; expected at least 1");
+  return CheckOptions(attributes.Options());
+}
+
+// place: [2], the participant and its group.
+inline Arrival ArrivalOf(xf::RunId run, int64_t device, const int32_t* place) {
+  return {run.run_id, device, place[1], place[0]};
+}
+
+// Fills a share with arrays that hold the home experts and the slots of its ranks, one pair per kind of weights.
+class PeerShareBuilder {
+ public:
+  PeerShareBuilder(const PeerAttributes& attributes, int64_t device) : attributes_(attributes) {
+    share_.device = device;
+    share_.weights.num_home = static_cast<size_t>(attributes.num_home);
+    share_.weights.chunk_bytes = static_cast<size_t>(attributes.chunk_bytes);
+  }
+
+  Status Tables(const xf::AnyBuffer& wanted_buffer, const xf::AnyBuffer& relay_buffer) {
+    MatrixView<const int32_t> wanted{nullptr, 0, 0}, relay{nullptr, 0, 0};
+    if (Status bad = AsMatrix("wanted", wanted_buffer, &wanted)) return bad;
+    if (Status bad = AsMatrix("relay", relay_buffer, &relay)) return bad;
+    const auto participants = static_cast<size_t>(attributes_.num_participants);
+    if (wanted.rows() == 0 || wanted.rows() % participants != 0) {
+      return Refuse("wanted has ", wanted.rows(), " ranks; expected a positive multiple of the ", participants,
+                    " participants");
+    }
+    if (relay.rows() != wanted.rows() || relay.columns() != wanted.columns()) {
+      return Refuse("relay has shape [", relay.rows(), ", ", relay.columns(), "]; expected that of wanted, [",
+                    wanted.rows(), ", ", wanted.columns(), "]");
+    }
+    share_.wanted = wanted;
+    share_.relay = relay;
+    return Ok();
+  }
+
+  // home: [ranks here * L, ...]; slots: [ranks here * P, ...].
+  Status Weights(const xf::AnyBuffer& home, const xf::AnyBuffer& slots) {
+    const size_t kind = share_.home.size();
+    const size_t ranks_here = share_.wanted.rows() / static_cast<size_t>(attributes_.num_participants);
+    if (Status bad = CheckRows("home", kind, home, ranks_here * share_.weights.num_home)) return bad;
+    if (Status bad = CheckRows("slots", kind, slots, ranks_here * share_.wanted.columns())) return bad;
+    const auto of_home = home.dimensions();
+    const auto of_slots = slots.dimensions();
+    bool equal = of_home.size() == of_slots.size() && home.element_type() == slots.element_type();
+    for (size_t i = 1; equal && i < of_home.size(); ++i) equal = of_home[i] == of_slots[i];
+    if (!equal) return Refuse("home and slots of kind ", kind, " hold experts of different shapes or dtypes");
+    share_.weights.expert_bytes.push_back(home.size_bytes() / static_cast<size_t>(of_home[0]));
+    share_.home.push_back(static_cast<std::byte*>(home.untyped_data()));
+    share_.slots.push_back(static_cast<std::byte*>(slots.untyped_data()));
+    return Ok();
+  }
+
+  PeerShare Take() { return std::move(share_); }
+
+ private:
+  static Status CheckRows(const char* name, size_t kind, const xf::AnyBuffer& buffer, size_t rows) {
+    const auto dims = buffer.dimensions();
+    if (dims.size() >= 1 && static_cast<size_t>(dims[0]) == rows) return Ok();
+    return Refuse(name, " of kind ", kind, " has ", dims.size() < 1 ? -1 : dims[0], " experts; expected ", rows);
+  }
+
+  const PeerAttributes& attributes_;
+  PeerShare share_;
+};
+
+inline Status CheckSame(const char* what, size_t got, size_t expected) {
+  return got == expected ? Ok() : Refuse("got ", got, " ", what, "; expected ", expected);
+}
+
+inline Status NumberOf(xf::DataType dtype, PeerNumber* number) {
+  switch (dtype) {
+    case xf::BF16:
+      *number = PeerNumber::kBf16;
+      return Ok();
+    case xf::F16:
+      *number = PeerNumber::kF16;
+      return Ok();
+    case xf::F32:
+      *number = PeerNumber::kF32;
+      return Ok();
+    case xf::F64:
+      *number = PeerNumber::kF64;
+      return Ok();
+    default:
+      return Refuse("dtype of gradients is ", static_cast<int>(dtype), "; expected BF16, F16, F32 or F64");
+  }
+}
+
+// A ticket as two int32, the low half first: JAX without x64 has no int64.
+inline void WriteTicket(int64_t ticket, int32_t* out) {
+  out[0] = static_cast<int32_t>(ticket & 0xffffffff);
+  out[1] = static_cast<int32_t>(ticket >> 32);
+}
+
+inline int64_t ReadTicket(const int32_t* in) {
+  // Unsigned: a negative number may not be shifted.
+  const uint64_t high = static_cast<uint32_t>(in[1]);
+  return static_cast<int64_t>(high << 32 | static_cast<uint32_t>(in[0]));
+}
+
+}  // namespace moe_lb

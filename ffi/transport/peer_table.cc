@@ -1,0 +1,48 @@
+#include "ffi/transport/peer_table.h"
+
+#include <utility>
+
+namespace moe_lb {
+namespace {
+
+Status CheckEqual(const char* name, size_t participant, MatrixView<const int32_t> here,
+                  MatrixView<const int32_t> first) {
+  for (size_t rank = 0; rank < first.rows(); ++rank) {
+    for (size_t slot = 0; slot < first.columns(); ++slot) {
+      if (here[rank][slot] == first[rank][slot]) continue;
+      return Refuse(name, " of rank ", rank, ", slot ", slot, " is ", here[rank][slot], " on rank ", participant,
+                    " and ", first[rank][slot], " on rank 0; expected the same table on all ranks");
+    }
+  }
+  return Ok();
+}
+
+}  // namespace
+
+PeerTable::PeerTable(std::vector<PeerShare> shares)
+    : shares_(std::move(shares)),
+      num_slots_(shares_[0].wanted.columns()),
+      num_ranks_(shares_[0].wanted.rows()),
+      ranks_here_(num_ranks_ / shares_.size()) {}
+
+std::byte* PeerTable::From(const PeerPiece& piece) const {
+  switch (piece.source) {
+    case PeerSource::kNothing:
+      return nullptr;
+    case PeerSource::kHome:
+      return Home(piece.from_rank, piece.kind, piece.from_index) + piece.offset;
+    case PeerSource::kSlot:
+      return Slot(piece.from_rank, piece.kind, piece.from_index) + piece.offset;
+  }
+  return nullptr;
+}
+
+Status CheckEqualTables(const std::vector<PeerShare>& shares) {
+  for (size_t i = 1; i < shares.size(); ++i) {
+    if (Status bad = CheckEqual("wanted", i, shares[i].wanted, shares[0].wanted)) return bad;
+    if (Status bad = CheckEqual("relay", i, shares[i].relay, shares[0].relay)) return bad;
+  }
+  return Ok();
+}
+
+}  // namespace moe_lb

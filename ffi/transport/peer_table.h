@@ -1,0 +1,63 @@
+// Where the weights of all ranks lie.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "ffi/common/status.h"
+#include "ffi/common/view.h"
+#include "ffi/transport/peer_copies.h"
+
+namespace moe_lb {
+
+// What one participant of a meeting brings: the arrays of the `R / participants` ranks that it stands for, one after
+// the other. Usually that is one rank.
+struct PeerShare {
+  int64_t device = 0;
+  MatrixView<const int32_t> wanted{nullptr, 0, 0};
+  MatrixView<const int32_t> relay{nullptr, 0, 0};
+  PeerWeights weights;
+  std::vector<std::byte*> home;   // one array of [ranks, L, ...] per kind of weights
+  std::vector<std::byte*> slots;  // [ranks, P, ...]
+};
+
+// Addresses by rank. One process: every pointer is valid on every device. Several processes would map each other's
+// memory and fill the same table.
+class PeerTable {
+ public:
+  explicit PeerTable(std::vector<PeerShare> shares);
+
+  const PeerWeights& weights() const { return shares_[0].weights; }
+  size_t num_ranks() const { return num_ranks_; }
+  int64_t device(size_t rank) const { return ShareOf(rank).device; }
+  size_t participant(size_t rank) const { return rank / ranks_here_; }
+
+  std::byte* Home(size_t rank, size_t kind, size_t index) const {
+    return ShareOf(rank).home[kind] + Offset(rank, kind, weights().num_home, index);
+  }
+  std::byte* Slot(size_t rank, size_t kind, size_t index) const {
+    return ShareOf(rank).slots[kind] + Offset(rank, kind, num_slots_, index);
+  }
+  std::byte* To(const PeerTask& task, const PeerPiece& piece) const {
+    return Slot(task.to_rank, piece.kind, piece.to_slot) + piece.offset;
+  }
+  // nullptr for kNothing.
+  std::byte* From(const PeerPiece& piece) const;
+
+ private:
+  const PeerShare& ShareOf(size_t rank) const { return shares_[participant(rank)]; }
+  size_t Offset(size_t rank, size_t kind, size_t per_rank, size_t index) const {
+    return ((rank % ranks_here_) * per_rank + index) * weights().expert_bytes[kind];
+  }
+
+  std::vector<PeerShare> shares_;
+  size_t num_slots_;
+  size_t num_ranks_;
+  size_t ranks_here_;
+};
+
+// Nothing, or the first entry in which the tables of two participants differ: all must ask for the same copies.
+Status CheckEqualTables(const std::vector<PeerShare>& shares);
+
+}  // namespace moe_lb

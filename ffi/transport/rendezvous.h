@@ -1,0 +1,324 @@
+// Where the shards of one program, each on a thread of its own, meet at a call site and hand each other things.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <future>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "ffi/common/status.h"
+#include "ffi/common/view.h"
+#include "ffi/transport/settlers.h"
+#include "ffi/transport/watchdog.h"
+
+namespace moe_lb {
+
+// Who arrives.
+struct Arrival {
+  int64_t run_id;  // one execution of the program, on all devices
+  int64_t device;  // ordinal in the process
+  int64_t group;   // ranks meet within a group: the groups side by side on a data axis are independent
+  int64_t rank;    // in the group
+};
+
+// How a meeting ended, the same for all of its ranks.
+struct Outcome {
+  Status failure;
+  bool timed_out = false;
+};
+
+struct RendezvousOptions {
+  std::string site;       // starts every message: "ragged_exchange at dispatch"
+  int64_t num_ranks;      // of a group, at least 1
+  int64_t num_lanes = 1;  // devices that come as the same rank of the same group with the same data, at least 1
+  std::chrono::duration<double> timeout;  // from the first arrival of a meeting, above 0
+};
+
+// Nothing, or what is wrong with the options.
+Status CheckOptions(const RendezvousOptions& options);
+
+// "SITE: rank 2 of 8 did not arrive within 60 s; missing ranks: 2 5"
+std::string MissingMessage(const RendezvousOptions& options, const std::vector<int64_t>& missing);
+
+// The ranks of a group at one call site. XLA makes one per call site of an executable (`State<Rendezvous<...>>`, made
+// in the instantiate stage) and shows it to all shards.
+//
+// The n-th arrival of a device in a run meets the n-th arrivals of the other ranks of its group. What they bring is
+// handed to `act` by the last of them; all get the same outcome, once:
+//   - a rank that was refused (bad arguments) comes too, so that nobody waits for it: all fail with the message of the
+//     lowest such rank, and `act` is not called;
+//   - when the time is over, those that are there fail; who comes later fails at once with the same message.
+// Where a program is partitioned over axes that the call site does not know (Auto axes beside manual ones), several
+// devices come as the same rank, with the same data: `num_lanes` of them. Each goes to the first lane that lacks its
+// rank, and a lane is a meeting of its own.
+//
+// Threads: any; no thread waits in `Arrive`. A meeting is forgotten when all its ranks have come; of meetings that
+// failed the last `kMaxFailed` are remembered for those who come late.
+//
+// `Brought` is movable and default-constructible.
+template <typename Brought>
+class Rendezvous {
+ public:
+  static constexpr size_t kMaxFailed = 16;
+
+  using Done = std::function<void(const Outcome&)>;
+  using Finish = std::function<void(const Status&)>;
+
+  // Does what the ranks met for. `brought` is in the order of the ranks and lives until `finish` is called: once,
+  // before `act` returns or later on a thread that is not XLA's, when everything is done. Throwing instead of calling
+  // it fails the meeting.
+  using Act = std::function<void(View<Brought> brought, Finish finish)>;
+
+  // The options must have passed CheckOptions.
+  Rendezvous(RendezvousOptions options, Act act)
+      : shared_(std::make_shared<Shared>(std::move(options), std::move(act))) {}
+
+  // Returns at once (after `act`, for the last rank). `done` is called exactly once and must not throw: on this thread
+  // before Arrive returns, or on a thread of its own (`Settlers`), so it may complete a promise of XLA. A rank out of
+  // range is refused alone: nobody can wait for it.
+  void Arrive(const Arrival& who, Brought brought, Status refusal, Done done) {
+    shared_->Arrive(who, std::move(brought), std::move(refusal), std::move(done));
+  }
+
+  // For handlers that block: returns the outcome.
+  Outcome ArriveAndWait(const Arrival& who, Brought brought, Status refusal) {
+    // Shared, as `set_value` may still be returning when this thread has gone on.
+    const auto promise = std::make_shared<std::promise<Outcome>>();
+    Arrive(who, std::move(brought), std::move(refusal),
+           [promise](const Outcome& outcome) { promise->set_value(outcome); });
+    return promise->get_future().get();
+  }
+
+  // Meetings that are not over; for tests.
+  size_t num_open() const;
+
+ private:
+  struct Lane;
+
+  // One turn of a group: forgotten when every rank of every lane has come and been served.
+  struct Turn {
+    std::vector<std::shared_ptr<Lane>> lanes;
+    int64_t num_over = 0;
+  };
+
+  // One group in one run: forgotten when no turn is open. All devices have then come equally often, so the next turn
+  // may as well be counted from 0.
+  struct Group {
+    std::map<int64_t, int64_t> turn_of_device;
+    std::map<int64_t, Turn> turns;
+    bool failed = false;
+  };
+  using Key = std::pair<int64_t, int64_t>;  // run, group
+
+  // One meeting.
+  struct Lane {
+    explicit Lane(size_t num_ranks) : brought(num_ranks), refusals(num_ranks), here(num_ranks), dones(num_ranks) {}
+
+    Key key;
+    std::weak_ptr<Group> group;
+    int64_t turn = 0;
+    std::vector<Brought> brought;
+    std::vector<Status> refusals;
+    std::vector<bool> here;
+    std::vector<Done> dones;
+    size_t num_here = 0;
+    Watchdog::Ticket deadline;
+    std::optional<Outcome> late;  // the time is over
+    bool over = false;
+    size_t last_rank = 0;           // who came last
+    std::thread::id acting_thread;  // while it is in `act`
+
+    bool IsComplete() const { return num_here == here.size(); }
+  };
+
+  // Outlives the rendezvous while a meeting is open.
+  struct Shared : std::enable_shared_from_this<Shared> {
+    Shared(RendezvousOptions given_options, Act given_act)
+        : options(std::move(given_options)), act(std::move(given_act)) {}
+
+    void Arrive(const Arrival& who, Brought brought, Status refusal, Done done);
+    std::shared_ptr<Lane> Join(const Arrival& who);            // with the lock held
+    std::shared_ptr<Lane> Open(const Key& key, int64_t turn);  // with the lock held
+    void Meet(const std::shared_ptr<Lane>& lane, size_t last_rank);
+    static void Settle(std::vector<Done> dones, const Outcome& outcome);
+    void EndLate(const std::shared_ptr<Lane>& lane);
+    void End(const std::shared_ptr<Lane>& lane, const Outcome& outcome);
+    void Forget(const Lane& lane);    // with the lock held
+    void RememberFailed(Lane& lane);  // with the lock held
+
+    const RendezvousOptions options;
+    const Act act;
+    mutable std::mutex mutex;
+    std::map<Key, std::shared_ptr<Group>> groups;
+    std::deque<Key> failed;
+  };
+
+  const std::shared_ptr<Shared> shared_;
+};
+
+// ---- implementation ------------------------------------------------------------
+
+template <typename Brought>
+void Rendezvous<Brought>::Shared::Arrive(const Arrival& who, Brought brought, Status refusal, Done done) {
+  if (who.rank < 0 || who.rank >= options.num_ranks) {
+    done({Refuse(options.site, ": rank is ", who.rank, "; expected 0 to ", options.num_ranks - 1), false});
+    return;
+  }
+  std::shared_ptr<Lane> lane;
+  std::optional<Outcome> late;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    lane = Join(who);
+    late = lane->late;
+    if (late) {
+      if (lane->IsComplete()) Forget(*lane);
+    } else {
+      const auto rank = static_cast<size_t>(who.rank);
+      lane->brought[rank] = std::move(brought);
+      lane->refusals[rank] = std::move(refusal);
+      lane->dones[rank] = std::move(done);
+    }
+    if (!lane->IsComplete()) lane = nullptr;
+  }
+  if (late) {
+    done(*late);
+  } else if (lane != nullptr) {
+    Meet(lane, static_cast<size_t>(who.rank));
+  }
+}
+
+template <typename Brought>
+std::shared_ptr<typename Rendezvous<Brought>::Lane> Rendezvous<Brought>::Shared::Join(const Arrival& who) {
+  const Key key(who.run_id, who.group);
+  std::shared_ptr<Group>& group = groups[key];
+  if (group == nullptr) group = std::make_shared<Group>();
+  const int64_t turn = group->turn_of_device[who.device]++;
+  const auto rank = static_cast<size_t>(who.rank);
+  const auto join = [&](const std::shared_ptr<Lane>& lane) {
+    lane->here[rank] = true;
+    ++lane->num_here;
+    return lane;
+  };
+  for (const std::shared_ptr<Lane>& lane : group->turns[turn].lanes) {
+    if (!lane->here[rank]) return join(lane);
+  }
+  return join(Open(key, turn));
+}
+
+template <typename Brought>
+std::shared_ptr<typename Rendezvous<Brought>::Lane> Rendezvous<Brought>::Shared::Open(const Key& key, int64_t turn) {
+  auto lane = std::make_shared<Lane>(static_cast<size_t>(options.num_ranks));
+  lane->key = key;
+  lane->group = groups[key];
+  lane->turn = turn;
+  groups[key]->turns[turn].lanes.push_back(lane);
+  const auto timeout = std::chrono::duration_cast<Watchdog::Clock::duration>(options.timeout);
+  lane->deadline = Watchdog::OfProcess().Watch(Watchdog::Clock::now() + timeout,
+                                               [self = this->shared_from_this(), lane] { self->EndLate(lane); });
+  return lane;
+}
+
+template <typename Brought>
+void Rendezvous<Brought>::Shared::Meet(const std::shared_ptr<Lane>& lane, size_t last_rank) {
+  // Where this comes too late, EndLate sees that the lane is complete.
+  Watchdog::OfProcess().Cancel(lane->deadline);
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    lane->last_rank = last_rank;
+    lane->acting_thread = std::this_thread::get_id();
+  }
+  for (const Status& refusal : lane->refusals) {
+    if (refusal) return End(lane, {Refuse(options.site, ": ", *refusal), false});
+  }
+  try {
+    act({lane->brought.data(), lane->brought.size()}, [self = this->shared_from_this(), lane](const Status& failure) {
+      self->End(lane, {failure ? Refuse(self->options.site, ": ", *failure) : Ok(), false});
+    });
+  } catch (const std::exception& error) {
+    End(lane, {Refuse(options.site, ": ", error.what()), false});
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  lane->acting_thread = std::thread::id();
+}
+
+template <typename Brought>
+void Rendezvous<Brought>::Shared::EndLate(const std::shared_ptr<Lane>& lane) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (lane->IsComplete()) return;
+  std::vector<int64_t> missing;
+  Status refusal;
+  for (size_t rank = 0; rank < lane->here.size(); ++rank) {
+    if (!lane->here[rank]) missing.push_back(static_cast<int64_t>(rank));
+    if (!refusal && lane->refusals[rank]) refusal = Refuse(options.site, ": ", *lane->refusals[rank]);
+  }
+  lane->late = refusal ? Outcome{refusal, false} : Outcome{MissingMessage(options, missing), true};
+  RememberFailed(*lane);
+  Settle(std::move(lane->dones), *lane->late);
+}
+
+template <typename Brought>
+void Rendezvous<Brought>::Shared::End(const std::shared_ptr<Lane>& lane, const Outcome& outcome) {
+  std::vector<Done> dones;
+  Done own;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (lane->over) return;
+    lane->over = true;
+    dones.swap(lane->dones);
+    // Who came last is still in Arrive and needs no other thread.
+    if (lane->acting_thread == std::this_thread::get_id()) own.swap(dones[lane->last_rank]);
+    Forget(*lane);
+  }
+  Settle(std::move(dones), outcome);
+  if (own) own(outcome);
+}
+
+template <typename Brought>
+void Rendezvous<Brought>::Shared::Settle(std::vector<Done> dones, const Outcome& outcome) {
+  for (Done& done : dones) {
+    if (done) Settlers::OfProcess().Run([done = std::move(done), outcome] { done(outcome); });
+  }
+}
+
+template <typename Brought>
+void Rendezvous<Brought>::Shared::Forget(const Lane& lane) {
+  const std::shared_ptr<Group> group = lane.group.lock();
+  if (group == nullptr) return;
+  const auto turn = group->turns.find(lane.turn);
+  if (++turn->second.num_over == options.num_lanes) group->turns.erase(turn);
+  // Another group may stand there by now, if this one was too old.
+  const auto found = groups.find(lane.key);
+  if (group->turns.empty() && found != groups.end() && found->second == group) groups.erase(found);
+}
+
+template <typename Brought>
+void Rendezvous<Brought>::Shared::RememberFailed(Lane& lane) {
+  const std::shared_ptr<Group> group = lane.group.lock();
+  if (group == nullptr || group->failed) return;
+  group->failed = true;
+  failed.push_back(lane.key);
+  if (failed.size() > kMaxFailed) {
+    groups.erase(failed.front());
+    failed.pop_front();
+  }
+}
+
+template <typename Brought>
+size_t Rendezvous<Brought>::num_open() const {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  size_t count = 0;
+  for (const auto& [key, group] : shared_->groups) count += group->turns.size();
+  return count;
+}
+
+}  // namespace moe_lb

@@ -1,0 +1,247 @@
+#include "ffi/transport/rendezvous.h"
+
+#include <atomic>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include "ffi/common/testing.h"
+#include "ffi/transport/copier.h"
+
+namespace {
+
+using moe_lb::Arrival;
+using moe_lb::Copiers;
+using moe_lb::Ok;
+using moe_lb::Outcome;
+using moe_lb::Refuse;
+using moe_lb::Rendezvous;
+using moe_lb::RendezvousOptions;
+using moe_lb::Status;
+using moe_lb::View;
+
+// A rank brings a number and a place for the sum.
+struct Number {
+  int64_t value = 0;
+  int64_t* sum = nullptr;
+};
+
+using Meeting = Rendezvous<Number>;
+
+void Sum(View<Number> brought, const Meeting::Finish& finish) {
+  int64_t sum = 0;
+  for (const Number& number : brought) sum += number.value;
+  for (const Number& number : brought) *number.sum = sum;
+  finish(Ok());
+}
+
+// The same on another thread.
+void SumLater(View<Number> brought, const Meeting::Finish& finish) {
+  Copiers::Of(0).Enqueue([brought, finish] { Sum(brought, finish); });
+}
+
+RendezvousOptions Options(int64_t num_ranks, double timeout_s = 60, int64_t num_lanes = 1) {
+  return {"meeting", num_ranks, num_lanes, std::chrono::duration<double>(timeout_s)};
+}
+
+// `body(thread)` on threads of their own.
+template <typename Body>
+void OnThreads(int64_t num_threads, const Body& body) {
+  std::vector<std::thread> threads;
+  for (int64_t i = 0; i < num_threads; ++i) threads.emplace_back([i, &body] { body(i); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+void MaybePause(std::minstd_rand& random) {
+  if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
+}
+
+// Every device is a thread; groups side by side; several runs and turns; each meeting's sum is checked.
+void EveryTurnMeetsItsOwn(int64_t num_threads, int64_t num_ranks, int64_t num_turns, Meeting::Act act) {
+  Meeting meeting(Options(num_ranks), std::move(act));
+  OnThreads(num_threads, [&](int64_t device) {
+    std::minstd_rand random(static_cast<unsigned>(device) + 1);
+    const int64_t group = device / num_ranks, rank = device % num_ranks;
+    for (int64_t run = 0; run < 3; ++run) {
+      for (int64_t turn = 0; turn < num_turns; ++turn) {
+        MaybePause(random);
+        int64_t sum = 0;
+        const int64_t value = run * 1000000 + turn * 1000 + group;
+        const Outcome outcome = meeting.ArriveAndWait({run, device, group, rank}, {value, &sum}, Ok());
+        EXPECT(!outcome.failure);
+        EXPECT_EQ(sum, num_ranks * value);
+      }
+    }
+  });
+  EXPECT_EQ(meeting.num_open(), 0U);
+}
+
+// Two runs at once, and arrivals that do not wait.
+void NoThreadWaitsInArrive() {
+  constexpr int64_t kRanks = 4, kRuns = 50;
+  Meeting meeting(Options(kRanks), SumLater);
+  std::vector<int64_t> sums(kRanks * kRuns);
+  std::atomic<int64_t> num_done{0};
+  OnThreads(kRanks, [&](int64_t rank) {
+    for (int64_t i = 0; i < kRuns; ++i) {
+      const int64_t run = rank % 2 == 0 ? i : kRuns - 1 - i;  // in opposite orders
+      meeting.Arrive({run, rank, 0, rank}, {run, &sums[static_cast<size_t>(run * kRanks + rank)]}, Ok(),
+                     [&](const Outcome& outcome) {
+                       EXPECT(!outcome.failure);
+                       ++num_done;
+                     });
+    }
+  });
+  while (num_done < kRanks * kRuns) std::this_thread::yield();
+  for (int64_t i = 0; i < kRanks * kRuns; ++i) EXPECT_EQ(sums[static_cast<size_t>(i)], kRanks * (i / kRanks));
+  EXPECT_EQ(meeting.num_open(), 0U);
+}
+
+// The last to come must not run what waits for the others: XLA would run their programs on its thread.
+void OthersAreCalledBackOnAThreadOfTheirOwn() {
+  Meeting meeting(Options(2), Sum);
+  int64_t sum = 0;
+  std::promise<std::thread::id> first, second;
+  meeting.Arrive({0, 0, 0, 0}, {1, &sum}, Ok(), [&](const Outcome&) { first.set_value(std::this_thread::get_id()); });
+  meeting.Arrive({0, 1, 0, 1}, {1, &sum}, Ok(), [&](const Outcome&) { second.set_value(std::this_thread::get_id()); });
+  EXPECT(first.get_future().get() != std::this_thread::get_id());
+  EXPECT(second.get_future().get() == std::this_thread::get_id());
+}
+
+// A loop whose every arrival comes from the callback of the one before: neither recursion nor memory may grow.
+void ALongChainStaysFlat() {
+  constexpr int64_t kTurns = 10000;
+  Meeting meeting(Options(2), Sum);
+  int64_t sums[2] = {0, 0};
+  std::promise<void> over[2];
+  std::function<void(int64_t, int64_t)> next = [&](int64_t rank, int64_t turn) {
+    if (turn == kTurns) return over[rank].set_value();
+    meeting.Arrive({7, rank, 0, rank}, {turn, &sums[rank]}, Ok(), [&next, &sums, rank, turn](const Outcome& outcome) {
+      EXPECT(!outcome.failure);
+      EXPECT_EQ(sums[rank], 2 * turn);
+      // As XLA does: never deeper than one callback.
+      Copiers::Of(rank).Enqueue([&next, rank, turn] { next(rank, turn + 1); });
+    });
+  };
+  Copiers::Of(0).Enqueue([&] { next(0, 0); });
+  Copiers::Of(1).Enqueue([&] { next(1, 0); });
+  over[0].get_future().get();
+  over[1].get_future().get();
+  EXPECT_EQ(meeting.num_open(), 0U);
+}
+
+void OneRefusalFailsAll(int64_t num_ranks) {
+  Meeting meeting(Options(num_ranks), [](View<Number>, const Meeting::Finish&) { EXPECT(false); });
+  for (int64_t run = 0; run < 20; ++run) {
+    OnThreads(num_ranks, [&](int64_t rank) {
+      const Status refusal = rank > 0 && rank % 3 == 0 ? Refuse("size of rank ", rank, " is -1") : Ok();
+      const Outcome outcome = meeting.ArriveAndWait({run, rank, 0, rank}, {}, refusal);
+      EXPECT_EQ(outcome.failure.value_or("none"), "meeting: size of rank 3 is -1");
+      EXPECT(!outcome.timed_out);
+    });
+  }
+  EXPECT_EQ(meeting.num_open(), 0U);
+}
+
+void WhatFailsInActFailsAll() {
+  const auto outcome_of = [](Meeting::Act act) {
+    Meeting meeting(Options(1), std::move(act));
+    return meeting.ArriveAndWait({0, 0, 0, 0}, {}, Ok()).failure.value_or("none");
+  };
+  EXPECT_EQ(outcome_of([](View<Number>, const Meeting::Finish& finish) { finish(Refuse("too few rows")); }),
+            "meeting: too few rows");
+  EXPECT_EQ(outcome_of([](View<Number>, const Meeting::Finish&) { throw std::runtime_error("no memory"); }),
+            "meeting: no memory");
+}
+
+void WhoIsMissingIsNamed() {
+  Meeting meeting(Options(8, 0.05), Sum);
+  const std::string want = "meeting: rank 2 of 8 did not arrive within 0.05 s; missing ranks: 2 5";
+  int64_t sum = 0;
+  OnThreads(8, [&](int64_t rank) {
+    if (rank == 2 || rank == 5) return;
+    const Outcome outcome = meeting.ArriveAndWait({0, rank, 0, rank}, {0, &sum}, Ok());
+    EXPECT_EQ(outcome.failure.value_or("none"), want);
+    EXPECT(outcome.timed_out);
+  });
+  // Who comes late does not wait.
+  for (const int64_t rank : {2, 5}) {
+    const Outcome outcome = meeting.ArriveAndWait({0, rank, 0, rank}, {0, &sum}, Ok());
+    EXPECT_EQ(outcome.failure.value_or("none"), want);
+  }
+  EXPECT_EQ(meeting.num_open(), 0U);
+}
+
+// Ranks come about when the time is over: whatever happens, all agree, and the next run is not disturbed.
+void ArrivingAtTheDeadline() {
+  constexpr int64_t kRanks = 8;
+  Meeting meeting(Options(kRanks, 0.002), SumLater);
+  for (int64_t run = 0; run < 100; ++run) {
+    std::atomic<int64_t> num_failed{0};
+    std::vector<int64_t> sums(kRanks);
+    OnThreads(kRanks, [&](int64_t rank) {
+      std::minstd_rand random(static_cast<unsigned>(run * kRanks + rank + 1));
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % 2500));
+      const Outcome outcome = meeting.ArriveAndWait({run, rank, 0, rank}, {1, &sums[static_cast<size_t>(rank)]}, Ok());
+      if (outcome.failure) ++num_failed;
+    });
+    EXPECT(num_failed == 0 || num_failed == kRanks);
+  }
+  EXPECT_EQ(meeting.num_open(), 0U);
+}
+
+// Runs whose ranks never all come must not pile up.
+void FailedMeetingsAreForgotten() {
+  Meeting meeting(Options(2, 1e-4), Sum);
+  int64_t sum = 0;
+  for (int64_t run = 0; run < 200; ++run) {
+    EXPECT(meeting.ArriveAndWait({run, 0, 0, 0}, {0, &sum}, Ok()).timed_out);
+  }
+  EXPECT(meeting.num_open() <= Meeting::kMaxFailed);
+}
+
+// Two devices come as each rank, in any mixture.
+void LanesAreFilledInTurn() {
+  constexpr int64_t kRanks = 4, kLanes = 2;
+  Meeting meeting(Options(kRanks, 60, kLanes), Sum);
+  OnThreads(kRanks * kLanes, [&](int64_t device) {
+    std::minstd_rand random(static_cast<unsigned>(device) + 1);
+    for (int64_t turn = 0; turn < 200; ++turn) {
+      MaybePause(random);
+      int64_t sum = 0;
+      EXPECT(!meeting.ArriveAndWait({0, device, 0, device % kRanks}, {turn, &sum}, Ok()).failure);
+      EXPECT_EQ(sum, kRanks * turn);
+    }
+  });
+  EXPECT_EQ(meeting.num_open(), 0U);
+}
+
+void BadArgumentsAreNamed() {
+  Meeting meeting(Options(2), Sum);
+  EXPECT_EQ(meeting.ArriveAndWait({0, 0, 0, 2}, {}, Ok()).failure.value_or("none"),
+            "meeting: rank is 2; expected 0 to 1");
+  EXPECT_EQ(CheckOptions(Options(0)).value_or("none"), "num_ranks is 0; expected at least 1");
+  EXPECT_EQ(CheckOptions(Options(1, 1, 0)).value_or("none"), "num_lanes is 0; expected at least 1");
+  EXPECT_EQ(CheckOptions(Options(1, -1)).value_or("none"), "timeout_s is -1; expected above 0 and at most 1e6");
+  EXPECT(!CheckOptions(Options(1)));
+}
+
+}  // namespace
+
+int main() {
+  EveryTurnMeetsItsOwn(8, 8, 200, Sum);
+  EveryTurnMeetsItsOwn(8, 2, 200, SumLater);
+  EveryTurnMeetsItsOwn(128, 128, 10, Sum);
+  EveryTurnMeetsItsOwn(128, 32, 10, SumLater);
+  NoThreadWaitsInArrive();
+  OthersAreCalledBackOnAThreadOfTheirOwn();
+  ALongChainStaysFlat();
+  OneRefusalFailsAll(8);
+  OneRefusalFailsAll(128);
+  WhatFailsInActFailsAll();
+  WhoIsMissingIsNamed();
+  ArrivingAtTheDeadline();
+  FailedMeetingsAreForgotten();
+  LanesAreFilledInTurn();
+  BadArgumentsAreNamed();
+}

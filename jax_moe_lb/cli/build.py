@@ -1,0 +1,52 @@
+"""The extension modules of this installation: which are there, and whether this jaxlib takes them."""
+
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+import jax
+
+from jax_moe_lb.ops import _native
+
+PLANNING = "jax_moe_lb._planning"
+IN_A_CHECKOUT = "in a checkout, `pip install .` where there is a C++17 compiler"
+HOW_TO_BUILD = {"cpu": IN_A_CHECKOUT, "cuda": f"{IN_A_CHECKOUT} and the CUDA toolkit"}
+"""How to get the custom calls of each platform."""
+
+
+def build_states() -> dict[str, str]:
+    """Each extension module, and in words whether it is there."""
+    modules = {_native.MODULES[platform]: how for platform, how in HOW_TO_BUILD.items()} | {PLANNING: IN_A_CHECKOUT}
+    return {module: _state(module, how) for module, how in modules.items()}
+
+
+def _state(module: str, how_to_build: str) -> str:
+    if importlib.util.find_spec(module) is None:
+        return f"missing; to get it: {how_to_build}"
+    try:
+        loaded = importlib.import_module(module)
+    except ImportError as error:
+        return f"cannot be loaded: {error}"
+    return "built" if module == PLANNING else _registrations_state(loaded.registrations())
+
+
+def _registrations_state(registrations: dict) -> str:
+    built, accepted = registrations["api_version"], newest_api_version()
+    state = f"built, {len(registrations['handlers'])} custom calls, XLA FFI {_dotted(built)}"
+    if built > accepted:
+        return f"{state}; this jaxlib takes at most {_dotted(accepted)}: build it again"
+    return state
+
+
+def newest_api_version() -> tuple[int, int]:
+    """Version of XLA's foreign function interface that the installed jaxlib has; it takes older ones too."""
+    header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+    major, minor = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR"))
+    if major is None or minor is None:
+        raise ValueError("the headers of jaxlib do not say their version; expected XLA_FFI_API_MAJOR and _MINOR")
+    return int(major[1]), int(minor[1])
+
+
+def _dotted(number: tuple[int, int]) -> str:
+    return ".".join(map(str, number))

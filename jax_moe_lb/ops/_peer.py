@@ -1,0 +1,158 @@
+"""What the custom calls of peer copies share."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jax_moe_lb._pytree import pytree
+from jax_moe_lb.ops._native import MODULES
+from jax_moe_lb.ops.fetch import Axes, Wanted, Weights, fetch, fetch_transpose
+from jax_moe_lb.types import wide_dtype
+
+Arrays = tuple[Array, ...]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Between whom weights are copied, and how.
+
+    Args:
+        axis_name: the mesh axes of the ranks, outermost first. Empty: one device holds the arrays of all
+            ranks, one rank after the other, `[R L, ...]` and `[R P, ...]`.
+        site: what messages call this copy.
+        timeout_s: how long ranks wait for one that does not come, in seconds, before all stop with an
+            error that names it.
+        chunk_bytes: what a relay forwards at once, in bytes.
+    """
+
+    axis_name: Axes
+    site: str = "copy_expert_weights"
+    timeout_s: float = 120.0
+    chunk_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s <= 1e6:
+            raise ValueError(f"Route.timeout_s is {self.timeout_s}; expected above 0 and at most 1e6")
+        if self.chunk_bytes < 1:
+            raise ValueError(f"Route.chunk_bytes is {self.chunk_bytes}; expected at least 1")
+
+
+@pytree
+class Pending:
+    """Copies under way, from `start` to `join`.
+
+    Keep both calls in one computation: do not carry it through `lax.scan` or out of `jax.jit`. On a GPU `join`
+    refuses buffers that are not those of `start`.
+
+    Args:
+        incoming: the slots `[P, ...]`, a tree like the home weights; not to be read before `join`.
+        ticket: ties `join` to its `start`.
+        kept: the operands of `start`. Copies read the weights until `join`; and as the memory of none of them is
+            free before, XLA can give none of it to what runs in between, which would then have to wait.
+    """
+
+    incoming: Any
+    ticket: Int[Array, "2"]
+    kept: tuple[Array, ...]
+
+
+def native_platforms() -> tuple[str, ...]:
+    """Where ranks reach each other's memory: inside one process. Between processes XLA's collectives copy."""
+    return tuple(MODULES) if jax.process_count() == 1 else ()
+
+
+def num_participants(route: Route) -> int:
+    """Devices of a group."""
+    return jax.lax.axis_size(route.axis_name) if route.axis_name else 1
+
+
+def place(route: Route) -> Int[Array, "2"]:
+    """Which participant of which group this device is."""
+    others = tuple(name for name in jax.sharding.get_abstract_mesh().manual_axes if name not in route.axis_name)
+    rank = jax.lax.axis_index(route.axis_name) if route.axis_name else jnp.int32(0)
+    group = jax.lax.axis_index(others) if others else jnp.int32(0)
+    return jnp.stack([rank, group])
+
+
+def attributes(num_home: int, route: Route) -> dict[str, Any]:
+    """Of every call that meets other devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    # Over axes that are not manual here every device makes the same call with the same data.
+    num_lanes = math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
+    return {
+        "num_participants": num_participants(route),
+        "num_lanes": num_lanes if route.axis_name else 1,
+        "num_home": num_home,
+        "chunk_bytes": route.chunk_bytes,
+        "timeout_s": np.float64(route.timeout_s),
+        "site": route.site,
+    }
+
+
+def ranks_here(wanted: Wanted, route: Route) -> int:
+    """Ranks whose arrays this device holds: 1, or all of them.
+
+    Raises:
+        ValueError: `wanted` is not `[R, P]`.
+    """
+    if wanted.ndim != 2 or wanted.shape[0] < 1:
+        raise ValueError(f"wanted has shape {wanted.shape}; expected [R, P] with R at least 1")
+    if not route.axis_name:
+        return wanted.shape[0]
+    if wanted.shape[0] != num_participants(route):
+        raise ValueError(f"wanted has {wanted.shape[0]} ranks; expected the {num_participants(route)} of the mesh axes")
+    return 1
+
+
+def experts_per_rank(arrays: list[Array] | Arrays, wanted: Wanted, route: Route, name: str) -> int:
+    """`L` or `P`, of arrays `[L, ...]` or `[P, ...]` of the ranks here.
+
+    Raises:
+        ValueError: their leading dimensions differ, or do not divide by the ranks.
+    """
+    sizes = {array.shape[0] if array.ndim else 0 for array in arrays}
+    here = ranks_here(wanted, route)
+    if len(sizes) != 1 or next(iter(sizes)) % here:
+        raise ValueError(f"{name} has leading dimensions {sorted(sizes)}; expected one multiple of {here}")
+    return next(iter(sizes)) // here
+
+
+def vary_alike(arrays: list[Array] | Arrays, *others: Array) -> Arrays:
+    """The arrays, varying over all mesh axes that any of them or of the others varies over."""
+    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in (*arrays, *others)))
+
+    def vary(array: Array) -> Array:
+        missing = tuple(axes - jax.typeof(array).manual_axis_type.varying)
+        return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+    return tuple(vary(array) for array in arrays)
+
+
+def fetch_reference(home: Weights, wanted: Wanted, num_home: int, route: Route) -> Weights:
+    """The copies of one kind of weights in plain JAX."""
+    if wanted.shape[1] == 0:
+        return home[:0]
+    if route.axis_name:
+        return fetch(home, wanted, num_home, route.axis_name)
+    flat = wanted.reshape(-1)
+    filled = (flat >= 0).reshape(-1, *[1] * (home.ndim - 1))
+    return jnp.where(filled, home[jnp.maximum(flat, 0)], jnp.zeros((), home.dtype))
+
+
+def sum_reference(slots: Weights, wanted: Wanted, num_home: int, route: Route) -> Weights:
+    """The transpose of `fetch_reference`."""
+    if route.axis_name:
+        return fetch_transpose(slots, wanted, num_home, route.axis_name)
+    flat = wanted.reshape(-1)
+    num_experts = wanted.shape[0] * num_home
+
+    def add(i: Array, sums: Array) -> Array:
+        return sums.at[jnp.where(flat[i] < 0, num_experts, flat[i])].add(slots[i].astype(sums.dtype), mode="drop")
+
+    zeros = jnp.zeros((num_experts, *slots.shape[1:]), wide_dtype(slots))
+    return jax.lax.fori_loop(0, flat.shape[0], add, zeros).astype(slots.dtype)

@@ -1,0 +1,57 @@
+"""Replicating expert weights into slots by copies that need no compute of the ranks they come from."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jax_moe_lb.experts import Experts
+from jax_moe_lb.ops._peer import Route
+from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights
+from jax_moe_lb.plan import Plan
+from jax_moe_lb.topology import Topology
+
+
+@dataclass(frozen=True)
+class PeerCopy:
+    """Every slot copies its expert from home, or from the rank that `plan.relay` names.
+
+    All kinds of weights travel in one call: see `ops/copy_expert_weights.py`. Copies equal
+    those of `Gather`. Gradients are added by rank, then by slot: the bits of `Gather` over
+    `lax.ragged_all_to_all`; its ring on CPUs adds in another order, so that experts of three and
+    more replicas may differ there by rounding.
+
+    Inside one process. Between processes, and where the custom calls were not built, it is `Gather`, and
+    `plan.relay` changes nothing.
+
+    Args:
+        timeout_s: how long ranks wait for one that does not come, in seconds, before all stop with an
+            error that names it.
+        chunk_bytes: what a relay forwards at once, in bytes.
+    """
+
+    timeout_s: float = 120.0
+    chunk_bytes: int = 1 << 20
+
+    def __call__(self, experts: Experts, plan: Plan, topology: Topology) -> Experts:
+        """The weights of this rank's slots.
+
+        Differentiable in `experts`: the transpose sums the gradients of all replicas at home.
+
+        Args:
+            experts: the `L` home experts of this rank.
+            plan: its placement says what the `S` slots hold; an empty slot becomes 0.
+            topology: its expert axes.
+        """
+        num_home, wanted = plan.num_home, plan.placement[:, plan.num_home :]
+        if wanted.shape[1] == 0:
+            return experts
+        relay = None if plan.relay is None else plan.relay[:, num_home:]
+        route = Route(topology.expert_axes, "PeerCopy", self.timeout_s, self.chunk_bytes)
+        replicas = copy_expert_weights(experts, wanted, relay, route=route)
+
+        def slots(home: Array, copied: Array) -> Array:
+            return jnp.concatenate([home, copied])
+
+        return jax.tree.map(slots, experts, replicas)

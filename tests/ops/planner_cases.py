@@ -1,0 +1,94 @@
+"""Random inputs of every planner, and the three implementations of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+
+from jax_moe_lb import _planning
+from jax_moe_lb.ops.greedy import greedy, greedy_reference
+from jax_moe_lb.ops.lpt import lpt, lpt_reference
+from jax_moe_lb.ops.quota import quota, quota_reference
+
+Arrays = tuple[np.ndarray, ...]
+STOPPED = (jax.errors.JaxRuntimeError, ValueError)
+"""What a program that stops raises: when it is waited for, or already when it is called."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """One planner at fixed options.
+
+    Args:
+        op: of arrays; the custom call where it was built.
+        reference: the same in jnp.
+        module: the same in `_planning`, on NumPy arrays.
+        draw: arrays for it.
+    """
+
+    op: Callable
+    reference: Callable
+    module: Callable
+    draw: Callable[[np.random.Generator], Arrays]
+
+
+def draw_placement(rng, num_ranks, num_home, slots, domain, empty=0.4):
+    """Homes, and in the other slots other experts of the domain, none twice on a rank, or nothing."""
+    placement = np.full((num_ranks, slots), -1, np.int32)
+    for rank in range(num_ranks):
+        first = rank // domain * domain * num_home
+        home = np.arange(rank * num_home, (rank + 1) * num_home)
+        others = np.setdiff1d(np.arange(first, first + domain * num_home), home)
+        replicas = rng.permutation(np.concatenate([others, np.full(slots, -1)]))[: slots - num_home]
+        placement[rank] = np.concatenate([home, np.where(rng.random(slots - num_home) < empty, -1, replicas)])
+    return placement
+
+
+def draw_tokens(rng, shape, scale=200):
+    """Skewed, with zeros and ties."""
+    tokens = (scale * rng.random(shape) ** 6 * rng.integers(0, 2, shape)).astype(np.int32)
+    return np.where(rng.random(shape) < 0.2, 7, tokens).astype(np.int32)
+
+
+def draw_plan(rng, num_ranks, num_home, slots, domain, empty=0.4):
+    """A legal placement and a quota on its slots."""
+    placement = draw_placement(rng, num_ranks, num_home, slots, domain, empty)
+    holds = (placement[:, :, None] == np.arange(num_ranks * num_home)).any(1).T
+    return placement, np.where(holds, draw_tokens(rng, holds.shape), 0).astype(np.int32)
+
+
+PLANNERS = {
+    "lpt": Planner(
+        partial(lpt, num_bins=5, capacity=4),
+        partial(lpt_reference, num_bins=5, capacity=4),
+        partial(_planning.lpt, num_bins=5, capacity=4),
+        lambda rng: (draw_tokens(rng, 17),),
+    ),
+    "quota": Planner(
+        quota,
+        quota_reference,
+        _planning.quota,
+        lambda rng: (draw_tokens(rng, 12), draw_placement(rng, 6, 2, 4, 3, empty=0.1)),
+    ),
+    "greedy": Planner(
+        partial(greedy, domain=3, min_tokens=2),
+        partial(greedy_reference, domain=3, min_tokens=2),
+        partial(_planning.greedy, domain=3, min_tokens=2),
+        lambda rng: draw_plan(rng, 6, 2, 4, 3),
+    ),
+}
+
+
+def as_tuple(results):
+    return results if isinstance(results, tuple) else (results,)
+
+
+def assert_same(results, expected):
+    """Equal values, shapes and dtypes."""
+    results, expected = as_tuple(results), as_tuple(expected)
+    assert len(results) == len(expected)
+    for result, want in zip(results, expected, strict=True):
+        assert result.dtype == np.int32
+        np.testing.assert_array_equal(result, want)

@@ -1,0 +1,88 @@
+"""The package without its extension modules: a copy of its Python files, in a process of its own."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BINARIES = ("jax_moe_lb._ffi", "jax_moe_lb._ffi_cuda", "jax_moe_lb._planning")
+RANKS, WIDTH = 4, 8
+
+
+def greedy_layer():
+    """Outputs, gradients of the tokens, and statistics of a small layer with skewed routing."""
+    import jax
+    from flax import nnx
+
+    from jax_moe_lb import TopK, Topology, greedy
+    from jax_moe_lb.nn import MoE
+
+    devices = jax.devices()[:RANKS]
+    mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+    topology = Topology.from_mesh(mesh)
+    layer = MoE(WIDTH, 16, 8, TopK(2), mesh=mesh, topology=topology, system=greedy(2), rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (RANKS, 32, WIDTH)) + 1
+
+    def loss(layer, x):
+        y, stats = layer(x)
+        return (y**2).sum(), (y, stats)
+
+    gradients, (y, stats) = nnx.jit(nnx.grad(loss, argnums=1, has_aux=True))(layer, x)
+    integers = [leaf for leaf in jax.tree.leaves(stats) if leaf.dtype == np.int32]
+    return {"y": y, "gradients": gradients, "imbalance": stats.imbalance_after, "rounds": stats.rounds}, integers
+
+
+def main(copy: str, out: str) -> None:
+    # An editable installation answers imports before sys.path is searched.
+    sys.meta_path = [finder for finder in sys.meta_path if "Redirecting" not in type(finder).__name__]
+    sys.path.insert(0, copy)
+    import jax_moe_lb
+    from jax_moe_lb.cli import main as command_line
+
+    assert Path(jax_moe_lb.__file__).is_relative_to(copy)
+    jax_moe_lb.use_virtual_cpu_devices(8)
+    floats, integers = greedy_layer()
+    np.savez(out, **floats, **{f"integer{i}": leaf for i, leaf in enumerate(integers)})
+    sys.exit(command_line(["doctor"]))
+
+
+@pytest.fixture(scope="module")
+def without_binaries(tmp_path_factory):
+    """What the process printed, and the arrays that it computed."""
+    import jax_moe_lb
+
+    copy, package = tmp_path_factory.mktemp("copy"), Path(jax_moe_lb.__file__).parent
+    shutil.copytree(package, copy / "jax_moe_lb", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
+    ran = subprocess.run(
+        [sys.executable, __file__, copy, copy / "out.npz"], capture_output=True, text=True, cwd=copy, env=environment
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout, dict(np.load(copy / "out.npz"))
+
+
+def test_a_greedy_layer_equals_the_one_with_binaries(without_binaries):
+    floats, integers = greedy_layer()
+    _, found = without_binaries
+    assert len(found) == len(floats) + len(integers)
+    for name, value in floats.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    for i, value in enumerate(integers):
+        np.testing.assert_array_equal(found[f"integer{i}"], value)
+
+
+def test_doctor_names_what_is_missing_and_how_to_get_it(without_binaries):
+    printed, _ = without_binaries
+    for module in BINARIES:
+        (line,) = [line for line in printed.splitlines() if line.split()[:1] == [module]]
+        assert "missing" in line
+        assert "pip install ." in line
+    assert "custom call moe_lb_" not in printed
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

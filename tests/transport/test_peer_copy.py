@@ -1,0 +1,97 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import Experts, Gather, Plan, System, Topology, greedy
+from jax_moe_lb.transport.peer_copy import PeerCopy
+from tests.layer import Case, make_mesh, sharded_moe, with_gradients
+from tests.oracle import random_plan
+
+RANKS, HOME, SLOTS = 8, 3, 6
+MESH = make_mesh((RANKS,), ("expert",))
+TOPOLOGY = Topology.from_mesh(MESH)
+SPEC = PartitionSpec("expert")
+
+
+def experts():
+    rng = np.random.default_rng(1)
+    up, gate = rng.normal(size=(2, RANKS * HOME, 2, 5))
+    down = rng.normal(size=(RANKS * HOME, 5, 2))
+    return Experts(*(jnp.asarray(w, jnp.float32) for w in (up, down, gate)))
+
+
+def slots_and_gradients(replicate, placement, relay=None):
+    def one_rank(experts, target, placement, relay):
+        plan = Plan(placement, jnp.zeros((RANKS * HOME, RANKS), jnp.int32), relay=relay, domain=RANKS)
+        slots, vjp = jax.vjp(lambda e: replicate(e, plan, TOPOLOGY), experts)
+        return slots, vjp(target)[0]
+
+    run = jax.shard_map(
+        one_rank, mesh=MESH, in_specs=(SPEC, SPEC, PartitionSpec(), PartitionSpec()), out_specs=(SPEC, SPEC)
+    )
+    rng = np.random.default_rng(2)
+    target = jax.tree.map(lambda w: jnp.asarray(rng.normal(size=(RANKS * SLOTS, *w.shape[1:])), jnp.float32), experts())
+    return jax.jit(run)(experts(), target, jnp.asarray(placement), relay)
+
+
+def drawn_placement():
+    counts = np.ones((RANKS, RANKS * HOME), np.int32)
+    return random_plan(np.random.default_rng(0), counts, SLOTS, RANKS)[0]
+
+
+def test_slots_are_those_of_gather_and_so_are_gradients():
+    placement = drawn_placement()
+    slots, gradients = slots_and_gradients(PeerCopy(), placement)
+    of_gather, gradients_of_gather = slots_and_gradients(Gather(), placement)
+    jax.tree.map(np.testing.assert_array_equal, slots, of_gather)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), gradients, gradients_of_gather)
+
+
+def test_a_plan_with_relays_copies_along_them():
+    """Expert 0 goes from rank to rank; Gather refuses such a plan, and without the relays fills the same slots."""
+    placement = np.full((RANKS, SLOTS), -1, np.int32)
+    placement[:, :HOME] = np.arange(RANKS * HOME).reshape(RANKS, HOME)
+    placement[1:, HOME] = 0
+    relay = np.repeat(np.arange(RANKS, dtype=np.int32)[:, None], SLOTS, 1)
+    relay[1:, HOME] = np.arange(RANKS - 1)
+    slots, gradients = slots_and_gradients(PeerCopy(chunk_bytes=16), placement, jnp.asarray(relay))
+    of_gather, gradients_of_gather = slots_and_gradients(Gather(), placement)
+    jax.tree.map(np.testing.assert_array_equal, slots, of_gather)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), gradients, gradients_of_gather)
+    relay[3, HOME] = 3
+    with pytest.raises(jax.errors.JaxRuntimeError, match="PeerCopy: relay of rank 3, slot 0 is 3; expected a chain"):
+        jax.block_until_ready(slots_and_gradients(PeerCopy(), placement, jnp.asarray(relay)))
+
+
+def test_without_replica_slots_the_home_experts_are_the_slots():
+    placement = np.arange(RANKS * HOME, dtype=np.int32).reshape(RANKS, HOME)
+
+    def one_rank(experts, placement):
+        return PeerCopy()(experts, Plan(placement, jnp.zeros((24, 8), jnp.int32), domain=8), TOPOLOGY)
+
+    run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, PartitionSpec()), out_specs=SPEC))
+    jax.tree.map(np.testing.assert_array_equal, run(experts(), jnp.asarray(placement)), experts())
+
+
+def test_a_layer_with_it_equals_one_with_gather():
+    """Forward and backward, replicas and all."""
+    case, workload = Case(), next(w for w in WORKLOADS if "zipf" in w.name.lower())
+    x, mask = case.tokens(workload, RANKS, jnp.float32)
+    kernel, weights = case.params(jnp.float32)
+    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), jnp.float32)
+    system = greedy(replica_slots=2)
+    results = []
+    for one in (system, dataclasses.replace(system, replicate=PeerCopy())):
+        assert isinstance(one, System)
+        run = with_gradients(sharded_moe(MESH, TOPOLOGY, one))
+        results.append(run(x, mask, kernel, weights, target))
+    (y, stats), gradients = results[1]
+    (y_of_gather, _), gradients_of_gather = results[0]
+    assert stats.imbalance_after[0] < stats.imbalance_before[0]
+    np.testing.assert_array_equal(y, y_of_gather)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradients, gradients_of_gather)

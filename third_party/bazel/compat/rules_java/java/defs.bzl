@@ -1,0 +1,10 @@
+"""The names that Bazel's own repositories load from rules_java, as the native rules."""
+
+java_binary = native.java_binary
+java_import = native.java_import
+java_library = native.java_library
+java_package_configuration = native.java_package_configuration
+java_plugin = native.java_plugin
+java_runtime = native.java_runtime
+java_test = native.java_test
+java_toolchain = native.java_toolchain

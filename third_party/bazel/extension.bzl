@@ -1,0 +1,8 @@
+"""`local_deps` for bzlmod; a file of its own, because Bazel 4 has no module_extension."""
+
+load(":local_deps.bzl", "local_deps")
+
+def _local_deps_extension(_ctx):
+    local_deps(name = "local_deps")
+
+local_deps_extension = module_extension(implementation = _local_deps_extension)
