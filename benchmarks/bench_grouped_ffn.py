@@ -59,7 +59,8 @@ def interleaved_s(functions: dict[str, Callable[[], object]]) -> tuple[dict[str,
             if i >= 2:
                 wall_s[name].append(time.perf_counter() - start[0])
                 processor_s[name].append(time.process_time() - start[1])
-    return tuple({name: np.array(s) for name, s in times.items()} for times in (wall_s, processor_s))
+    wall, processor = ({name: np.array(s) for name, s in times.items()} for times in (wall_s, processor_s))
+    return wall, processor
 
 
 def ratios(functions: dict[str, Callable[[], object]], pairs: dict[str, str], inverse: bool = False) -> str:
@@ -136,8 +137,8 @@ def main() -> None:
     columns = ("rows @ w", "processor", "rows @ w.T", "processor", "rows.T @ rows", "processor", "einsum", "processor")
     print(f"| dtype | groups | rows each | width | {' | '.join(columns)} |\n|{'---|' * 12}")
     for dtype in ("float32", "bfloat16"):
-        for case in [("equal", *case) for case in CASES] + list(UNEVEN):
-            measure_products(*case, dtype)
+        for sized in [("equal", *case) for case in CASES] + list(UNEVEN):
+            measure_products(*sized, dtype)
     print("\nTime over that of the dense FFN\n")
     print(f"| groups | rows each | expert | forward | processor | gradients | processor |\n|{'---|' * 7}")
     for case in CASES:

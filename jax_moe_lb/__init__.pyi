@@ -28,4 +28,5 @@ from .topology import Level as Level
 from .topology import Topology as Topology
 from .transport.direct import Direct as Direct
 from .transport.gather import Gather as Gather
+from .transport.peer_copy import PeerCopy as PeerCopy
 from .virtual_devices import use_virtual_cpu_devices as use_virtual_cpu_devices

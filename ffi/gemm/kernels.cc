@@ -1,7 +1,6 @@
 // The kernel, once per instruction set. Flags of the compiler would reach the inline functions of the standard library
 // as well, and the linker might keep those for everybody; a pragma and a namespace reach only the kernel.
 #include <cstdlib>
-#include <cstring>
 
 #include "ffi/gemm/kernel_api.h"
 #include "ffi/gemm/prefetch.h"

@@ -17,30 +17,19 @@
 #include "ffi/transport/peer_handlers.h"
 #include "ffi/transport/peer_operands.h"
 #include "ffi/transport/peer_runner.h"
-#include "ffi/transport/peer_tickets.h"
+#include "ffi/transport/peer_site_cpu.h"
 
 namespace moe_lb {
-namespace {
-
-using Tickets = PeerTickets<std::monostate>;
+namespace peer_cpu {
 
 Tickets& OpenTickets() {
   static Tickets* const tickets = new Tickets;
   return *tickets;
 }
 
-// What a participant brings.
-struct Brought {
-  PeerShare share;
-  std::vector<PeerNumber> numbers;  // only for sums
-};
+// ---- what the ranks meet for ---------------------------------------------------
 
-using Meeting = Rendezvous<Brought>;
-
-// ---- what the ranks meet for
-// ----------------------------------------------------
-
-std::vector<PeerShare> SharesOf(View<Brought> brought) {
+static std::vector<PeerShare> SharesOf(View<Brought> brought) {
   std::vector<PeerShare> shares;
   for (const Brought& one : brought) shares.push_back(one.share);
   return shares;
@@ -54,37 +43,25 @@ void Copy(View<Brought> brought, Meeting::Finish finish) {
   RunPeerTasks(std::move(tasks), PeerTable(shares), [finish] { finish(Ok()); });
 }
 
-void Sum(View<Brought> brought, Meeting::Finish finish) {
+static void Sum(View<Brought> brought, Meeting::Finish finish) {
   const std::vector<PeerShare> shares = SharesOf(brought);
   if (Status bad = CheckEqualTables(shares)) return finish(bad);
   if (Status bad = CheckWanted(shares[0].wanted, shares[0].weights.num_home)) return finish(bad);
   RunPeerSums(shares[0].wanted, brought[0].numbers, PeerTable(shares), [finish] { finish(Ok()); });
 }
 
-// One per call site of an executable.
-struct Site {
-  static xf::TypeId id;
-  static xf::TypeInfo info;
-
-  Site(PeerAttributes given, Meeting::Act act)
-      : attributes(std::move(given)), meeting(attributes.Options(), std::move(act)) {}
-
-  const PeerAttributes attributes;
-  Meeting meeting;
-};
 xf::TypeId Site::id = {};
 xf::TypeInfo Site::info = xf::MakeTypeInfo<Site>();
 
 template <void (*act)(View<Brought>, Meeting::Finish)>
-xf::ErrorOr<std::unique_ptr<Site>> MakeSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
-                                            int64_t chunk_bytes, double timeout_s, std::string_view site) {
+static xf::ErrorOr<std::unique_ptr<Site>> MakeSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
+                                                   int64_t chunk_bytes, double timeout_s, std::string_view site) {
   PeerAttributes attributes = {num_participants, num_lanes, num_home, chunk_bytes, timeout_s, std::string(site)};
   if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
   return std::make_unique<Site>(std::move(attributes), act);
 }
 
-// ---- handlers
-// --------------------------------------------------------------------
+// ---- handlers ------------------------------------------------------------------
 
 xf::Future Failed(const Status& bad) {
   xf::Promise promise;
@@ -106,6 +83,8 @@ xf::Future Arrive(Site* site, const Arrival& who, Brought brought, Status refusa
   return future;
 }
 
+namespace {
+
 Status ReadCopy(const xf::AnyBuffer& wanted, const xf::AnyBuffer& relay, const xf::RemainingArgs& home,
                 const xf::RemainingRets& slots, PeerShareBuilder* builder) {
   if (Status bad = builder->Tables(wanted, relay)) return bad;
@@ -124,7 +103,7 @@ xf::Future StartHandler(xf::RunId run, int32_t device, Site* site, PeerIntegers 
   PeerShareBuilder builder(site->attributes, device);
   Status refusal = ReadCopy(wanted, relay, home, slots, &builder);
   WriteTicket(OpenTickets().Open(run.run_id, {}), ticket->typed_data());
-  return Arrive(site, ArrivalOf(run, device, place.typed_data()), {builder.Take(), {}}, std::move(refusal));
+  return Arrive(site, ArrivalOf(run, device, place.typed_data()), {builder.Take(), {}, {}}, std::move(refusal));
 }
 
 xf::Error JoinHandler(xf::RunId run, PeerIntegers ticket, xf::RemainingArgs operands, xf::RemainingRets slots) {
@@ -162,12 +141,11 @@ xf::Future SumHandler(xf::RunId run, int32_t device, Site* site, PeerIntegers pl
   PeerShareBuilder builder(site->attributes, device);
   std::vector<PeerNumber> numbers;
   Status refusal = ReadSum(wanted, slots, home, &builder, &numbers);
-  return Arrive(site, ArrivalOf(run, device, place.typed_data()), {builder.Take(), std::move(numbers)},
+  return Arrive(site, ArrivalOf(run, device, place.typed_data()), {builder.Take(), std::move(numbers), {}},
                 std::move(refusal));
 }
 
-// ---- bindings
-// --------------------------------------------------------------------
+// ---- bindings ------------------------------------------------------------------
 
 XLA_FFI_DEFINE_HANDLER(kMakeCopySite, MakeSite<Copy>, BindPeerSite());
 XLA_FFI_DEFINE_HANDLER(kMakeSumSite, MakeSite<Sum>, BindPeerSite());
@@ -203,8 +181,10 @@ XLA_FFI_DEFINE_HANDLER(kSum, SumHandler,
                            .RemainingRets());     // their sums [L, ...] of each kind
 
 }  // namespace
+}  // namespace peer_cpu
 
 Registrations PeerRegistrations() {
+  using namespace peer_cpu;
   return {{{"moe_lb_peer_site", &Site::id, &Site::info}},
           {{"moe_lb_copy_start", kStart, kMakeCopySite},
            {"moe_lb_copy_join", kJoin},

@@ -20,99 +20,12 @@
 #include "ffi/transport/outcome_error.h"
 #include "ffi/transport/peer_handlers.h"
 #include "ffi/transport/peer_operands.h"
-#include "ffi/transport/peer_tickets.h"
+#include "ffi/transport/peer_site_cuda.h"
 
 namespace moe_lb {
+namespace peer_cuda {
+
 namespace {
-
-Status Cuda(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return Ok();
-  return Refuse(what, ": ", cudaGetErrorName(error), ": ", cudaGetErrorString(error));
-}
-
-// Runs the calls up to the first that fails.
-#define MOE_LB_CUDA(call)                               \
-  do {                                                  \
-    if (Status bad_ = Cuda((call), #call)) return bad_; \
-  } while (false)
-
-// An event without times; destroyed with its owner.
-class Event {
- public:
-  Event() = default;
-  Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
-  Event& operator=(Event&&) = delete;
-  ~Event() {
-    // A process that ends may have closed CUDA already, and nothing is left to be told.
-    if (event_ != nullptr) static_cast<void>(cudaEventDestroy(event_));
-  }
-  Status Make() {
-    if (event_ != nullptr) return Ok();
-    MOE_LB_CUDA(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
-    return Ok();
-  }
-  cudaEvent_t get() const { return event_; }
-
- private:
-  cudaEvent_t event_ = nullptr;
-};
-
-// What one start uses on one device.
-struct Turn {
-  Event ready;                  // XLA's stream has made the weights and freed the slots
-  Event tables;                 // `host` holds wanted and relay
-  Event copied;                 // all copies into this device are done
-  std::vector<Event> forwards;  // tasks that other devices wait for
-  int32_t* host = nullptr;      // pinned
-};
-
-// The copy stream of a call site on one device, and a ring of turns. A turn that comes round again records its events
-// anew on the same stream, after the old ones: whoever still waits for them waits a little longer, not too short.
-class Lane {
- public:
-  static constexpr size_t kNumTurns = 16;
-
-  ~Lane() {
-    if (stream_ != nullptr) static_cast<void>(cudaStreamDestroy(stream_));
-    if (host_ != nullptr) static_cast<void>(cudaFreeHost(host_));
-  }
-
-  Status Make(size_t table_size) {
-    table_size_ = table_size;
-    MOE_LB_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-    void* memory = nullptr;
-    MOE_LB_CUDA(cudaHostAlloc(&memory, kNumTurns * (2 * table_size + 2) * sizeof(int32_t), cudaHostAllocPortable));
-    host_ = static_cast<int32_t*>(memory);
-    for (size_t i = 0; i < kNumTurns; ++i) {
-      turns_[i].host = host_ + i * (2 * table_size + 2);
-      for (Event* event : {&turns_[i].ready, &turns_[i].tables, &turns_[i].copied}) {
-        if (Status bad = event->Make()) return bad;
-      }
-    }
-    return Ok();
-  }
-
-  Turn* Next() { return &turns_[next_++ % kNumTurns]; }
-  cudaStream_t stream() const { return stream_; }
-  size_t table_size() const { return table_size_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-  int32_t* host_ = nullptr;
-  size_t table_size_ = 0;
-  size_t next_ = 0;
-  std::array<Turn, kNumTurns> turns_;
-};
-
-// What a participant brings, and what the last to arrive tells it.
-struct Brought {
-  PeerShare share;
-  Lane* lane = nullptr;
-  Turn* turn = nullptr;
-  std::vector<cudaEvent_t>* waits = nullptr;  // for `copy_join`
-};
-
-using Meeting = Rendezvous<Brought>;
 
 // ---- the copies of all devices -----------------------------------------------------
 
@@ -231,6 +144,8 @@ Status CopyAll(View<Brought> brought) {
   return Queue(brought, table, tasks).Run();
 }
 
+}  // namespace
+
 void Copy(View<Brought> brought, Meeting::Finish finish) {
   int device = 0;
   Status bad = Cuda(cudaGetDevice(&device), "cudaGetDevice");
@@ -243,49 +158,17 @@ void Copy(View<Brought> brought, Meeting::Finish finish) {
   finish(bad);
 }
 
-// One per call site of an executable.
-struct Site {
-  static xf::TypeId id;
-  static xf::TypeInfo info;
-
-  explicit Site(PeerAttributes given) : attributes(std::move(given)), meeting(attributes.Options(), Copy) {}
-
-  // The lane of the current device.
-  Status LaneOf(int device, size_t table_size, Lane** lane) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    std::unique_ptr<Lane>& found = lanes[device];
-    if (found == nullptr) {
-      auto fresh = std::make_unique<Lane>();
-      if (Status bad = fresh->Make(table_size)) return bad;
-      found = std::move(fresh);
-    }
-    *lane = found.get();
-    return CheckSame("table entries", table_size, found->table_size());
-  }
-
-  const PeerAttributes attributes;
-  Meeting meeting;
-  std::mutex mutex;
-  std::map<int, std::unique_ptr<Lane>> lanes;
-};
 xf::TypeId Site::id = {};
 xf::TypeInfo Site::info = xf::MakeTypeInfo<Site>();
 
-xf::ErrorOr<std::unique_ptr<Site>> MakeSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
-                                            int64_t chunk_bytes, double timeout_s, std::string_view site) {
+static xf::ErrorOr<std::unique_ptr<Site>> MakeSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
+                                                   int64_t chunk_bytes, double timeout_s, std::string_view site) {
   PeerAttributes attributes = {num_participants, num_lanes, num_home, chunk_bytes, timeout_s, std::string(site)};
   if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
   return std::make_unique<Site>(std::move(attributes));
 }
 
 // ---- handlers ----------------------------------------------------------------------
-
-// What `copy_join` must know. A ticket's value is in device memory, which no host reads without waiting, so tickets go
-// by the address of the slots: XLA gives it to nobody else between the two calls.
-struct Note {
-  std::vector<const void*> slots;
-  std::vector<cudaEvent_t> waits;
-};
 
 PeerTickets<Note>& OpenTickets() {
   static PeerTickets<Note>* const tickets = new PeerTickets<Note>;
@@ -296,6 +179,8 @@ int64_t TicketOf(const std::vector<const void*>& slots) {
   return slots.empty() ? 0 : static_cast<int64_t>(reinterpret_cast<intptr_t>(slots[0]));
 }
 
+namespace {
+
 // Records `ready`, and brings the tables and `place` to the host; the share then shows the host's copy. Waits for what
 // they depend on, and for earlier copies of this call site: not for what XLA launches after.
 Status FetchTables(Site* site, cudaStream_t stream, const int32_t* place, Brought* brought) {
@@ -304,7 +189,7 @@ Status FetchTables(Site* site, cudaStream_t stream, const int32_t* place, Brough
   PeerShare& share = brought->share;
   share.device = device;
   const View<const int32_t> wanted = share.wanted.flat(), relay = share.relay.flat();
-  if (Status bad = site->LaneOf(device, wanted.size(), &brought->lane)) return bad;
+  if (Status bad = site->LaneOf(device, 2 + 2 * wanted.size(), &brought->lane)) return bad;
   brought->turn = brought->lane->Next();
   const cudaStream_t copies = brought->lane->stream();
   MOE_LB_CUDA(cudaEventRecord(brought->turn->ready.get(), stream));
@@ -417,8 +302,10 @@ XLA_FFI_DEFINE_HANDLER(
         .RemainingRets());    // slots
 
 }  // namespace
+}  // namespace peer_cuda
 
 Registrations PeerRegistrations() {
+  using namespace peer_cuda;
   return {{{"moe_lb_cuda_peer_site", &Site::id, &Site::info}},
           {{"moe_lb_copy_start", kStart, kMakeSite}, {"moe_lb_copy_join", kJoin}}};
 }

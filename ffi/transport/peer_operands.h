@@ -79,6 +79,10 @@ class PeerShareBuilder {
     MatrixView<const int32_t> wanted{nullptr, 0, 0}, relay{nullptr, 0, 0};
     if (Status bad = AsMatrix("wanted", wanted_buffer, &wanted)) return bad;
     if (Status bad = AsMatrix("relay", relay_buffer, &relay)) return bad;
+    return Tables(wanted, relay);
+  }
+
+  Status Tables(MatrixView<const int32_t> wanted, MatrixView<const int32_t> relay) {
     const auto participants = static_cast<size_t>(attributes_.num_participants);
     if (wanted.rows() == 0 || wanted.rows() % participants != 0) {
       return Refuse("wanted has ", wanted.rows(), " ranks; expected a positive multiple of the ", participants,

@@ -14,7 +14,6 @@ from jax_moe_lb.ops import _native
 from jax_moe_lb.ops.grouped_ffn import has_tokamax
 
 PACKAGES = ("jax_moe_lb", "jax", "jaxlib", "flax", "numpy")
-ACCELERATOR = "run on a GPU or TPU: pip install 'jax[cuda13]' or 'jax[tpu]'"
 CUSTOM_CALL_PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
 """Where custom calls exist, by JAX's name of the backend."""
 
@@ -71,7 +70,7 @@ OPERATIONS = (
         "ragged_all_to_all", "padded all_to_all", NO_RAGGED, "lax.ragged_all_to_all", "ragged_exchange", ("cpu",)
     ),
     Operation("grouped_ffn", "blocked", DENSE, "lax.ragged_dot", "grouped_matmul", ("cpu",)),
-    Operation("gather", "ring of ppermute", NO_RAGGED, "lax.ragged_all_to_all"),
+    Operation("gather", "ring of ppermute", NO_RAGGED, "lax.ragged_all_to_all", "ragged_exchange", ("cpu",)),
     Operation(
         "copy_expert_weights", "ring of ppermute", NO_RAGGED, "lax.ragged_all_to_all", "copy_start", ("cpu", "gpu")
     ),
@@ -99,7 +98,7 @@ def _implementation(op: Operation, backend: str) -> Implementation:
         return _on_accelerators(op, backend, HOW_TO_BUILD[platform] if platform else None)
     if platform:
         return Implementation(op.name, op.plain, f"{op.why}; no custom call was built", HOW_TO_BUILD[platform])
-    return Implementation(op.name, op.plain, op.why, ACCELERATOR if op.on_accelerators else None)
+    return Implementation(op.name, op.plain, op.why, None)
 
 
 def _on_accelerators(op: Operation, backend: str, faster: str | None) -> Implementation:

@@ -1,8 +1,9 @@
 """Experts out of the home weights of all ranks, in plain JAX, and the sums of their gradients back home.
 
-Over `lax.ragged_all_to_all` each replica moves once; XLA:CPU has none, so there blocks of
-`L` experts walk round a ring of ranks, which copies more but holds no more: either way a
-rank never sees more than `O(S)` experts.
+Over `ragged_all_to_all` each replica moves once. Where that would be padded steps (on CPUs
+without the custom call, or between processes) blocks of `L` experts walk round a ring of
+ranks instead, which copies more but holds no more: either way a rank never sees more than
+`O(S)` experts.
 """
 
 from functools import partial
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
+from jax_moe_lb.ops.ragged_all_to_all import moves_in_process, ragged_all_to_all
 from jax_moe_lb.types import iota, wide_dtype
 
 Axes = tuple[str, ...]
@@ -27,7 +28,8 @@ def fetch(home: Weights, wanted: Wanted, num_home: int, axis_name: Axes) -> Weig
     """The replicas `[P, ...]` that this rank wants, out of the `[L, ...]` home weights of all ranks."""
     by_ring = partial(ring_fetch, axis_name=axis_name)
     by_ragged = partial(ragged_fetch, axis_name=axis_name)
-    return jax.lax.platform_dependent(home, wanted, cpu=by_ring, default=by_ragged)
+    on_cpu = by_ragged if moves_in_process() else by_ring
+    return jax.lax.platform_dependent(home, wanted, cpu=on_cpu, default=by_ragged)
 
 
 def _save(home: Weights, wanted: Wanted, num_home: int, axis_name: Axes) -> tuple[Weights, Wanted]:
@@ -45,7 +47,8 @@ def fetch_transpose(upstream: Weights, wanted: Wanted, num_home: int, axis_name:
     """The sums `[L, ...]` of the gradients `[P, ...]` of all replicas, in an order that depends on `wanted` alone."""
     by_ring = partial(ring_sum, num_home=num_home, axis_name=axis_name)
     by_ragged = partial(ragged_sum, num_home=num_home, axis_name=axis_name)
-    return jax.lax.platform_dependent(upstream, wanted, cpu=by_ring, default=by_ragged)
+    on_cpu = by_ragged if moves_in_process() else by_ring
+    return jax.lax.platform_dependent(upstream, wanted, cpu=on_cpu, default=by_ragged)
 
 
 # ---- a ring of ppermutes ------------------------------------------------------
@@ -94,7 +97,7 @@ def _ring_distance(wanted: Wanted, num_home: int) -> Wanted:
     return jnp.where(wanted >= 0, (ranks - wanted // num_home) % num_ranks, 0)
 
 
-# ---- lax.ragged_all_to_all ------------------------------------------------------
+# ---- ragged_all_to_all ------------------------------------------------------
 
 
 def ragged_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
@@ -113,6 +116,7 @@ def ragged_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
         output_offsets=slot.reshape(-1),
         recv_sizes=_ones(arriving),
         axis_name=axis_name,
+        site="replicate",
     )
 
 
@@ -133,6 +137,7 @@ def ragged_sum(upstream: Weights, wanted: Wanted, *, num_home: int, axis_name: A
             output_offsets=jnp.broadcast_to(wanted[me] % num_home, wanted.shape).reshape(-1),
             recv_sizes=_ones((owner == me) & (turn == i)),
             axis_name=axis_name,
+            site="gradients of replicas",
         )
         return sums + arrived.astype(sums.dtype)
 

@@ -86,7 +86,7 @@ class Direct:
         me = jax.lax.axis_index(axes)
         going = nearest_first(counts, plan.quota, me, plan.domain)
         order = _sending_order(experts.reshape(-1), going, plan)
-        arriving = _per_slot(arrivals(counts, plan.quota, me, plan.domain), plan.placement[me])
+        arriving = _arriving(counts, plan, me)
         sent = going.sum(0, dtype=jnp.int32)
         first_sent, first_in_stream = _starts(sent), _starts(arriving.sum(1, dtype=jnp.int32))
         # Each rank tells the others where their rows are in its stream and in its sending order.
@@ -118,6 +118,7 @@ class Direct:
             output_offsets=receipt.first_landed + going.start - i * capacity,
             recv_sizes=coming.sum(1, dtype=jnp.int32),
             axis_name=topology.expert_axes,
+            site="dispatch",
         )
         return rows[_by_slot(coming, capacity)], coming.sum(0, dtype=jnp.int32)
 
@@ -137,6 +138,7 @@ class Direct:
             output_offsets=receipt.first_at_source + skipped,
             recv_sizes=going.size,
             axis_name=topology.expert_axes,
+            site="combine",
         )
 
 
@@ -191,8 +193,12 @@ def _by_slot(coming: Int[Array, "R S"], num_rows: int) -> Int[Array, "A"]:
     return jnp.where(used, row + shift[_segment(by_slot, num_rows)], row)
 
 
-def _per_slot(by_expert: Int[Array, "E R"], slots: Int[Array, "S"]) -> Int[Array, "R S"]:
-    return jnp.where((slots >= 0)[:, None], by_expert[jnp.maximum(slots, 0)], 0).T
+def _arriving(counts: Counts, plan: Plan, me: Int[Array, ""]) -> Int[Array, "R S"]:
+    """Copies from each rank for each slot of this one; only the experts that it holds matter."""
+    slots = plan.placement[me]
+    held = jnp.maximum(slots, 0)
+    by_slot = arrivals(counts[:, held], plan.quota[held], me, plan.domain)
+    return jnp.where((slots >= 0)[:, None], by_slot, 0).T
 
 
 def _segment(sizes: Int[Array, "N"], total: int) -> Int[Array, "C"]:

@@ -18,9 +18,8 @@ class PeerCopy:
     """Every slot copies its expert from home, or from the rank that `plan.relay` names.
 
     All kinds of weights travel in one call: see `ops/copy_expert_weights.py`. Copies equal
-    those of `Gather`. Gradients are added by rank, then by slot: the bits of `Gather` over
-    `lax.ragged_all_to_all`; its ring on CPUs adds in another order, so that experts of three and
-    more replicas may differ there by rounding.
+    those of `Gather`. Gradients are added by rank, then by slot, with the bits of `Gather` over
+    `ragged_all_to_all`; its ring adds in another order.
 
     Inside one process. Between processes, and where the custom calls were not built, it is `Gather`, and
     `plan.relay` changes nothing.

@@ -14,6 +14,7 @@ from jax_moe_lb import (
     Chain,
     Greedy,
     HostBalancer,
+    PeerCopy,
     Plain,
     Plan,
     System,
@@ -52,6 +53,7 @@ SYSTEMS = {
     "greedy in small rounds": greedy(replica_slots=1, headroom=0.4),
     "host": System(BALANCERS[HostBalancer], replica_slots=1),
     "chain": System(BALANCERS[Chain], replica_slots=3),
+    "peer copies": System(Greedy(), replicate=PeerCopy(), replica_slots=2),
 }
 # ranks, ranks per domain, experts, slots
 SHAPES = [(8, 8, 16, 4), (8, 4, 16, 3), (8, 2, 8, 3), (1, 1, 4, 5), (6, 3, 18, 4)]
@@ -60,7 +62,7 @@ SHAPES = [(8, 8, 16, 4), (8, 4, 16, 3), (8, 2, 8, 3), (1, 1, 4, 5), (6, 3, 18, 4
 def test_every_exported_balancer_is_here():
     exported = {
         value
-        for value in vars(jax_moe_lb).values()
+        for value in (getattr(jax_moe_lb, name) for name in jax_moe_lb.__all__)
         if inspect.isclass(value) and issubclass(value, Balancer) and not inspect.isabstract(value)
     }
     assert exported == set(BALANCERS)
