@@ -2,10 +2,15 @@
 #include "ffi/common/module.h"
 #include "ffi/planning/handlers.h"
 #include "ffi/transport/peer_handlers.h"
+#include "ffi/transport/peer_planning.h"
 
 NB_MODULE(_ffi_cuda, module) {
   module.doc() = "XLA custom calls of jax_moe_lb for NVIDIA GPUs; jax_moe_lb.ops registers them";
   module.def(
-      "registrations", [] { return moe_lb::AsPython({moe_lb::PlanningRegistrations(), moe_lb::PeerRegistrations()}); },
+      "registrations",
+      [] {
+        return moe_lb::AsPython(
+            {moe_lb::PlanningRegistrations(), moe_lb::PeerRegistrations(), moe_lb::PeerPlanningRegistrations()});
+      },
       "State types and handlers, as capsules");
 }

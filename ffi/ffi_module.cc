@@ -4,6 +4,7 @@
 #include "ffi/planning/handlers.h"
 #include "ffi/transport/handlers.h"
 #include "ffi/transport/peer_handlers.h"
+#include "ffi/transport/peer_planning.h"
 
 NB_MODULE(_ffi, module) {
   module.doc() = "XLA custom calls of jax_moe_lb for CPUs; jax_moe_lb.ops registers them";
@@ -11,7 +12,8 @@ NB_MODULE(_ffi, module) {
       "registrations",
       [] {
         return moe_lb::AsPython({moe_lb::PlanningRegistrations(), moe_lb::ExchangeRegistrations(),
-                                 moe_lb::PeerRegistrations(), moe_lb::GemmRegistrations()});
+                                 moe_lb::PeerRegistrations(), moe_lb::PeerPlanningRegistrations(),
+                                 moe_lb::GemmRegistrations()});
       },
       "State types and handlers, as capsules");
 }

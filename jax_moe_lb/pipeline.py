@@ -20,7 +20,7 @@ from jax_moe_lb.routing import (
 )
 from jax_moe_lb.systems import System
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.rounds import from_sending_order, serve, to_sending_order
+from jax_moe_lb.transport.rounds import combine, serve, to_sending_order
 from jax_moe_lb.types import Counts, State, TokenMask, Tokens, wide_dtype
 
 CHECKPOINT_NAMES = ("moe_routing", "moe_sent", "moe_served")
@@ -112,7 +112,7 @@ def moe(
     sent = checkpoint_name(to_sending_order(x, receipt, routing.experts.shape[1]), "moe_sent")
     served = serve(sent, vary_like_tokens(experts, topology), plan, receipt, system, topology)
     served = checkpoint_name(served, "moe_served")
-    y = combine(from_sending_order(served, receipt), routing.weights)
+    y = combine(served, routing.weights, receipt)
     loss = losses(routing, counts, topology.expert_axes, sequence_length)
     return y, _stats(counts, start, plan, receipt.rounds, experts, loss), state
 
@@ -156,12 +156,6 @@ def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:
     if not topology.data_axes:
         return experts
     return jax.lax.pcast(experts, topology.data_axes, to="varying")
-
-
-def combine(copies: Float[Array, "C H"], weights: Float[Array, "T K"]) -> Tokens:
-    """The weighted sum of each token's expert outputs, accumulated in float32 at least."""
-    by_token = copies.reshape(*weights.shape, copies.shape[1]).astype(weights.dtype)
-    return (by_token * weights[:, :, None]).sum(1).astype(copies.dtype)
 
 
 def _stats(

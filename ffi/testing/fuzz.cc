@@ -282,6 +282,15 @@ class Runner {
   int64_t runs_ = 0;
 };
 
+void ShortenTimeout(Call& call) {
+  const auto timeout = call.attributes.find("timeout_s");
+  if (timeout != call.attributes.end()) timeout->second = Double(kShortTimeout);
+  if (call.before == nullptr || !call.before->sets_timeout) return;
+  auto before = std::make_shared<Before>(*call.before);
+  ShortenTimeout(before->call);
+  call.before = before;
+}
+
 Case MakeCase(const HandlerRegistration& handler, uint64_t number, Random& random) {
   const int64_t draw = random.Below(100);
   const Kind kind = draw < 15 ? Kind::kValid : draw < 65 ? Kind::kMutated : draw < 92 ? Kind::kScrambled : Kind::kAny;
@@ -292,8 +301,7 @@ Case MakeCase(const HandlerRegistration& handler, uint64_t number, Random& rando
   }
   one.call = AllValidCalls().at(handler.name).make(random);
   // Whoever is broken may leave the others waiting.
-  const auto timeout = one.call.attributes.find("timeout_s");
-  if (kind != Kind::kValid && timeout != one.call.attributes.end()) timeout->second = Double(kShortTimeout);
+  if (kind != Kind::kValid) ShortenTimeout(one.call);
   if (kind == Kind::kMutated) Mutate(random, one.call);
   if (kind == Kind::kScrambled) Scramble(random, one.call);
   return one;

@@ -44,6 +44,7 @@ struct Before {
   std::string handler;
   Call call;
   std::map<size_t, size_t> wires;  // its result to the other's argument
+  bool sets_timeout = false;       // its time-out is that of the call that follows
 };
 
 std::string Describe(const Call& call);

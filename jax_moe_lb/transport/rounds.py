@@ -4,7 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
@@ -93,12 +93,37 @@ to_sending_order.defvjp(_save_receipt, _sum_copies)
 
 
 @jax.custom_vjp
-def from_sending_order(copies: Copies, receipt: Receipt) -> Copies:
-    """Copies back to token order, `token * K + k`."""
-    return copies[receipt.place]
+def combine(copies: Copies, weights: Float[Array, "T K"], receipt: Receipt) -> Tokens:
+    """The weighted sum of each token's expert outputs, accumulated in the dtype of the weights.
+
+    One gather per choice, added as it comes: XLA:CPU then never writes the `[T, K, H]`
+    products, nor the copies in token order. The transpose gathers too.
+
+    Args:
+        copies: in the sending order of `receipt`.
+        weights: of the routing.
+        receipt: of the dispatch.
+    """
+    place = receipt.place.reshape(weights.shape)
+    total = jnp.zeros((weights.shape[0], copies.shape[1]), weights.dtype)
+    for k in range(weights.shape[1]):
+        total = total + copies[place[:, k]].astype(weights.dtype) * weights[:, k, None]
+    return total.astype(copies.dtype)
 
 
-from_sending_order.defvjp(
-    lambda copies, receipt: (copies[receipt.place], receipt),
-    lambda receipt, upstream: (upstream[receipt.order], None),
-)
+def _save_copies(
+    copies: Copies, weights: Float[Array, "T K"], receipt: Receipt
+) -> tuple[Tokens, tuple[Copies, Array, Receipt]]:
+    return combine(copies, weights, receipt), (copies, weights, receipt)
+
+
+def _spread(saved: tuple[Copies, Array, Receipt], upstream: Tokens) -> tuple[Copies, Array, None]:
+    copies, weights, receipt = saved
+    place, upstream = receipt.place.reshape(weights.shape), upstream.astype(weights.dtype)
+    of_copy = weights.reshape(-1)[receipt.order][:, None]
+    copy_gradients = (upstream[receipt.order // weights.shape[1]] * of_copy).astype(copies.dtype)
+    per_choice = [(copies[place[:, k]].astype(weights.dtype) * upstream).sum(1) for k in range(weights.shape[1])]
+    return copy_gradients, jnp.stack(per_choice, 1), None
+
+
+combine.defvjp(_save_copies, _spread)

@@ -1,0 +1,111 @@
+// Plans and copies in one call, posted ahead: `moe_lb_copy_post`, then `moe_lb_plan_<planner>_and_copy`, then
+// `moe_lb_copy_join`, under these names on all platforms.
+//
+// `copy_post` says what will be planned and copied, and owns the buffers that the copies fill: a buffer that the second
+// call allocated could be one that what runs in between still uses. The second call plans on the host, the same plan on
+// all ranks, and starts the copies that the plan's placement asks for.
+#pragma once
+
+#include <limits>
+#include <vector>
+
+#include "ffi/common/registrations.h"
+#include "ffi/planning/planners.h"
+#include "ffi/transport/peer_operands.h"
+
+namespace moe_lb {
+
+// One definition per platform.
+Registrations PeerPlanningRegistrations();
+
+inline auto BindPost() {
+  return BindPeerSite().Attr<int64_t>("plan_size");  // int32 words of the planner's results
+}
+
+inline Status CheckPlanSize(int64_t plan_size) {
+  if (plan_size >= 0 && plan_size <= std::numeric_limits<int32_t>::max()) return Ok();
+  return Refuse("plan_size is ", plan_size, "; expected 0 to ", std::numeric_limits<int32_t>::max());
+}
+
+// What the second call takes after the planner's arguments, `Binding`. A planner's binding ends with its status word:
+// here that result is the ticket, since planning on this thread can fail with an error.
+template <typename Binding>
+auto AndCopy(Binding binding) {
+  return std::move(binding)
+      .template Arg<PeerIntegers>()  // ticket of copy_post [2]
+      .RemainingArgs()               // home of each kind, slots of each kind, and what comes before
+      .RemainingRets()               // slots, and what comes before, over the operands
+      .template Ctx<xf::RunId>();
+}
+
+// Operands and results of the second call, by what they are.
+struct PlannedArrays {
+  std::vector<xf::AnyBuffer> home;
+  std::vector<xf::AnyBuffer> posted;  // the slots, as copy_post gave them
+  std::vector<xf::AnyBuffer> slots;   // and as a result
+  std::vector<xf::AnyBuffer> before;
+  std::vector<xf::AnyBuffer> after;  // the same, as a result
+};
+
+inline Status CheckSameBytes(const char* name, size_t index, const xf::AnyBuffer& in, const xf::AnyBuffer& out) {
+  if (in.size_bytes() == out.size_bytes()) return Ok();
+  return Refuse(name, " ", index, " has ", in.size_bytes(), " bytes and its result has ", out.size_bytes(),
+                "; expected as many");
+}
+
+inline Status SortPlannedArrays(const xf::RemainingArgs& args, const xf::RemainingRets& rets, PlannedArrays* sorted) {
+  const size_t kinds = args.size() < rets.size() ? 0 : args.size() - rets.size();
+  if (kinds == 0 || rets.size() < kinds) {
+    return Refuse("got ", args.size(), " arrays and ", rets.size(), " results; expected K home, K slots and any more, ",
+                  "and all but the first K as results");
+  }
+  for (size_t i = 0; i < kinds; ++i) {
+    sorted->home.push_back(*args.get<xf::AnyBuffer>(i));
+    sorted->posted.push_back(*args.get<xf::AnyBuffer>(kinds + i));
+    sorted->slots.push_back(**rets.get<xf::AnyBuffer>(i));
+    if (Status bad = CheckSameBytes("slots of kind", i, sorted->posted[i], sorted->slots[i])) return bad;
+  }
+  for (size_t i = kinds; i < rets.size(); ++i) {
+    sorted->before.push_back(*args.get<xf::AnyBuffer>(kinds + i));
+    sorted->after.push_back(**rets.get<xf::AnyBuffer>(i));
+    if (Status bad = CheckSameBytes("array", i, sorted->before.back(), sorted->after.back())) return bad;
+  }
+  return Ok();
+}
+
+// The tables of a plan: each rank's slots after its home experts, all copied from home. The first result of a planner
+// is its placement [R, S].
+//   tables: receives wanted [R, S - L], then relay.
+inline Status PlannedTables(const Results& plan, size_t num_home, std::vector<int32_t>* tables) {
+  const MatrixView<int32_t> placement = plan[0];
+  if (placement.columns() < num_home) {
+    return Refuse("placement has ", placement.columns(), " slots; expected at least the ", num_home, " home experts");
+  }
+  for (size_t rank = 0; rank < placement.rows(); ++rank) {
+    tables->insert(tables->end(), placement[rank].begin() + num_home, placement[rank].end());
+  }
+  tables->resize(2 * tables->size(), -1);
+  return Ok();
+}
+
+// Shows `tables`, which must outlive the share, in it, and the arrays.
+inline Status ReadPlanned(const Results& plan, size_t num_home, const std::vector<int32_t>& tables,
+                          const PlannedArrays& arrays, PeerShareBuilder* builder) {
+  const size_t ranks = plan[0].rows(), slots = plan[0].columns() - num_home;
+  if (Status bad = builder->Tables({tables.data(), ranks, slots}, {tables.data() + ranks * slots, ranks, slots})) {
+    return bad;
+  }
+  for (size_t kind = 0; kind < arrays.home.size(); ++kind) {
+    if (Status bad = builder->Weights(arrays.home[kind], arrays.slots[kind])) return bad;
+  }
+  return Ok();
+}
+
+template <typename Arrays>
+size_t NumWordsOf(const Arrays& arrays) {
+  size_t words = 0;
+  for (const auto& array : arrays) words += array.rows() * array.columns();
+  return words;
+}
+
+}  // namespace moe_lb

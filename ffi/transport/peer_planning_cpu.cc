@@ -1,0 +1,133 @@
+// On a CPU the counts are at hand: `copy_post` notes who comes, and the second call plans at once. The copies are those
+// of `copy_start`, and so is their lifetime: XLA holds all buffers until the call's future completes.
+#include <cstring>
+#include <memory>
+#include <string_view>
+#include <utility>
+
+#include "ffi/transport/peer_handlers.h"
+#include "ffi/transport/peer_planning.h"
+#include "ffi/transport/peer_site_cpu.h"
+
+namespace moe_lb {
+namespace peer_cpu {
+namespace {
+
+// One per call site of `copy_post`. What was posted keeps the site: its program may be gone before it is used.
+struct PostSite {
+  static xf::TypeId id;
+  static xf::TypeInfo info;
+
+  PostSite(PeerAttributes attributes, int64_t size)
+      : site(std::make_shared<Site>(std::move(attributes), Copy)), plan_size(size) {}
+
+  const std::shared_ptr<Site> site;
+  const int64_t plan_size;
+};
+xf::TypeId PostSite::id = {};
+xf::TypeInfo PostSite::info = xf::MakeTypeInfo<PostSite>();
+
+xf::ErrorOr<std::unique_ptr<PostSite>> MakePostSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
+                                                    int64_t chunk_bytes, double timeout_s, std::string_view site,
+                                                    int64_t plan_size) {
+  PeerAttributes attributes = {num_participants, num_lanes, num_home, chunk_bytes, timeout_s, std::string(site)};
+  if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
+  if (Status bad = CheckPlanSize(plan_size)) return xf::Unexpected(ToError(bad));
+  return std::make_unique<PostSite>(std::move(attributes), plan_size);
+}
+
+struct Post {
+  std::shared_ptr<Site> site;
+  Arrival who = {};
+  int64_t plan_size = 0;
+};
+
+PeerTickets<Post>& OpenPosts() {
+  static PeerTickets<Post>* const posts = new PeerTickets<Post>;
+  return *posts;
+}
+
+xf::Error PostHandler(xf::RunId run, int32_t device, PostSite* site, PeerIntegers place, xf::RemainingArgs operands,
+                      xf::ResultBuffer<xf::S32> ticket, xf::RemainingRets slots) {
+  static_cast<void>(slots);  // filled by the second call
+  static_cast<void>(operands);
+  if (Status bad = CheckSame("numbers in place", place.element_count(), 2)) return ToError(bad);
+  if (Status bad = CheckSame("numbers in ticket", ticket->element_count(), 2)) return ToError(bad);
+  const Arrival who = ArrivalOf(run, device, place.typed_data());
+  WriteTicket(OpenPosts().Open(run.run_id, {site->site, who, site->plan_size}), ticket->typed_data());
+  return xf::Error::Success();
+}
+
+// Plans, and fills `brought` with the copies of the plan.
+Status Plan(const PlannerCall& call, const Post& post, const PlannedArrays& arrays, Brought* brought) {
+  const PeerAttributes& attributes = post.site->attributes;
+  if (Status bad = CheckSame("numbers of the plan", NumWordsOf(call.results), static_cast<size_t>(post.plan_size))) {
+    return bad;
+  }
+  if (Status bad = Attempt(call, call.operands, call.results)) return bad;
+  const auto num_home = static_cast<size_t>(attributes.num_home);
+  if (Status bad = PlannedTables(call.results, num_home, &brought->tables)) return bad;
+  PeerShareBuilder builder(attributes, post.who.device);
+  if (Status bad = ReadPlanned(call.results, num_home, brought->tables, arrays, &builder)) return bad;
+  brought->share = builder.Take();
+  return Ok();
+}
+
+xf::Future PlanAndStart(const PlannerCall& call, VectorResult& ticket, PeerIntegers& posted,
+                        const xf::RemainingArgs& args, const xf::RemainingRets& rets, xf::RunId run) {
+  if (Status bad = CheckSame("numbers in the ticket", posted.element_count(), 2)) return Failed(bad);
+  if (Status bad = CheckSame("numbers in ticket", ticket->element_count(), 2)) return Failed(bad);
+  Post post;
+  if (OpenPosts().Close(run.run_id, ReadTicket(posted.typed_data()), &post)) {
+    return Failed(Refuse(call.name, ": ticket is ", ReadTicket(posted.typed_data()),
+                         "; expected one that post gave in this run of the program and that was not used yet"));
+  }
+  PlannedArrays arrays;
+  Brought brought;
+  Status refusal = SortPlannedArrays(args, rets, &arrays);
+  if (!refusal) refusal = Plan(call, post, arrays, &brought);
+  for (size_t i = 0; !refusal && i < arrays.after.size(); ++i) {
+    const void* from = arrays.before[i].untyped_data();
+    void* to = arrays.after[i].untyped_data();
+    if (from != to && arrays.before[i].size_bytes() > 0) std::memcpy(to, from, arrays.before[i].size_bytes());
+  }
+  WriteTicket(OpenTickets().Open(run.run_id, {}), ticket->typed_data());
+  return Arrive(post.site.get(), post.who, std::move(brought), std::move(refusal));
+}
+
+// The handler of the planner whose arguments `make_call` takes.
+template <auto make_call>
+struct PlanAndCopy;
+
+template <typename... Args, PlannerCall (*make_call)(Args...)>
+struct PlanAndCopy<make_call> {
+  static xf::Future Run(Args... args, VectorResult ticket, PeerIntegers posted, xf::RemainingArgs arrays,
+                        xf::RemainingRets results, xf::RunId run) {
+    return PlanAndStart(make_call(args...), ticket, posted, arrays, results, run);
+  }
+};
+
+XLA_FFI_DEFINE_HANDLER(kMakePostSite, MakePostSite, BindPost());
+
+XLA_FFI_DEFINE_HANDLER(kPost, PostHandler,
+                       xf::Ffi::Bind()
+                           .Ctx<xf::RunId>()
+                           .Ctx<xf::DeviceOrdinal>()
+                           .Ctx<xf::State<PostSite>>()
+                           .Arg<PeerIntegers>()  // place [2]
+                           .RemainingArgs()      // the planner's operands, then home [L, ...] of each kind
+                           .Ret<PeerIntegers>()  // ticket [2]
+                           .RemainingRets());    // slots [P, ...] of each kind, not written yet
+
+XLA_FFI_DEFINE_HANDLER(kGreedy, PlanAndCopy<GreedyCall>::Run, AndCopy(GreedyBinding()));
+
+}  // namespace
+}  // namespace peer_cpu
+
+Registrations PeerPlanningRegistrations() {
+  using namespace peer_cpu;
+  return {{{"moe_lb_peer_post_site", &PostSite::id, &PostSite::info}},
+          {{"moe_lb_copy_post", kPost, kMakePostSite}, {"moe_lb_plan_greedy_and_copy", kGreedy}}};
+}
+
+}  // namespace moe_lb
