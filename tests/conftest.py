@@ -6,7 +6,6 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -16,6 +15,12 @@ install_import_hook("jax_moe_lb", "beartype.beartype")
 from jax_moe_lb import use_virtual_cpu_devices  # noqa: E402 (after the hook)
 
 use_virtual_cpu_devices(8)
+
+
+def pytest_configure(config):
+    # Tests of a GPU run alone; no other test may depend on one.
+    if config.option.markexpr != "gpu":
+        jax.config.update("jax_platforms", "cpu")
 
 
 @pytest.fixture

@@ -432,7 +432,7 @@ int FuzzMain(const Registrations& part, int argc, char** argv) {
   if (!args.empty() && args[0] == "repeat") return Repeat(xla, part, number(1, kCalls)) == 0 ? 0 : 1;
   const auto only = args.size() > 2 ? std::optional<uint64_t>(number(2, 0)) : std::nullopt;
   if (Fuzz(xla, part, number(0, kCases), number(1, 1), only) != 0) return 1;
-  return !args.empty() || Repeat(xla, part, kCalls) == 0 ? 0 : 1;
+  return 0;
 }
 
 }  // namespace moe_lb::testing

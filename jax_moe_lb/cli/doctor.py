@@ -74,6 +74,14 @@ OPERATIONS = (
     Operation(
         "copy_expert_weights", "ring of ppermute", NO_RAGGED, "lax.ragged_all_to_all", "copy_start", ("cpu", "gpu")
     ),
+    Operation(
+        "plan_and_copy",
+        "a loop in jnp, then a ring of ppermute",
+        NO_RAGGED,
+        "lax.ragged_all_to_all",
+        "plan_greedy_and_copy",
+        ("cpu", "gpu"),
+    ),
 )
 
 

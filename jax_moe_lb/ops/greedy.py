@@ -37,7 +37,7 @@ def greedy(placement: Placement, quota: Quota, domain: int, min_tokens: int) -> 
     Raises:
         ValueError: shapes that do not fit, or an option out of range.
     """
-    _check(placement.shape, quota.shape, domain, min_tokens)
+    check_greedy(placement.shape, quota.shape, domain, min_tokens)
 
     def native(placement: Placement, quota: Quota) -> tuple[Placement, Quota]:
         results = like(placement), like(quota)
@@ -60,7 +60,8 @@ def greedy_reference(placement: Placement, quota: Quota, domain: int, min_tokens
     return end.placement.reshape(placement.shape), end.quota.swapaxes(0, 1).reshape(quota.shape)
 
 
-def _check(placement: tuple[int, ...], quota: tuple[int, ...], domain: int, min_tokens: int) -> None:
+def check_greedy(placement: tuple[int, ...], quota: tuple[int, ...], domain: int, min_tokens: int) -> None:
+    """Refuses shapes that do not fit, and options out of range."""
     num_experts, num_ranks = quota
     if num_experts < 1 or num_experts % num_ranks:
         raise ValueError(f"quota has {num_experts} experts; expected a positive multiple of the {num_ranks} ranks")

@@ -16,16 +16,26 @@ from jax_moe_lb.cli.doctor import HOW_TO_BUILD, implementations, version
 from jax_moe_lb.ops import _native
 from jax_moe_lb.ops import grouped_ffn as grouped_ffn_module
 from jax_moe_lb.ops._peer import Route
-from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights
+from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join
 from jax_moe_lb.ops.greedy import greedy
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn
 from jax_moe_lb.ops.lpt import lpt
+from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.ops.quota import quota
 from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 RANKS = 8
-OPERATIONS = ("lpt", "quota", "greedy", "ragged_all_to_all", "grouped_ffn", "gather", "copy_expert_weights")
+OPERATIONS = (
+    "lpt",
+    "quota",
+    "greedy",
+    "ragged_all_to_all",
+    "grouped_ffn",
+    "gather",
+    "copy_expert_weights",
+    "plan_and_copy",
+)
 
 
 def floats(*shape):
@@ -57,6 +67,11 @@ def copy(experts, wanted):
     return copy_expert_weights(experts, wanted, route=Route(("expert",)))
 
 
+def planned_copy(experts, placement, quota):
+    posted = post(placement, quota, experts, route=Route(("expert",)))
+    return join(plan_and_copy(posted, (), domain=RANKS, min_tokens=1)[2])
+
+
 def experts(num_experts):
     return Experts(floats(num_experts, 4, 8), floats(num_experts, 8, 4))
 
@@ -72,6 +87,7 @@ def operation(name):
         "grouped_ffn": (lambda *args: grouped_ffn(*args), (floats(32, 4), experts(2), integers(2))),
         "gather": (sharded(gather, 1), (experts(2 * RANKS), placement)),
         "copy_expert_weights": (sharded(copy, 1), (experts(2 * RANKS), placement)),
+        "plan_and_copy": (sharded(planned_copy, 2), (experts(2 * RANKS), placement, integers(2 * RANKS, RANKS))),
     }[name]
 
 
