@@ -86,7 +86,9 @@ def test_every_public_name_can_be_imported():
 
 def test_planning_on_numpy_does_not_import_jax():
     code = "import sys; from jax_moe_lb import _planning; print('jax' in sys.modules)"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
+    )
     assert answer.stdout == "False\n"
 
 

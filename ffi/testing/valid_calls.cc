@@ -312,12 +312,18 @@ class Planned {
     call.attributes["timeout_s"] = Double(30);
     call.attributes["site"] = Text("post");
     call.attributes["plan_size"] = Int(static_cast<int64_t>(placement_.array.size() + quota_.size()));
+    call.attributes["num_kinds"] = Int(static_cast<int64_t>(experts_.size()));
     for (int64_t device = 0; device < placement_.ranks / ranks_here_; ++device) {
       Operands operands = {
           {Ints({2}, {static_cast<int32_t>(device), 0}), placement_.array, quota_}, {Result(kS32, {2})}, {}};
       for (const std::vector<int64_t>& expert : experts_) {
         operands.args.push_back(Filled(random, XLA_FFI_DataType_BF16, Of(placement_.home, expert)));
         operands.rets.push_back(Result(XLA_FFI_DataType_BF16, Of(placement_.slots - placement_.home, expert)));
+      }
+      for (const Array& array : after_) {
+        if (random.Chance(70)) operands.aliases[operands.args.size()] = operands.rets.size();
+        operands.args.push_back(array);
+        operands.rets.push_back(Result(array.dtype, array.dims));
       }
       call.devices.push_back(operands);
     }
@@ -337,7 +343,8 @@ class Planned {
       Operands plan = {{placement_.array, quota_, post.rets[0]},
                        {Result(kS32, placement_.array.dims), Result(kS32, quota_.dims), Result(kS32, {2})},
                        {}};
-      plan.args.insert(plan.args.end(), post.args.begin() + 3, post.args.end());
+      const auto home = post.args.begin() + 3;
+      plan.args.insert(plan.args.end(), home, home + static_cast<int64_t>(kinds));
       const auto pass = [&](const Array& array) {
         if (random.Chance(70)) plan.aliases[plan.args.size()] = plan.rets.size();
         plan.args.push_back(array);

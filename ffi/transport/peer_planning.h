@@ -19,7 +19,9 @@ namespace moe_lb {
 Registrations PeerPlanningRegistrations();
 
 inline auto BindPost() {
-  return BindPeerSite().Attr<int64_t>("plan_size");  // int32 words of the planner's results
+  return BindPeerSite()
+      .Attr<int64_t>("plan_size")   // int32 words of the planner's results
+      .Attr<int64_t>("num_kinds");  // of weights
 }
 
 inline Status CheckPlanSize(int64_t plan_size) {
@@ -38,6 +40,14 @@ auto AndCopy(Binding binding) {
       .template Ctx<xf::RunId>();
 }
 
+// Operands and results of `copy_post`, by what they are.
+struct PostedArrays {
+  std::vector<xf::AnyBuffer> operands;  // of the planner
+  std::vector<xf::AnyBuffer> slots;
+  std::vector<xf::AnyBuffer> before;  // passed on, so that what uses it is launched after this call
+  std::vector<xf::AnyBuffer> after;
+};
+
 // Operands and results of the second call, by what they are.
 struct PlannedArrays {
   std::vector<xf::AnyBuffer> home;
@@ -53,6 +63,26 @@ inline Status CheckSameBytes(const char* name, size_t index, const xf::AnyBuffer
                 "; expected as many");
 }
 
+// args: the planner's operands, home of each kind, what is passed on; rets: slots of each kind, what is passed on.
+inline Status SortPostedArrays(const xf::RemainingArgs& args, const xf::RemainingRets& rets, int64_t num_kinds,
+                               PostedArrays* sorted) {
+  const auto kinds = static_cast<size_t>(num_kinds);
+  if (num_kinds < 1 || rets.size() < kinds || args.size() < rets.size()) {
+    return Refuse("got ", args.size(), " arrays, ", rets.size(), " results and ", num_kinds,
+                  " kinds; expected the planner's operands and as many more as results, and at least 1 kind");
+  }
+  const size_t planner = args.size() - rets.size();
+  for (size_t i = 0; i < planner; ++i) sorted->operands.push_back(*args.get<xf::AnyBuffer>(i));
+  for (size_t i = 0; i < kinds; ++i) sorted->slots.push_back(**rets.get<xf::AnyBuffer>(i));
+  for (size_t i = kinds; i < rets.size(); ++i) {
+    sorted->before.push_back(*args.get<xf::AnyBuffer>(planner + i));
+    sorted->after.push_back(**rets.get<xf::AnyBuffer>(i));
+    if (Status bad = CheckSameBytes("array", i, sorted->before.back(), sorted->after.back())) return bad;
+  }
+  return Ok();
+}
+
+// args: home of each kind, slots of each kind, what is passed on; rets: the last two.
 inline Status SortPlannedArrays(const xf::RemainingArgs& args, const xf::RemainingRets& rets, PlannedArrays* sorted) {
   const size_t kinds = args.size() < rets.size() ? 0 : args.size() - rets.size();
   if (kinds == 0 || rets.size() < kinds) {

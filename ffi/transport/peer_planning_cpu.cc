@@ -18,22 +18,23 @@ struct PostSite {
   static xf::TypeId id;
   static xf::TypeInfo info;
 
-  PostSite(PeerAttributes attributes, int64_t size)
-      : site(std::make_shared<Site>(std::move(attributes), Copy)), plan_size(size) {}
+  PostSite(PeerAttributes attributes, int64_t size, int64_t kinds)
+      : site(std::make_shared<Site>(std::move(attributes), Copy)), plan_size(size), num_kinds(kinds) {}
 
   const std::shared_ptr<Site> site;
   const int64_t plan_size;
+  const int64_t num_kinds;
 };
 xf::TypeId PostSite::id = {};
 xf::TypeInfo PostSite::info = xf::MakeTypeInfo<PostSite>();
 
 xf::ErrorOr<std::unique_ptr<PostSite>> MakePostSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
                                                     int64_t chunk_bytes, double timeout_s, std::string_view site,
-                                                    int64_t plan_size) {
+                                                    int64_t plan_size, int64_t num_kinds) {
   PeerAttributes attributes = {num_participants, num_lanes, num_home, chunk_bytes, timeout_s, std::string(site)};
   if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
   if (Status bad = CheckPlanSize(plan_size)) return xf::Unexpected(ToError(bad));
-  return std::make_unique<PostSite>(std::move(attributes), plan_size);
+  return std::make_unique<PostSite>(std::move(attributes), plan_size, num_kinds);
 }
 
 struct Post {
@@ -47,12 +48,21 @@ PeerTickets<Post>& OpenPosts() {
   return *posts;
 }
 
-xf::Error PostHandler(xf::RunId run, int32_t device, PostSite* site, PeerIntegers place, xf::RemainingArgs operands,
-                      xf::ResultBuffer<xf::S32> ticket, xf::RemainingRets slots) {
-  static_cast<void>(slots);  // filled by the second call
-  static_cast<void>(operands);
+void PassOn(const std::vector<xf::AnyBuffer>& before, const std::vector<xf::AnyBuffer>& after) {
+  for (size_t i = 0; i < before.size(); ++i) {
+    const void* from = before[i].untyped_data();
+    void* to = after[i].untyped_data();
+    if (from != to && before[i].size_bytes() > 0) std::memcpy(to, from, before[i].size_bytes());
+  }
+}
+
+xf::Error PostHandler(xf::RunId run, int32_t device, PostSite* site, PeerIntegers place, xf::RemainingArgs args,
+                      xf::ResultBuffer<xf::S32> ticket, xf::RemainingRets rets) {
   if (Status bad = CheckSame("numbers in place", place.element_count(), 2)) return ToError(bad);
   if (Status bad = CheckSame("numbers in ticket", ticket->element_count(), 2)) return ToError(bad);
+  PostedArrays arrays;
+  if (Status bad = SortPostedArrays(args, rets, site->num_kinds, &arrays)) return ToError(bad);
+  PassOn(arrays.before, arrays.after);
   const Arrival who = ArrivalOf(run, device, place.typed_data());
   WriteTicket(OpenPosts().Open(run.run_id, {site->site, who, site->plan_size}), ticket->typed_data());
   return xf::Error::Success();
@@ -86,11 +96,7 @@ xf::Future PlanAndStart(const PlannerCall& call, VectorResult& ticket, PeerInteg
   Brought brought;
   Status refusal = SortPlannedArrays(args, rets, &arrays);
   if (!refusal) refusal = Plan(call, post, arrays, &brought);
-  for (size_t i = 0; !refusal && i < arrays.after.size(); ++i) {
-    const void* from = arrays.before[i].untyped_data();
-    void* to = arrays.after[i].untyped_data();
-    if (from != to && arrays.before[i].size_bytes() > 0) std::memcpy(to, from, arrays.before[i].size_bytes());
-  }
+  if (!refusal) PassOn(arrays.before, arrays.after);
   WriteTicket(OpenTickets().Open(run.run_id, {}), ticket->typed_data());
   return Arrive(post.site.get(), post.who, std::move(brought), std::move(refusal));
 }
@@ -115,9 +121,9 @@ XLA_FFI_DEFINE_HANDLER(kPost, PostHandler,
                            .Ctx<xf::DeviceOrdinal>()
                            .Ctx<xf::State<PostSite>>()
                            .Arg<PeerIntegers>()  // place [2]
-                           .RemainingArgs()      // the planner's operands, then home [L, ...] of each kind
+                           .RemainingArgs()  // the planner's operands, home [L, ...] of each kind, what is passed on
                            .Ret<PeerIntegers>()  // ticket [2]
-                           .RemainingRets());    // slots [P, ...] of each kind, not written yet
+                           .RemainingRets());    // slots [P, ...] of each kind, not written yet; what is passed on
 
 XLA_FFI_DEFINE_HANDLER(kGreedy, PlanAndCopy<GreedyCall>::Run, AndCopy(GreedyBinding()));
 

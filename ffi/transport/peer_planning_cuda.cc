@@ -34,22 +34,23 @@ struct PostSite {
   static xf::TypeId id;
   static xf::TypeInfo info;
 
-  PostSite(PeerAttributes attributes, int64_t size)
-      : site(std::make_shared<Site>(std::move(attributes))), plan_size(static_cast<size_t>(size)) {}
+  PostSite(PeerAttributes attributes, int64_t size, int64_t kinds)
+      : site(std::make_shared<Site>(std::move(attributes))), plan_size(static_cast<size_t>(size)), num_kinds(kinds) {}
 
   const std::shared_ptr<Site> site;
   const size_t plan_size;
+  const int64_t num_kinds;
 };
 xf::TypeId PostSite::id = {};
 xf::TypeInfo PostSite::info = xf::MakeTypeInfo<PostSite>();
 
 xf::ErrorOr<std::unique_ptr<PostSite>> MakePostSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
                                                     int64_t chunk_bytes, double timeout_s, std::string_view site,
-                                                    int64_t plan_size) {
+                                                    int64_t plan_size, int64_t num_kinds) {
   PeerAttributes attributes = {num_participants, num_lanes, num_home, chunk_bytes, timeout_s, std::string(site)};
   if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
   if (Status bad = CheckPlanSize(plan_size)) return xf::Unexpected(ToError(bad));
-  return std::make_unique<PostSite>(std::move(attributes), plan_size);
+  return std::make_unique<PostSite>(std::move(attributes), plan_size, num_kinds);
 }
 
 // What was posted, by the address of the slots, as with `copy_join`.
@@ -76,6 +77,16 @@ Addresses AddressesOf(const std::vector<xf::AnyBuffer>& arrays) {
 
 cudaError_t CopyWords(int32_t* to, const int32_t* from, size_t words, cudaMemcpyKind kind, cudaStream_t stream) {
   return words == 0 ? cudaSuccess : cudaMemcpyAsync(to, from, words * sizeof(int32_t), kind, stream);
+}
+
+Status PassOn(cudaStream_t stream, const std::vector<xf::AnyBuffer>& before, const std::vector<xf::AnyBuffer>& after) {
+  for (size_t i = 0; i < after.size(); ++i) {
+    const void* from = before[i].untyped_data();
+    void* to = after[i].untyped_data();
+    const size_t bytes = before[i].size_bytes();
+    if (from != to && bytes > 0) MOE_LB_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
+  }
+  return Ok();
 }
 
 // ---- post --------------------------------------------------------------------------
@@ -105,24 +116,19 @@ Status PostNow(cudaStream_t stream, int64_t run_id, const PostSite& site, PeerIn
                const xf::RemainingArgs& args, xf::ResultBuffer<xf::S32>& ticket, const xf::RemainingRets& rets) {
   if (Status bad = CheckSame("numbers in place", place.element_count(), kPlaceWords)) return bad;
   if (Status bad = CheckSame("numbers in ticket", ticket->element_count(), 2)) return bad;
-  if (rets.size() == 0 || args.size() < rets.size()) {
-    return Refuse("got ", args.size(), " arrays and ", rets.size(), " slots; expected the planner's operands and as ",
-                  "many kinds of home weights as slots");
-  }
+  PostedArrays arrays;
+  if (Status bad = SortPostedArrays(args, rets, site.num_kinds, &arrays)) return bad;
   Post post;
   post.site = site.site;
   post.plan_words = site.plan_size;
-  std::vector<xf::AnyBuffer> operands;
-  for (size_t i = 0; i < args.size() - rets.size(); ++i) {
-    operands.push_back(*args.get<xf::AnyBuffer>(i));
-    if (operands[i].element_type() != xf::S32) return Refuse("operand ", i, " of the planner is not int32");
-    post.operand_words += operands[i].element_count();
-  }
-  for (size_t kind = 0; kind < rets.size(); ++kind) {
-    post.slots.push_back((*rets.get<xf::AnyBuffer>(kind))->untyped_data());
+  post.slots = AddressesOf(arrays.slots);
+  for (size_t i = 0; i < arrays.operands.size(); ++i) {
+    if (arrays.operands[i].element_type() != xf::S32) return Refuse("operand ", i, " of the planner is not int32");
+    post.operand_words += arrays.operands[i].element_count();
   }
   MOE_LB_CUDA(cudaMemsetAsync(ticket->typed_data(), 0, ticket->size_bytes(), stream));
-  if (Status bad = Fetch(stream, place.typed_data(), operands, &post)) return bad;
+  if (Status bad = Fetch(stream, place.typed_data(), arrays.operands, &post)) return bad;
+  if (Status bad = PassOn(stream, arrays.before, arrays.after)) return bad;
   const int64_t number = TicketOf(post.slots);
   OpenPosts().OpenAs(run_id, number, std::move(post));
   return Ok();
@@ -190,17 +196,6 @@ Status Plan(cudaStream_t stream, const PlannerCall& call, const Post& post, cons
   return Ok();
 }
 
-Status PassOn(cudaStream_t stream, const PlannedArrays& arrays, VectorResult& ticket) {
-  MOE_LB_CUDA(cudaMemsetAsync(ticket->typed_data(), 0, ticket->size_bytes(), stream));
-  for (size_t i = 0; i < arrays.after.size(); ++i) {
-    const void* from = arrays.before[i].untyped_data();
-    void* to = arrays.after[i].untyped_data();
-    const size_t bytes = arrays.before[i].size_bytes();
-    if (from != to && bytes > 0) MOE_LB_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
-  }
-  return Ok();
-}
-
 // Takes what was posted for these slots.
 Status TakePost(int64_t run_id, const PlannedArrays& arrays, Post* post) {
   const Addresses slots = AddressesOf(arrays.posted);
@@ -229,7 +224,10 @@ xf::Error PlanAndStart(const PlannerCall& call, VectorResult& ticket, PeerIntege
   note.slots = AddressesOf(arrays.slots);
   Brought brought = {{}, post.lane, post.turn, &note.waits};
   Status refusal = Plan(stream, call, post, arrays, &tables, &brought.share);
-  if (!refusal) refusal = PassOn(stream, arrays, ticket);
+  if (!refusal) refusal = PassOn(stream, arrays.before, arrays.after);
+  if (!refusal) {
+    refusal = Cuda(cudaMemsetAsync(ticket->typed_data(), 0, ticket->size_bytes(), stream), "cudaMemsetAsync");
+  }
   const Arrival who = ArrivalOf(run, post.device, post.turn->host);
   // Also with a refusal, so that nobody waits for this device.
   const Outcome outcome = post.site->meeting.ArriveAndWait(who, std::move(brought), std::move(refusal));
@@ -265,9 +263,9 @@ XLA_FFI_DEFINE_HANDLER(kPost, PostHandler,
                            .Ctx<xf::RunId>()
                            .Ctx<xf::State<PostSite>>()
                            .Arg<PeerIntegers>()  // place [2]
-                           .RemainingArgs()      // the planner's operands, then home [L, ...] of each kind
+                           .RemainingArgs()  // the planner's operands, home [L, ...] of each kind, what is passed on
                            .Ret<PeerIntegers>()  // ticket [2]
-                           .RemainingRets());    // slots [P, ...] of each kind, not written yet
+                           .RemainingRets());    // slots [P, ...] of each kind, not written yet; what is passed on
 
 XLA_FFI_DEFINE_HANDLER(kGreedy, PlanAndCopy<GreedyCall>::Run, OnStream(AndCopy(GreedyBinding())));
 

@@ -12,6 +12,7 @@ from jaxtyping import Int
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.legality import check_plan
+from jax_moe_lb.ops._native import has_host_planners
 from jax_moe_lb.plan import Plan, imbalance, load, plain_plan, straggler, traffic
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import Counts, State
@@ -28,7 +29,8 @@ class Effect:
         straggler_after: see above.
         replicas: slots that hold an expert of another rank.
         max_fan_out: most copies of expert weights that one rank sends.
-        planner_us: wall-clock time of the compiled planner on the default device, in microseconds.
+        planner_us: wall-clock time of the planner, in microseconds: in C++ on the host, or, where that was not built,
+            of the compiled loop on the default device.
     """
 
     imbalance_before: float
@@ -50,7 +52,7 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class Planner:
-    """A balancer for one machine; compiled once for all layers and steps.
+    """A balancer for one machine.
 
     Args:
         balancer: edits the plans.
@@ -69,8 +71,10 @@ class Planner:
             ValueError: slots or domains that do not fit the counts, or an illegal plan.
         """
         _, num_layers, *counts_shape = counts.shape
-        state = jax.device_put(self.balancer.init(tuple(counts_shape)))
-        self._timed(counts[0, 0], plain_plan(counts[0, 0], self.topology, self.slots), state)  # compiles
+        state = self.balancer.init(tuple(counts_shape))
+        if not has_host_planners():
+            state = jax.device_put(state)
+            self._timed(counts[0, 0], plain_plan(counts[0, 0], self.topology, self.slots), state)  # compiles
         states = [state] * num_layers
         for step in counts:
             planned = [self._plan(layer, state) for layer, state in zip(step, states, strict=True)]
@@ -88,16 +92,22 @@ class Planner:
         return Planned(after, _effect(counts, before, after, planner_us), state)
 
     def _timed(self, counts: Counts, before: Plan, state: State) -> tuple[Plan, State, float]:
-        # In training, counts are on the device already: their way there is no part of the time.
-        args = jax.block_until_ready(jax.device_put((counts, before, state)))
+        args = (counts, before, state)
+        rebalance = partial(_on_host, self.balancer, self.topology)
+        if not has_host_planners():
+            # In training, counts are on the device already: their way there is no part of the time.
+            args = jax.block_until_ready(jax.device_put(args))
+            rebalance = partial(_compiled, self.balancer, self.topology)
         start = time.perf_counter()
-        after, state = jax.block_until_ready(_rebalance(self.balancer, self.topology, *args))
+        after, state = jax.block_until_ready(rebalance(*args))
         return after, state, (time.perf_counter() - start) * 1e6
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _rebalance(balancer: Balancer, topology: Topology, counts: Counts, plan: Plan, state: State) -> tuple[Plan, State]:
+def _on_host(balancer: Balancer, topology: Topology, counts: Counts, plan: Plan, state: State) -> tuple[Plan, State]:
     return balancer.rebalance(counts, plan, topology, state)
+
+
+_compiled = jax.jit(_on_host, static_argnums=(0, 1))
 
 
 def mean_effect(effects: Sequence[Effect]) -> Effect:

@@ -16,10 +16,18 @@ import jax
 MODULES = {"cpu": "jax_moe_lb._ffi", "cuda": "jax_moe_lb._ffi_cuda"}
 """The extension module of each platform."""
 
+HOST_PLANNERS = "jax_moe_lb._planning"
+"""The extension module with the planners on NumPy arrays."""
+
 
 def is_built(platform: str) -> bool:
     """Whether this installation holds the custom calls of a platform of `MODULES`."""
     return importlib.util.find_spec(MODULES[platform]) is not None
+
+
+def has_host_planners() -> bool:
+    """Whether this installation can plan on NumPy arrays, without a JAX program."""
+    return importlib.util.find_spec(HOST_PLANNERS) is not None
 
 
 def by_platform(*args: Any, native: Callable, reference: Callable, platforms: tuple[str, ...] = tuple(MODULES)) -> Any:

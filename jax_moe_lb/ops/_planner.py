@@ -1,14 +1,27 @@
 """What the planners' custom calls share."""
 
+import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_moe_lb.ops._native import call, like
+from jax_moe_lb.ops._native import HOST_PLANNERS, call, has_host_planners, like
 
 ILLEGAL = -1
 """In every entry of a failed plan: no quota, no bin, no home expert."""
+
+
+def is_on_host(*arrays: Any) -> bool:
+    """Whether a plan of these arrays is computed here and now, by `plan_on_host`."""
+    return has_host_planners() and all(isinstance(array, np.ndarray) for array in arrays)
+
+
+def plan_on_host(name: str, *args: np.ndarray, **options: int) -> Any:
+    """What the planner `name` says of NumPy arrays; it refuses what is wrong with a ValueError."""
+    planner = getattr(importlib.import_module(HOST_PLANNERS), name)
+    return planner(*(np.asarray(array, np.int32) for array in args), **options)
 
 
 def plan_call(name: str, results: tuple[Any, ...], *args: jax.Array, **attributes: Any) -> tuple[jax.Array, ...]:

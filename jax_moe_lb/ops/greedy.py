@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb.ops._native import by_platform, like
-from jax_moe_lb.ops._planner import alike, plan_call
+from jax_moe_lb.ops._planner import alike, is_on_host, plan_call, plan_on_host
 from jax_moe_lb.types import Placement, Quota, iota
 
 
@@ -31,13 +31,15 @@ def greedy(placement: Placement, quota: Quota, domain: int, min_tokens: int) -> 
         min_tokens: a new replica takes at least so many.
 
     Returns:
-        Placement and quota, int32. A plan that breaks the rules above stops the program on a CPU
-        with the custom call; on a GPU with it all entries are then -1.
+        Placement and quota, int32; of NumPy arrays, NumPy arrays. A plan that breaks the rules above
+        stops the program on a CPU with the custom call; on a GPU with it all entries are then -1.
 
     Raises:
         ValueError: shapes that do not fit, or an option out of range.
     """
     check_greedy(placement.shape, quota.shape, domain, min_tokens)
+    if is_on_host(placement, quota):
+        return plan_on_host("greedy", placement, quota, domain=domain, min_tokens=min_tokens)
 
     def native(placement: Placement, quota: Quota) -> tuple[Placement, Quota]:
         results = like(placement), like(quota)

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jax_moe_lb.ops._native import by_platform, like
-from jax_moe_lb.ops._planner import alike, plan_call
+from jax_moe_lb.ops._planner import alike, is_on_host, plan_call, plan_on_host
 from jax_moe_lb.types import AnyArray, iota
 
 Weights = Int[AnyArray, "N"]
-Bins = Int[Array, "N"]
+Bins = Int[AnyArray, "N"]
 
 
 def lpt(weights: Weights, num_bins: int, capacity: int) -> Bins:
@@ -33,6 +33,8 @@ def lpt(weights: Weights, num_bins: int, capacity: int) -> Bins:
         raise ValueError(
             f"capacity is {capacity}; expected at least {needed} for {weights.shape[0]} items in {num_bins} bins"
         )
+    if is_on_host(weights):
+        return plan_on_host("lpt", weights, num_bins=num_bins, capacity=capacity)
 
     def native(weights: Weights) -> Bins:
         return plan_call("lpt", (like(weights),), weights, num_bins=num_bins, capacity=capacity)[0]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jax_moe_lb.ops._native import by_platform, like
-from jax_moe_lb.ops._planner import alike, plan_call
+from jax_moe_lb.ops._planner import alike, is_on_host, plan_call, plan_on_host
 from jax_moe_lb.types import AnyArray, Placement, Quota, iota
 
 TokensOfExperts = Int[AnyArray, "E"]
@@ -39,6 +39,8 @@ def quota(tokens: TokensOfExperts, placement: Placement) -> Quota:
         raise ValueError(
             f"tokens has shape {tokens.shape}, placement {placement.shape}; expected [E] and [R, S], all at least 1"
         )
+    if is_on_host(tokens, placement):
+        return plan_on_host("quota", tokens, placement)
 
     def native(tokens: TokensOfExperts, placement: Placement) -> Quota:
         shape = tokens.shape[0], placement.shape[0]

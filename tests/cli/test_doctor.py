@@ -68,7 +68,7 @@ def copy(experts, wanted):
 
 
 def planned_copy(experts, placement, quota):
-    posted = post(placement, quota, experts, route=Route(("expert",)))
+    _, posted = post(placement, quota, experts, (), route=Route(("expert",)))
     return join(plan_and_copy(posted, (), domain=RANKS, min_tokens=1)[2])
 
 

@@ -81,3 +81,15 @@ def test_bad_shapes_and_options_are_refused_when_traced():
     ]:
         with pytest.raises(ValueError, match=message):
             greedy(*args)
+
+
+def test_numpy_arrays_are_planned_without_a_jax_program():
+    placement = np.array([[0, 1, -1], [2, 3, -1]])
+    quota = np.array([[8, 0], [4, 0], [0, 1], [0, 1]])
+    answer = greedy(placement, quota, 2, 1)
+    want = greedy_reference(jnp.asarray(placement, jnp.int32), jnp.asarray(quota, jnp.int32), 2, 1)
+    for host, device in zip(answer, want, strict=True):
+        assert isinstance(host, np.ndarray)
+        np.testing.assert_array_equal(host, device)
+    with pytest.raises(ValueError, match="quota of expert 0, rank 0 is -8; expected at least 0"):
+        greedy(placement, -quota, 2, 1)
