@@ -1,4 +1,4 @@
-"""What copies of expert weights cost a GEMM that runs beside them: copy engines against kernels.
+"""What copies of expert weights, and plans for them, cost a GEMM that runs beside: copy engines against kernels.
 
     python -m benchmarks.bench_copy_engine            # needs a GPU; writes benchmarks/results/copy_engine_<date>.json
     python -m benchmarks.bench_copy_engine --smoke    # tiny sizes on whatever there is; prints only
@@ -23,6 +23,8 @@ import jaxlib
 
 from jax_moe_lb.ops._peer import Route
 from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join, start
+from jax_moe_lb.ops.greedy import greedy
+from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
 
 RANKS = 8
 RESULTS = Path(__file__).parent / "results"
@@ -39,6 +41,13 @@ def seconds(function: Callable, *args: jax.Array, repeats: int) -> float:
     return sorted(times)[repeats // 2]
 
 
+def gemm(x: jax.Array, home: jax.Array) -> jax.Array:
+    """Ten products there and back, so that the copies fit beside."""
+    for _ in range(10):
+        x = (x @ home[0]) @ home[0].T / x.shape[1]
+    return x
+
+
 def measure(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict[str, float]:
     """Times in seconds of the GEMM and of copies of `slots` experts into every rank, alone and side by side."""
     route = Route(())
@@ -46,12 +55,6 @@ def measure(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict
     x = jax.random.normal(jax.random.key(1), (rows, width), jnp.bfloat16)
     # Every rank gets the experts of the next ones.
     wanted = (jnp.arange(RANKS, dtype=jnp.int32)[:, None] + 1 + jnp.arange(slots, dtype=jnp.int32)[None]) % RANKS
-
-    def gemm(x: jax.Array, home: jax.Array) -> jax.Array:
-        # Ten of them, so that the copies fit beside.
-        for _ in range(10):
-            x = (x @ home[0]) @ home[0].T / width
-        return x
 
     @jax.jit
     def beside_copy_engines(x: jax.Array, home: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -77,6 +80,43 @@ def measure(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict
     }
 
 
+def measure_planned(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict[str, float]:
+    """Seconds that a plan for the exact load and its copies add to the GEMM: beside it, and one after the other."""
+    route = Route(())
+    home = jax.random.normal(jax.random.key(0), (RANKS, width, inner), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (rows, width), jnp.bfloat16)
+    placement = jnp.full((RANKS, 1 + slots), -1, jnp.int32).at[:, 0].set(jnp.arange(RANKS, dtype=jnp.int32))
+    # One rank in two is busy: the others all take replicas.
+    quota = jnp.diag(jnp.arange(RANKS, dtype=jnp.int32) % 2 * 1000)
+
+    @jax.jit
+    def beside(x: jax.Array, home: jax.Array, quota: jax.Array) -> tuple:
+        x, posted = post(placement, quota, home, x, route=route)
+        y, plan, pending = plan_and_copy(posted, gemm(x, home), domain=RANKS, min_tokens=1)
+        return y, plan, join(pending, after=y)
+
+    @jax.jit
+    def planned_before(x: jax.Array, home: jax.Array, quota: jax.Array) -> tuple:
+        plan = greedy(placement, quota, domain=RANKS, min_tokens=1)
+        slots = copy_expert_weights(home, plan[0][:, 1:], route=route)
+        x, slots = jax.lax.optimization_barrier((x, slots))
+        return gemm(x, home), plan, slots
+
+    gemm_alone = seconds(jax.jit(gemm), x, home, repeats=repeats)
+    planner = jax.jit(lambda quota: greedy(placement, quota, domain=RANKS, min_tokens=1))
+    return {
+        "exposed_s": seconds(beside, x, home, quota, repeats=repeats) - gemm_alone,
+        "exposed_if_before_s": seconds(planned_before, x, home, quota, repeats=repeats) - gemm_alone,
+        "planner_round_trip_s": seconds(planner, quota, repeats=repeats),
+        "empty_program_s": seconds(jax.jit(lambda quota: quota + 1), quota, repeats=repeats),
+    }
+
+
+def measure_all(width: int, inner: int, rows: int, slots: int, repeats: int) -> dict[str, float]:
+    """Both."""
+    return {**measure(width, inner, rows, slots, repeats), **measure_planned(width, inner, rows, slots, repeats)}
+
+
 def machine() -> dict[str, str]:
     """What the numbers belong to."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -93,11 +133,11 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on whatever there is; prints only")
     smoke = parser.parse_args().smoke
     if smoke:
-        print(json.dumps({**machine(), "smoke": measure(64, 32, 16, 1, repeats=2)}, indent=2))
+        print(json.dumps({**machine(), "smoke": measure_all(64, 32, 16, 1, repeats=2)}, indent=2))
         return
     if jax.default_backend() != "gpu":
         sys.exit(f"bench_copy_engine needs a GPU; this is {jax.default_backend()}. Try --smoke.")
-    results = {f"slots_{slots}": measure(6144, 2048, 4096, slots, repeats=20) for slots in (1, 2, 4)}
+    results = {f"slots_{slots}": measure_all(6144, 2048, 4096, slots, repeats=20) for slots in (1, 2, 4)}
     report = {**machine(), "ranks_on_one_device": RANKS, **results}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"copy_engine_{report['date']}.json"

@@ -9,7 +9,7 @@ namespace moe_lb::testing {
 // The main function of a test that fuzzes one part of the library.
 //   (no arguments)            100,000 cases, a tenth of it under ThreadSanitizer
 //   CASES [SEED [CASE]]       CASE: only that one, printed
-//   repeat [CALLS]            memory, file descriptors and threads stay flat; without sanitizers, which keep freed memory
+//   repeat [CALLS]            memory, file descriptors and threads stay flat (sanitizers keep what is freed: not there)
 // What fails is printed with its seed and number. A handler whose other than valid calls never succeed, or are never
 // refused, fails the test, as does one without an entry in valid_calls.cc.
 int FuzzMain(const Registrations& part, int argc, char** argv);

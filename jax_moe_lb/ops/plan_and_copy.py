@@ -1,0 +1,164 @@
+"""Plans for the exact load, and copies of what they ask for, beside work that needs neither.
+
+    x, posted = post(placement, quota, home, x, route=route)  # as soon as the load is known
+    y = static_wave(x)
+    y, plan, pending = plan_and_copy(posted, y, domain=..., min_tokens=...)
+    ...                                                        # what needs the plan and not the copies
+    slots = join(pending)
+
+On a GPU `plan_and_copy` is launched after the static wave, but plans on the host as soon as the
+load has arrived there, and its copies wait for what came before `post`: both run while the GPU is
+busy with the static wave. That has been compiled and not been run. On a CPU a handler plans when the
+static wave is done, and what needs the plan waits for the copies.
+"""
+
+from dataclasses import field
+from typing import Any
+
+import jax
+from jaxtyping import Array, Int
+
+from jax_moe_lb._pytree import pytree
+from jax_moe_lb.ops._native import by_platform, call, like
+from jax_moe_lb.ops._peer import (
+    Arrays,
+    Pending,
+    Route,
+    attributes,
+    experts_per_rank,
+    fetch_reference,
+    native_platforms,
+    place,
+    ranks_here,
+    vary_alike,
+)
+from jax_moe_lb.ops._planner import alike
+from jax_moe_lb.ops.greedy import check_greedy, greedy_reference
+from jax_moe_lb.types import Placement, Quota
+
+
+@pytree
+class Posted:
+    """What will be planned and copied, from `post` to `plan_and_copy`.
+
+    Keep both calls, and `join`, in one computation, and use it once.
+
+    Args:
+        placement: the planner's operands.
+        quota: likewise.
+        home: the home weights.
+        incoming: the slots, not written yet. Owned since `post`, so that the static wave cannot be using their memory.
+        place: which participant of which group this is.
+        ticket: ties `plan_and_copy` to its `post`.
+        route: between whom.
+    """
+
+    placement: Placement
+    quota: Quota
+    home: Any
+    incoming: Any
+    place: Int[Array, "2"]
+    ticket: Int[Array, "2"]
+    route: Route = field(metadata={"static": True})
+
+
+def post(placement: Placement, quota: Quota, home: Any, before: Any, *, route: Route) -> tuple[Any, Posted]:
+    """Says what `plan_and_copy` will plan and copy; returns at once.
+
+    Args:
+        placement: expert in each slot, the same on all ranks; the first `L` slots of a rank are its home experts.
+        quota: tokens of each expert that each rank serves, the same on all ranks.
+        home: a pytree of at least one array `[L, ...]`, the kinds of weights of this rank's home experts.
+        before: a pytree of arrays, the input of the static wave: XLA calls this before what uses the result. It also
+            keeps apart the posts of several layers, or turns of a loop, whose other operands are equal.
+        route: between whom.
+
+    Returns:
+        `before`, the same, and what `plan_and_copy` takes.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    placement, quota = alike(placement, quota)
+    leaves, tree = jax.tree.flatten(home)
+    num_home = experts_per_rank(leaves, placement, route, "home")
+    num_slots = placement.shape[1] - num_home
+    if num_slots < 1 or num_home * placement.shape[0] != quota.shape[0]:
+        raise ValueError(
+            f"placement has shape {placement.shape}, quota {quota.shape} and a rank {num_home} home experts; expected "
+            "[R, S], [E, R] and L = E / R below S"
+        )
+    kinds = vary_alike(leaves, placement, quota)
+    where = place(route)
+    waves, structure = jax.tree.flatten(before)
+    first = 2 + len(kinds)
+
+    def native(where: Array, *arrays: Array) -> Arrays:
+        home, passed = arrays[2:first], arrays[first:]
+        slots = (like(array, (num_slots * ranks_here(placement, route), *array.shape[1:])) for array in home)
+        out = (like(where), *slots, *map(like, passed))
+        aliases = {1 + first + i: 1 + len(home) + i for i in range(len(passed))}
+        site = attributes(num_home, route) | {"plan_size": placement.size + quota.size, "num_kinds": len(home)}
+        return tuple(call("copy_post", out, where, *arrays, aliases=aliases, **site))
+
+    def reference(where: Array, *arrays: Array) -> Arrays:
+        # As many rows, of the type of `home`; nothing reads them.
+        num_rows = num_slots * ranks_here(placement, route)
+        return where, *(array[:1].repeat(num_rows, 0) for array in arrays[2:first]), *arrays[first:]
+
+    operands = (where, placement, quota, *kinds, *waves)
+    ticket, *results = by_platform(*operands, native=native, reference=reference, platforms=native_platforms())
+    home, slots = jax.tree.unflatten(tree, kinds), jax.tree.unflatten(tree, results[: len(kinds)])
+    posted = Posted(placement, quota, home, slots, where, ticket, route)
+    return jax.tree.unflatten(structure, results[len(kinds) :]), posted
+
+
+def plan_and_copy(
+    posted: Posted, after: Any, *, domain: int, min_tokens: int
+) -> tuple[Any, tuple[Placement, Quota], Pending]:
+    """Plans as `ops/greedy.py` does, and starts the copies that the plan asks for.
+
+    Not differentiable: write one rule for the calls and what is between, with `sum_at_home`.
+
+    Args:
+        posted: what `post` returned.
+        after: a pytree of arrays that are computed before: the static wave.
+        domain: ranks of a domain.
+        min_tokens: a new replica takes at least so many.
+
+    Returns:
+        `after`, the same; placement and quota of the plan; and the copies, for `join`: slot `i` becomes the expert of
+        `placement[:, L + i]`, 0 where that is empty.
+
+    Raises:
+        ValueError: shapes that do not fit, or an option out of range. Where the custom calls run, a plan that breaks
+            the planner's rules, plans that differ between ranks or a rank that does not come in time stop the program
+            on all ranks, on a GPU too.
+    """
+    check_greedy(posted.placement.shape, posted.quota.shape, domain, min_tokens)
+    home = tuple(jax.tree.leaves(posted.home))
+    incoming, tree = jax.tree.flatten(posted.incoming)
+    waves, structure = jax.tree.flatten(after)
+    route, kinds = posted.route, len(home)
+    num_home = posted.quota.shape[0] // posted.quota.shape[1]
+
+    def native(placement: Placement, quota: Quota, ticket: Array, *arrays: Array) -> Arrays:
+        passed = arrays[kinds:]
+        out = tuple(like(array) for array in (placement, quota, ticket, *passed))
+        aliases = {3 + kinds + i: 3 + i for i in range(len(passed))}
+        options = {"domain": domain, "min_tokens": min_tokens}
+        return tuple(call("plan_greedy_and_copy", out, placement, quota, ticket, *arrays, aliases=aliases, **options))
+
+    def reference(placement: Placement, quota: Quota, ticket: Array, *arrays: Array) -> Arrays:
+        placement, quota = greedy_reference(placement, quota, domain, min_tokens)
+        wanted = placement[:, num_home:]
+        slots = (fetch_reference(array, wanted, num_home, route) for array in arrays[:kinds])
+        return placement, quota, ticket, *slots, *arrays[2 * kinds :]
+
+    # The place must live until here, as a copy reads it, and goes along with `after`.
+    operands = (posted.placement, posted.quota, posted.ticket, *home, *incoming, *waves, posted.place)
+    placement, quota, ticket, *passed = by_platform(
+        *operands, native=native, reference=reference, platforms=native_platforms()
+    )
+    pending = Pending(jax.tree.unflatten(tree, passed[:kinds]), ticket, home)
+    return jax.tree.unflatten(structure, passed[kinds:-1]), (placement, quota), pending
