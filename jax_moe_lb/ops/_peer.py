@@ -46,9 +46,9 @@ class Route:
 class Pending:
     """Copies under way, from `start` to `join`.
 
-    Keep both calls in one computation: do not carry it through `lax.scan` or out of `jax.jit`. Inside a loop something
-    that `start` takes must change from step to step, or XLA takes it out of the loop: `join` refuses a ticket that comes
-    twice, and on a GPU buffers that are not those of `start`.
+    Keep both calls in one computation: do not carry it through `lax.scan` or out of `jax.jit`. Inside a loop,
+    something that `start` takes must change from step to step, or XLA takes it out of the loop: `join` refuses a
+    ticket that comes twice, and on a GPU buffers that are not those of `start`.
 
     Args:
         incoming: the slots `[P, ...]`, a tree like the home weights; not to be read before `join`.
