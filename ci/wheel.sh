@@ -10,7 +10,7 @@ uv=$PWD/.venv/bin/uv
 
 .venv/bin/python -m venv --without-pip "$work/venv"
 python=$work/venv/bin/python
-"$uv" pip install -q --python "$python" --upgrade "$work"/dist/*.whl jax beartype hypothesis pytest
+"$uv" pip install -q --python "$python" --upgrade "$work"/dist/*.whl jax beartype hypothesis pytest pytest-xdist
 
 # pyproject.toml is that of the checkout, for pytest's options; the package is not there.
 cp -r pyproject.toml benchmarks tests "$work"
@@ -33,4 +33,6 @@ done
 # Also where the CUDA module finds neither a GPU nor a driver.
 JAX_PLATFORMS=cpu "$python" -c 'from jax_moe_lb.ops import _native; _native.register()'
 JAX_PLATFORMS=cpu "$work/venv/bin/jax-moe-lb" doctor
-"$python" -m pytest -q -p no:cacheprovider tests/ops tests/test_planning_module.py
+# Every custom call, and the planners on NumPy arrays.
+"$python" -m pytest -q -n 2 -p no:cacheprovider tests/test_planning_module.py tests/ops/test_planners.py \
+  tests/ops/test_grouped_matmul.py tests/ops/test_exchange_faults.py tests/ops/test_plan_and_copy.py
