@@ -55,6 +55,8 @@ def _backward(
     system: System, topology: Topology, saved: tuple[Copies, Experts, Plan, Receipt], upstream: Copies
 ) -> tuple[Copies, Experts, None, None]:
     copies, experts, plan, receipt = saved
+    # Or XLA sees that this is what the forward pass did, and keeps the replicas until now instead.
+    experts, upstream = jax.lax.optimization_barrier((experts, upstream))
     slots, sum_at_home = jax.vjp(lambda experts: system.replicate(experts, plan, topology), experts)
 
     def one_round(i: Array, carry: tuple[Copies, Experts]) -> tuple[Copies, Experts]:

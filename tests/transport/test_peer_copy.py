@@ -95,3 +95,12 @@ def test_a_layer_with_it_equals_one_with_gather():
     assert stats.imbalance_after[0] < stats.imbalance_before[0]
     np.testing.assert_array_equal(y, y_of_gather)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradients, gradients_of_gather)
+
+
+def test_replicas_are_copied_again_in_the_backward_pass():
+    """Kept from the forward pass they would take memory in every layer; the compiler must not see that they are equal."""
+    case = Case()
+    layer = with_gradients(sharded_moe(MESH, TOPOLOGY, dataclasses.replace(greedy(2), replicate=PeerCopy())))
+    x, mask = case.tokens(WORKLOADS[0], RANKS, jnp.float32)
+    compiled = layer.lower(x, mask, *case.params(jnp.float32), x).compile().as_text()
+    assert compiled.count('custom_call_target="moe_lb_copy_start"') == 2
