@@ -7,12 +7,29 @@ namespace {
 
 Status CheckEqual(const char* name, size_t participant, MatrixView<const int32_t> here,
                   MatrixView<const int32_t> first) {
+  if (here.rows() != first.rows() || here.columns() != first.columns()) {
+    return Refuse(name, " has shape [", here.rows(), ", ", here.columns(), "] on rank ", participant, " and [",
+                  first.rows(), ", ", first.columns(), "] on rank 0; expected the same table on all ranks");
+  }
   for (size_t rank = 0; rank < first.rows(); ++rank) {
     for (size_t slot = 0; slot < first.columns(); ++slot) {
       if (here[rank][slot] == first[rank][slot]) continue;
       return Refuse(name, " of rank ", rank, ", slot ", slot, " is ", here[rank][slot], " on rank ", participant,
                     " and ", first[rank][slot], " on rank 0; expected the same table on all ranks");
     }
+  }
+  return Ok();
+}
+
+Status CheckEqualWeights(size_t participant, const PeerWeights& here, const PeerWeights& first) {
+  if (here.expert_bytes.size() != first.expert_bytes.size()) {
+    return Refuse("home has ", here.expert_bytes.size(), " kinds of weights on rank ", participant, " and ",
+                  first.expert_bytes.size(), " on rank 0; expected equally many");
+  }
+  for (size_t kind = 0; kind < first.expert_bytes.size(); ++kind) {
+    if (here.expert_bytes[kind] == first.expert_bytes[kind]) continue;
+    return Refuse("home of kind ", kind, " has ", here.expert_bytes[kind], " bytes an expert on rank ", participant,
+                  " and ", first.expert_bytes[kind], " on rank 0; expected equally many");
   }
   return Ok();
 }
@@ -39,6 +56,7 @@ std::byte* PeerTable::From(const PeerPiece& piece) const {
 
 Status CheckEqualTables(const std::vector<PeerShare>& shares) {
   for (size_t i = 1; i < shares.size(); ++i) {
+    if (Status bad = CheckEqualWeights(i, shares[i].weights, shares[0].weights)) return bad;
     if (Status bad = CheckEqual("wanted", i, shares[i].wanted, shares[0].wanted)) return bad;
     if (Status bad = CheckEqual("relay", i, shares[i].relay, shares[0].relay)) return bad;
   }

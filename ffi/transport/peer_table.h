@@ -57,7 +57,8 @@ class PeerTable {
   size_t ranks_here_;
 };
 
-// Nothing, or the first entry in which the tables of two participants differ: all must ask for the same copies.
+// Nothing, or the first thing in which two participants differ: all must ask for the same copies of weights of the same
+// sizes.
 Status CheckEqualTables(const std::vector<PeerShare>& shares);
 
 }  // namespace moe_lb

@@ -98,7 +98,7 @@ def test_a_layer_with_it_equals_one_with_gather():
 
 
 def test_replicas_are_copied_again_in_the_backward_pass():
-    """Kept from the forward pass they would take memory in every layer; the compiler must not see that they are equal."""
+    """Kept from the forward pass they would take memory in every layer: the compiler must not see the equality."""
     case = Case()
     layer = with_gradients(sharded_moe(MESH, TOPOLOGY, dataclasses.replace(greedy(2), replicate=PeerCopy())))
     x, mask = case.tokens(WORKLOADS[0], RANKS, jnp.float32)
