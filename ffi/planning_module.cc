@@ -14,6 +14,7 @@
 #include "ffi/planning/greedy.h"
 #include "ffi/planning/lpt.h"
 #include "ffi/planning/quota.h"
+#include "ffi/planning/ultraep.h"
 
 namespace py = pybind11;
 
@@ -159,6 +160,25 @@ py::tuple Greedy(const py::array& placement_array, const py::array& quota_array,
   return py::make_tuple(new_placement, new_quota);
 }
 
+py::tuple UltraEp(const py::array& placement_array, const py::array& quota_array, int64_t domain, float eps,
+                  int64_t min_tokens) {
+  const Operand placement("placement", placement_array, "R, S");
+  const Operand quota("quota", quota_array, "E, R");
+  const Shape layers = Broadcast({&placement, &quota});
+  const size_t ranks = placement.last(0), slots = placement.last(1), experts = quota.last(0), columns = quota.last(1);
+  Int32Array new_placement = Result(layers, {ranks, slots});
+  Int32Array new_quota = Result(layers, {experts, columns});
+  int32_t* placed = new_placement.mutable_data();
+  int32_t* served = new_quota.mutable_data();
+  ForLayers(layers, [&](size_t layer) {
+    return moe_lb::UltraEp({placement.Layer(layer, layers), ranks, slots},
+                           {quota.Layer(layer, layers), experts, columns}, domain, eps, min_tokens,
+                           {placed + layer * ranks * slots, ranks, slots},
+                           {served + layer * experts * columns, experts, columns});
+  });
+  return py::make_tuple(new_placement, new_quota);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_planning, module) {
@@ -169,4 +189,7 @@ PYBIND11_MODULE(_planning, module) {
              "Quota [..., E, R] of tokens [..., E] on a placement [..., R, S]; see jax_moe_lb.ops.quota");
   module.def("greedy", &Greedy, py::arg("placement"), py::arg("quota"), py::arg("domain"), py::arg("min_tokens") = 1,
              "Placement [..., R, S] and quota [..., E, R] after greedy moves; see jax_moe_lb.ops.greedy");
+  module.def("ultraep", &UltraEp, py::arg("placement"), py::arg("quota"), py::arg("domain"), py::arg("eps") = 0.01f,
+             py::arg("min_tokens") = 1024,
+             "Placement [..., R, S] and quota [..., E, R] under a limit on loads; see jax_moe_lb.ops.ultraep");
 }

@@ -5,6 +5,7 @@ from .balancers.base import Chain as Chain
 from .balancers.greedy import Greedy as Greedy
 from .balancers.host import HostBalancer as HostBalancer
 from .balancers.plain import Plain as Plain
+from .balancers.ultraep import UltraEP as UltraEP
 from .experts import Experts as Experts
 from .legality import check_plan as check_plan
 from .losses import Losses as Losses
@@ -24,6 +25,7 @@ from .routing import TopK as TopK
 from .systems import System as System
 from .systems import greedy as greedy
 from .systems import plain as plain
+from .systems import ultraep as ultraep
 from .topology import Level as Level
 from .topology import Topology as Topology
 from .transport.direct import Direct as Direct

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.balancers.greedy import Greedy
 from jax_moe_lb.balancers.plain import Plain
+from jax_moe_lb.balancers.ultraep import UltraEP
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.gather import Gather
 from jax_moe_lb.transport.peer_copy import PeerCopy
@@ -39,3 +40,8 @@ def plain(headroom: float = 1.05) -> System:
 def greedy(replica_slots: int = 2, headroom: float = 1.05) -> System:
     """Quotas on replicas, in one greedy pass inside the jitted program."""
     return System(Greedy(), dispatch=Direct(headroom), replica_slots=replica_slots)
+
+
+def ultraep(replica_slots: int = 2, headroom: float = 1.05) -> System:
+    """UltraEP's planner: every rank of a domain under one limit near the mean, planned for every microbatch."""
+    return System(UltraEP(), dispatch=Direct(headroom), replica_slots=replica_slots)

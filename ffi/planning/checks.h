@@ -36,4 +36,34 @@ Status CheckShape(const char* name, MatrixView<T> matrix, size_t rows, size_t co
   return Refuse(name, " has shape [", matrix.rows(), ", ", matrix.columns(), "]; expected [", rows, ", ", columns, "]");
 }
 
+// What planners take and give that edit a plan: placement [R, S], quota [E, R], results of the same shapes.
+// Home of expert e is rank e / (E / R); domains are blocks of `domain` ranks.
+inline Status CheckPlan(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain,
+                        MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
+  const size_t num_ranks = placement.rows();
+  const size_t num_experts = quota.rows();
+  if (Status bad = CheckPlacement(placement, num_experts)) return bad;
+  if (Status bad = CheckShape("quota", quota, num_experts, num_ranks)) return bad;
+  if (num_experts % num_ranks != 0 || num_experts == 0) {
+    return Refuse("quota has ", num_experts, " experts; expected a positive multiple of the ", num_ranks, " ranks");
+  }
+  if (domain < 1 || static_cast<int64_t>(num_ranks) % domain != 0) {
+    return Refuse("domain is ", domain, "; expected a divisor of the ", num_ranks, " ranks");
+  }
+  if (Status bad = CheckShape("new_placement", new_placement, num_ranks, placement.columns())) return bad;
+  if (Status bad = CheckShape("new_quota", new_quota, num_experts, num_ranks)) return bad;
+  int64_t sum = 0;
+  for (size_t expert = 0; expert < num_experts; ++expert) {
+    for (size_t rank = 0; rank < num_ranks; ++rank) {
+      const int64_t tokens = quota[expert][rank];
+      if (tokens < 0) {
+        return Refuse("quota of expert ", expert, ", rank ", rank, " is ", tokens, "; expected at least 0");
+      }
+      sum += tokens;
+    }
+  }
+  if (sum > kMaxTokens) return Refuse("quota sums to ", sum, " tokens; expected at most ", kMaxTokens);
+  return Ok();
+}
+
 }  // namespace moe_lb

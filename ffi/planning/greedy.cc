@@ -9,37 +9,11 @@
 namespace moe_lb {
 namespace {
 
-Status CheckQuota(MatrixView<const int32_t> quota) {
-  int64_t sum = 0;
-  for (size_t expert = 0; expert < quota.rows(); ++expert) {
-    for (size_t rank = 0; rank < quota.columns(); ++rank) {
-      const int64_t tokens = quota[expert][rank];
-      if (tokens < 0) {
-        return Refuse("quota of expert ", expert, ", rank ", rank, " is ", tokens, "; expected at least 0");
-      }
-      sum += tokens;
-    }
-  }
-  if (sum > kMaxTokens) return Refuse("quota sums to ", sum, " tokens; expected at most ", kMaxTokens);
-  return Ok();
-}
-
 Status Check(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain, int64_t min_tokens,
              MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
-  const size_t num_ranks = placement.rows();
-  const size_t num_experts = quota.rows();
-  if (Status bad = CheckPlacement(placement, num_experts)) return bad;
-  if (Status bad = CheckShape("quota", quota, num_experts, num_ranks)) return bad;
-  if (num_experts % num_ranks != 0 || num_experts == 0) {
-    return Refuse("quota has ", num_experts, " experts; expected a positive multiple of the ", num_ranks, " ranks");
-  }
-  if (domain < 1 || static_cast<int64_t>(num_ranks) % domain != 0) {
-    return Refuse("domain is ", domain, "; expected a divisor of the ", num_ranks, " ranks");
-  }
+  if (Status bad = CheckPlan(placement, quota, domain, new_placement, new_quota)) return bad;
   if (min_tokens < 1) return Refuse("min_tokens is ", min_tokens, "; expected at least 1");
-  if (Status bad = CheckShape("new_placement", new_placement, num_ranks, placement.columns())) return bad;
-  if (Status bad = CheckShape("new_quota", new_quota, num_experts, num_ranks)) return bad;
-  return CheckQuota(quota);
+  return Ok();
 }
 
 // Tokens that a slot could take; none by default.

@@ -26,11 +26,16 @@ struct OnCpu<make_call> {
 XLA_FFI_DEFINE_HANDLER(kLpt, OnCpu<LptCall>::Run, LptBinding());
 XLA_FFI_DEFINE_HANDLER(kQuota, OnCpu<QuotaCall>::Run, QuotaBinding());
 XLA_FFI_DEFINE_HANDLER(kGreedy, OnCpu<GreedyCall>::Run, GreedyBinding());
+XLA_FFI_DEFINE_HANDLER(kUltraEp, OnCpu<UltraEpCall>::Run, UltraEpBinding());
 
 }  // namespace
 
 Registrations PlanningRegistrations() {
-  return {{}, {{"moe_lb_plan_lpt", kLpt}, {"moe_lb_plan_quota", kQuota}, {"moe_lb_plan_greedy", kGreedy}}};
+  return {{},
+          {{"moe_lb_plan_lpt", kLpt},
+           {"moe_lb_plan_quota", kQuota},
+           {"moe_lb_plan_greedy", kGreedy},
+           {"moe_lb_plan_ultraep", kUltraEp}}};
 }
 
 }  // namespace moe_lb

@@ -35,6 +35,7 @@ struct OnCuda<make_call> {
 XLA_FFI_DEFINE_HANDLER(kLpt, OnCuda<LptCall>::Run, OnStream(LptBinding()));
 XLA_FFI_DEFINE_HANDLER(kQuota, OnCuda<QuotaCall>::Run, OnStream(QuotaBinding()));
 XLA_FFI_DEFINE_HANDLER(kGreedy, OnCuda<GreedyCall>::Run, OnStream(GreedyBinding()));
+XLA_FFI_DEFINE_HANDLER(kUltraEp, OnCuda<UltraEpCall>::Run, OnStream(UltraEpBinding()));
 
 constexpr XLA_FFI_TypeInfo kSchedulerInfo = xf::MakeTypeInfo<HostScheduler>();
 
@@ -44,7 +45,8 @@ Registrations PlanningRegistrations() {
   return {{{"moe_lb_host_scheduler", &HostScheduler::id, &kSchedulerInfo}},
           {{"moe_lb_plan_lpt", kLpt, kInstantiate},
            {"moe_lb_plan_quota", kQuota, kInstantiate},
-           {"moe_lb_plan_greedy", kGreedy, kInstantiate}}};
+           {"moe_lb_plan_greedy", kGreedy, kInstantiate},
+           {"moe_lb_plan_ultraep", kUltraEp, kInstantiate}}};
 }
 
 }  // namespace moe_lb

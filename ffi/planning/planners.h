@@ -14,6 +14,7 @@
 #include "ffi/planning/greedy.h"
 #include "ffi/planning/lpt.h"
 #include "ffi/planning/quota.h"
+#include "ffi/planning/ultraep.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace moe_lb {
@@ -111,6 +112,30 @@ inline auto GreedyBinding() {
       .Arg<Matrix>()  // placement [R, S]
       .Arg<Matrix>()  // quota [E, R]
       .Attr<int64_t>("domain")
+      .Attr<int64_t>("min_tokens")
+      .Ret<Matrix>()   // new placement [R, S]
+      .Ret<Matrix>()   // new quota [E, R]
+      .Ret<Vector>();  // status [1]
+}
+
+// ---- UltraEP -------------------------------------------------------------------
+
+inline PlannerCall UltraEpCall(Matrix placement, Matrix quota, int64_t domain, float eps, int64_t min_tokens,
+                               MatrixResult new_placement, MatrixResult new_quota) {
+  return {"moe_lb_plan_ultraep",
+          {In(placement), In(quota)},
+          {Out(new_placement), Out(new_quota)},
+          [=](const Operands& in, const Results& out) {
+            return UltraEp(in[0], in[1], domain, eps, min_tokens, out[0], out[1]);
+          }};
+}
+
+inline auto UltraEpBinding() {
+  return xla::ffi::Ffi::Bind()
+      .Arg<Matrix>()  // placement [R, S]
+      .Arg<Matrix>()  // quota [E, R]
+      .Attr<int64_t>("domain")
+      .Attr<float>("eps")
       .Attr<int64_t>("min_tokens")
       .Ret<Matrix>()   // new placement [R, S]
       .Ret<Matrix>()   // new quota [E, R]

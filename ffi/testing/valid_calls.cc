@@ -73,6 +73,19 @@ Call Greedy(Random& random) {
   return call;
 }
 
+Call UltraEp(Random& random) {
+  const Placement placement(random);
+  const Array quota = IntsBetween(random, {placement.experts, placement.ranks}, 0, 50);
+  Call call;
+  call.attributes["domain"] = Int(placement.domain);
+  call.attributes["eps"] = Float(static_cast<float>(random.Below(101)) / 100);
+  call.attributes["min_tokens"] = Int(random.Between(1, 10));
+  call.devices.push_back({{placement.array, quota},
+                          {Result(kS32, {placement.ranks, placement.slots}), Result(kS32, quota.dims), kStatus},
+                          {}});
+  return call;
+}
+
 // ---- the exchange of rows ------------------------------------------------------
 
 // The slices that one rank sends and receives, as numbers that fit.
@@ -439,6 +452,7 @@ const std::map<std::string, ValidCalls>& AllValidCalls() {
       {"moe_lb_plan_lpt", {Lpt}},
       {"moe_lb_plan_quota", {Quota}},
       {"moe_lb_plan_greedy", {Greedy}},
+      {"moe_lb_plan_ultraep", {UltraEp}},
       {"moe_lb_ragged_exchange", {Exchange}},
       {"moe_lb_copy_start", {CopyStart}},
       {"moe_lb_copy_join", {CopyJoin}},

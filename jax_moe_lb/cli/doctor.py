@@ -66,6 +66,7 @@ OPERATIONS = (
     _planner("lpt"),
     _planner("quota"),
     _planner("greedy"),
+    _planner("ultraep"),
     Operation(
         "ragged_all_to_all", "padded all_to_all", NO_RAGGED, "lax.ragged_all_to_all", "ragged_exchange", ("cpu",)
     ),

@@ -18,7 +18,7 @@ def is_on_host(*arrays: Any) -> bool:
     return has_host_planners() and all(isinstance(array, np.ndarray) for array in arrays)
 
 
-def plan_on_host(name: str, *args: np.ndarray, **options: int) -> Any:
+def plan_on_host(name: str, *args: np.ndarray, **options: Any) -> Any:
     """What the planner `name` says of NumPy arrays; it refuses what is wrong with a ValueError."""
     planner = getattr(importlib.import_module(HOST_PLANNERS), name)
     return planner(*(np.asarray(array, np.int32) for array in args), **options)

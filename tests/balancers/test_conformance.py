@@ -20,10 +20,12 @@ from jax_moe_lb import (
     System,
     TopK,
     Topology,
+    UltraEP,
     check_plan,
     greedy,
     plain,
     plain_plan,
+    ultraep,
 )
 from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
@@ -44,12 +46,14 @@ def swap_halves(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
 BALANCERS = {
     Plain: Plain(),
     Greedy: Greedy(),
+    UltraEP: UltraEP(min_tokens=4),
     HostBalancer: HostBalancer(swap_halves),
     Chain: Chain((HostBalancer(swap_halves), Greedy(min_tokens=2))),
 }
 SYSTEMS = {
     "plain": plain(),
     "greedy": greedy(),
+    "ultraep": ultraep(),
     "greedy in small rounds": greedy(replica_slots=1, headroom=0.4),
     "host": System(BALANCERS[HostBalancer], replica_slots=1),
     "chain": System(BALANCERS[Chain], replica_slots=3),

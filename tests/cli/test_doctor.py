@@ -23,6 +23,7 @@ from jax_moe_lb.ops.lpt import lpt
 from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.ops.quota import quota
 from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
+from jax_moe_lb.ops.ultraep import ultraep
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 RANKS = 8
@@ -30,6 +31,7 @@ OPERATIONS = (
     "lpt",
     "quota",
     "greedy",
+    "ultraep",
     "ragged_all_to_all",
     "grouped_ffn",
     "gather",
@@ -78,16 +80,17 @@ def experts(num_experts):
 
 def operation(name):
     """A function that runs it, and arguments."""
-    placement = integers(RANKS, 4)
+    placement, full_quota = integers(RANKS, 4), integers(2 * RANKS, RANKS)
     return {
         "lpt": (lambda weights: lpt(weights, 4, 8), (integers(32),)),
         "quota": (lambda tokens, placement: quota(tokens, placement), (integers(2 * RANKS), placement)),
-        "greedy": (lambda *plan: greedy(*plan, domain=RANKS, min_tokens=1), (placement, integers(2 * RANKS, RANKS))),
+        "greedy": (lambda *plan: greedy(*plan, domain=RANKS, min_tokens=1), (placement, full_quota)),
+        "ultraep": (lambda *plan: ultraep(*plan, RANKS, eps=0.01, min_tokens=1), (placement, full_quota)),
         "ragged_all_to_all": (sharded(exchange, 1), (floats(8 * RANKS, 4), integers(RANKS))),
         "grouped_ffn": (lambda *args: grouped_ffn(*args), (floats(32, 4), experts(2), integers(2))),
         "gather": (sharded(gather, 1), (experts(2 * RANKS), placement)),
         "copy_expert_weights": (sharded(copy, 1), (experts(2 * RANKS), placement)),
-        "plan_and_copy": (sharded(planned_copy, 2), (experts(2 * RANKS), placement, integers(2 * RANKS, RANKS))),
+        "plan_and_copy": (sharded(planned_copy, 2), (experts(2 * RANKS), placement, full_quota)),
     }[name]
 
 

@@ -11,6 +11,7 @@ from jax_moe_lb import _planning
 from jax_moe_lb.ops.greedy import greedy, greedy_reference
 from jax_moe_lb.ops.lpt import lpt, lpt_reference
 from jax_moe_lb.ops.quota import quota, quota_reference
+from jax_moe_lb.ops.ultraep import ultraep, ultraep_reference
 
 Arrays = tuple[np.ndarray, ...]
 STOPPED = (jax.errors.JaxRuntimeError, ValueError)
@@ -77,6 +78,12 @@ PLANNERS = {
         partial(greedy_reference, domain=3, min_tokens=2),
         partial(_planning.greedy, domain=3, min_tokens=2),
         lambda rng: draw_plan(rng, 6, 2, 4, 3),
+    ),
+    "ultraep": Planner(
+        partial(ultraep, domain=3, eps=0.01, min_tokens=20),
+        partial(ultraep_reference, domain=3, eps=0.01, min_tokens=20),
+        partial(_planning.ultraep, domain=3, eps=0.01, min_tokens=20),
+        lambda rng: draw_plan(rng, 6, 2, 4, 3, empty=0.7),
     ),
 }
 

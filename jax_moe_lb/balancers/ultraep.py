@@ -1,0 +1,44 @@
+"""UltraEP (arXiv 2606.04101): replicas for the surplus above a limit near the mean, planned for every microbatch."""
+
+from dataclasses import dataclass
+
+from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.ops.ultraep import check_eps, ultraep
+from jax_moe_lb.plan import Plan
+from jax_moe_lb.topology import Topology
+from jax_moe_lb.types import Counts, State
+
+
+@dataclass(frozen=True)
+class UltraEP(Balancer):
+    """Brings every rank of a domain under one limit, as near to the domain's mean as its search gets.
+
+    Homes above the limit give tokens of their busiest experts to new replicas on the ranks furthest below it. The
+    limit starts at `1 + eps` times the mean and is raised twice, by a hundredth of the largest load each, if the
+    surplus does not fit into the empty slots; then a search takes over whose replicas are of at least `min_tokens`.
+
+    This is the planner of the authors' released code. Algorithm 1 as printed in the paper differs: it demands
+    `min_tokens` of every replica, so that the last tokens of a rank rarely fit anywhere and most limits fail. Here
+    a replica can be smaller than `min_tokens`: during the first three attempts it must take its share of what is
+    still to be moved, no more.
+
+    After another balancer (`Chain`), replicas that exist keep their slots and quota, and count in their ranks' loads.
+
+    Args:
+        eps: what the first limit is above the mean, 0 to 1.
+        min_tokens: the least that a replica takes in the search.
+    """
+
+    eps: float = 0.01
+    min_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        check_eps(self.eps)
+        if self.min_tokens < 1:
+            raise ValueError(f"min_tokens is {self.min_tokens}; expected at least 1")
+
+    def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
+        """One plan for all domains, each of which is planned for itself."""
+        del counts, topology
+        placement, quota = ultraep(plan.placement, plan.quota, plan.domain, self.eps, self.min_tokens)
+        return Plan(placement, quota, plan.relay, plan.rails, plan.domain), state

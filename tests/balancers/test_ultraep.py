@@ -1,0 +1,168 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import popular_ranks
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import (
+    Plan,
+    Topology,
+    UltraEP,
+    check_plan,
+    imbalance,
+    load,
+    plain_plan,
+    traffic,
+)
+
+# Rank loads of layer 12, microbatch 684, of the authors' run; the hottest expert of each overloaded rank is
+# recorded, the others are filled in. 8 ranks, 4 home experts, 2 replica slots, 8192 tokens per rank, top-4.
+RECORDED = np.array(
+    [
+        [9000, 6000, 4000, 2941],
+        [15000, 16266, 10000, 5564],
+        [17263, 9000, 6000, 3094],
+        [800, 400, 200, 70],
+        [35500, 3000, 1568, 1000],
+        [2000, 3000, 33824, 300],
+        [38652, 9548, 8000, 5000],
+        [9000, 3000, 2000, 1154],
+    ],
+    np.int32,
+)
+
+
+def plan_for(counts, domain=None, slots=None, **options):
+    topology = Topology.flat(counts.shape[0], domain)
+    start = plain_plan(jnp.asarray(counts), topology, slots)
+    plan, _ = jax.jit(lambda counts, start: UltraEP(**options).rebalance(counts, start, topology, ()))(counts, start)
+    check_plan(plan, counts)
+    return jax.tree.map(np.asarray, plan)
+
+
+def spread(tokens, num_ranks):
+    """`[R, E]` counts with these sums, shared out evenly."""
+    share, rest = np.divmod(tokens.reshape(-1), num_ranks)
+    return (share + (np.arange(num_ranks)[:, None] < rest)).astype(np.int32)
+
+
+def test_the_recorded_layer():
+    assert RECORDED.sum(1).tolist() == [
+        21941,
+        46830,
+        35357,
+        1470,
+        41068,
+        39124,
+        61200,
+        15154,
+    ]
+    plan = plan_for(spread(RECORDED, 8), slots=6)
+    moved = {(e, r): q for e, row in enumerate(plan.quota.tolist()) for r, q in enumerate(row) if q and e // 4 != r}
+    hottest = {rank: rank * 4 + int(RECORDED[rank].argmax()) for rank in range(8)}
+    assert moved == {
+        (hottest[6], 3): 28104,
+        (hottest[1], 7): 13734,
+        (hottest[4], 0): 7972,
+        (hottest[5], 7): 4208,
+        (hottest[5], 3): 1820,
+        (hottest[2], 0): 2261,
+    }
+    # Slots are filled in the order in which replicas are made.
+    assert plan.placement[:, 4:].tolist() == [
+        [hottest[4], hottest[2]], [-1, -1], [-1, -1], [hottest[6], hottest[5]],
+        [-1, -1], [-1, -1], [-1, -1], [hottest[1], hottest[5]],
+    ]  # fmt: skip
+    assert load(plan).tolist() == [
+        32174,
+        33096,
+        33096,
+        31394,
+        33096,
+        33096,
+        33096,
+        33096,
+    ]
+    assert (
+        round(RECORDED.sum(1).max() / 32768, 3),
+        round(float(imbalance(load(plan))), 3),
+    ) == (1.868, 1.010)
+
+
+def test_all_tokens_to_one_expert():
+    plan = plan_for(np.full((4, 1), 16384, np.int32) * (np.arange(4) == 0).astype(np.int32), slots=2)
+    assert load(plan).tolist() == [16548, 16548, 16548, 15892]
+
+
+def test_a_replica_can_be_smaller_than_min_tokens():
+    """Unlike in Algorithm 1 as printed, which would leave this load as it is."""
+    assert load(plan_for(spread(np.array([130, 70]), 2), slots=2, min_tokens=1024)).tolist() == [101, 99]
+
+
+def test_domains_are_planned_each_for_itself():
+    counts = WORKLOADS[2].counts(0, 16, 512, 64, 4)
+    plan = plan_for(counts, domain=4, slots=8, min_tokens=1)
+    for first in range(0, 16, 4):
+        home = slice(first * 4, first * 4 + 16)
+        alone = plan_for(spread(counts.sum(0)[home], 4), slots=8, min_tokens=1)
+        np.testing.assert_array_equal(plan.quota[home, first : first + 4], alone.quota)
+
+
+def test_replicas_of_another_balancer_keep_their_slot_and_quota():
+    counts = spread(np.array([120, 0, 0]), 3)
+    start = plain_plan(counts, Topology.flat(3), 3)
+    placement, quota = start.placement.copy(), start.quota.copy()
+    placement[1, 2], quota[0] = 0, [90, 30, 0]
+    plan, _ = UltraEP(eps=0.0, min_tokens=1).rebalance(counts, Plan(placement, quota, domain=3), Topology.flat(3), ())
+    check_plan(plan, counts)
+    assert plan.placement[1].tolist() == [1, -1, 0]
+    assert plan.quota[0].tolist() == [45, 30, 45]
+
+
+def split_evenly(counts, quota):
+    """Tokens that stay when every source splits all of its tokens by quota, own rank or not; largest remainders."""
+    kept = 0
+    for expert in range(counts.shape[1]):
+        ranks = np.flatnonzero(quota[expert])
+        products = counts[:, expert, None].astype(np.int64) * quota[expert, ranks]
+        shares, rests = np.divmod(products, max(1, quota[expert].sum()))
+        places = np.argsort(np.argsort(-rests, axis=1, kind="stable"), axis=1)
+        shares += places < (counts[:, expert] - shares.sum(1))[:, None]
+        kept += shares[ranks, np.arange(len(ranks))].sum()
+    return kept
+
+
+def test_means_of_the_published_simulations():
+    """Table 3: 15 loads on 64 ranks, top-8; a quarter of its 8192 tokens per rank, and of `min_tokens`.
+
+    `benchmarks/bench_ultraep.py` has all tokens.
+    """
+    results = []
+    for case in popular_ranks.CASES:
+        counts = popular_ranks.counts(case, seed=0, num_tokens=2048)
+        plan = plan_for(counts, slots=case.num_experts // case.num_ranks + case.replica_slots, min_tokens=256)
+        replicas = plan.placement[:, plan.num_home :]
+        copies = np.bincount(replicas[replicas >= 0], minlength=case.num_experts)
+        moved = traffic(plan, counts)
+        assert copies.sum() == moved.replicas
+        total = counts.sum()
+        remote = 100 * moved.rows / total
+        remote_without_locality = 100 * (1 - split_evenly(counts, plan.quota) / total)
+        results.append(
+            (
+                imbalance(load(plan)),
+                copies.sum(),
+                copies.max(),
+                remote,
+                remote_without_locality,
+            )
+        )
+    np.testing.assert_allclose(np.mean(results, axis=0), [1.030, 45.1, 6.8, 96.1, 98.4], rtol=0.02)
+
+
+@pytest.mark.parametrize("options", [{"eps": -0.01}, {"eps": 1.5}, {"min_tokens": 0}])
+def test_bad_options_are_refused(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=rf"{name} is {value}; expected"):
+        UltraEP(**options)
