@@ -4,13 +4,17 @@
 // layer. Knows no JAX. Arrays are int32, refused otherwise: a silent conversion could wrap round.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <functional>
+#include <limits>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "ffi/planning/exact_domains.h"
 #include "ffi/planning/greedy.h"
 #include "ffi/planning/lpt.h"
 #include "ffi/planning/quota.h"
@@ -179,6 +183,27 @@ py::tuple UltraEp(const py::array& placement_array, const py::array& quota_array
   return py::make_tuple(new_placement, new_quota);
 }
 
+py::tuple Exact(const py::array& counts_array, size_t num_slots, int64_t domain, double eps,
+                std::optional<int64_t> max_fan_out, bool localize) {
+  const Operand counts("counts", counts_array, "R, E");
+  const Shape layers = counts.layers();
+  const size_t ranks = counts.last(0), experts = counts.last(1);
+  Int32Array placement = Result(layers, {ranks, num_slots});
+  Int32Array quota = Result(layers, {experts, ranks});
+  int32_t* placed = placement.mutable_data();
+  int32_t* served = quota.mutable_data();
+  moe_lb::ExactDomainsOptions options;
+  options.eps = eps;
+  options.max_fan_out = max_fan_out.value_or(std::numeric_limits<int64_t>::max());
+  options.localize = localize;
+  ForLayers(layers, [&](size_t layer) {
+    return moe_lb::ExactDomains({counts.Layer(layer, layers), ranks, experts}, domain, options,
+                                {placed + layer * ranks * num_slots, ranks, num_slots},
+                                {served + layer * experts * ranks, experts, ranks});
+  });
+  return py::make_tuple(placement, quota);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_planning, module) {
@@ -192,4 +217,7 @@ PYBIND11_MODULE(_planning, module) {
   module.def("ultraep", &UltraEp, py::arg("placement"), py::arg("quota"), py::arg("domain"), py::arg("eps") = 0.01f,
              py::arg("min_tokens") = 1024,
              "Placement [..., R, S] and quota [..., E, R] under a limit on loads; see jax_moe_lb.ops.ultraep");
+  module.def("exact", &Exact, py::arg("counts"), py::arg("num_slots"), py::arg("domain"), py::arg("eps") = 0.01,
+             py::arg("max_fan_out") = py::none(), py::arg("localize") = true,
+             "Placement [..., R, S] and quota [..., E, R] for counts [..., R, E]; see jax_moe_lb.ops.exact");
 }

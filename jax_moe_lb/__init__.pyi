@@ -2,6 +2,7 @@
 
 from .balancers.base import Balancer as Balancer
 from .balancers.base import Chain as Chain
+from .balancers.exact import Exact as Exact
 from .balancers.greedy import Greedy as Greedy
 from .balancers.host import HostBalancer as HostBalancer
 from .balancers.plain import Plain as Plain
@@ -23,6 +24,7 @@ from .routing import ForceBalanced as ForceBalanced
 from .routing import GroupLimit as GroupLimit
 from .routing import TopK as TopK
 from .systems import System as System
+from .systems import exact as exact
 from .systems import greedy as greedy
 from .systems import plain as plain
 from .systems import ultraep as ultraep

@@ -9,3 +9,11 @@ def greedy(placement: Integers, quota: Integers, domain: int, min_tokens: int = 
 def ultraep(
     placement: Integers, quota: Integers, domain: int, eps: float = 0.01, min_tokens: int = 1024
 ) -> tuple[Integers, Integers]: ...
+def exact(
+    counts: Integers,
+    num_slots: int,
+    domain: int,
+    eps: float = 0.01,
+    max_fan_out: int | None = None,
+    localize: bool = True,
+) -> tuple[Integers, Integers]: ...

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.balancers.exact import Exact
 from jax_moe_lb.balancers.greedy import Greedy
 from jax_moe_lb.balancers.plain import Plain
 from jax_moe_lb.balancers.ultraep import UltraEP
@@ -45,3 +46,8 @@ def greedy(replica_slots: int = 2, headroom: float = 1.05) -> System:
 def ultraep(replica_slots: int = 2, headroom: float = 1.05) -> System:
     """UltraEP's planner: every rank of a domain under one limit near the mean, planned for every microbatch."""
     return System(UltraEP(), dispatch=Direct(headroom), replica_slots=replica_slots)
+
+
+def exact(replica_slots: int = 2, headroom: float = 1.05) -> System:
+    """The lowest maximum load that a search finds, then few replicas; needs the custom calls."""
+    return System(Exact(), dispatch=Direct(headroom), replica_slots=replica_slots)

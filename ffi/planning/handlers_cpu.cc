@@ -27,6 +27,7 @@ XLA_FFI_DEFINE_HANDLER(kLpt, OnCpu<LptCall>::Run, LptBinding());
 XLA_FFI_DEFINE_HANDLER(kQuota, OnCpu<QuotaCall>::Run, QuotaBinding());
 XLA_FFI_DEFINE_HANDLER(kGreedy, OnCpu<GreedyCall>::Run, GreedyBinding());
 XLA_FFI_DEFINE_HANDLER(kUltraEp, OnCpu<UltraEpCall>::Run, UltraEpBinding());
+XLA_FFI_DEFINE_HANDLER(kExact, OnCpu<ExactCall>::Run, ExactBinding());
 
 }  // namespace
 
@@ -35,7 +36,8 @@ Registrations PlanningRegistrations() {
           {{"moe_lb_plan_lpt", kLpt},
            {"moe_lb_plan_quota", kQuota},
            {"moe_lb_plan_greedy", kGreedy},
-           {"moe_lb_plan_ultraep", kUltraEp}}};
+           {"moe_lb_plan_ultraep", kUltraEp},
+           {"moe_lb_plan_exact", kExact}}};
 }
 
 }  // namespace moe_lb

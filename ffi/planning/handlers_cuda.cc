@@ -36,6 +36,7 @@ XLA_FFI_DEFINE_HANDLER(kLpt, OnCuda<LptCall>::Run, OnStream(LptBinding()));
 XLA_FFI_DEFINE_HANDLER(kQuota, OnCuda<QuotaCall>::Run, OnStream(QuotaBinding()));
 XLA_FFI_DEFINE_HANDLER(kGreedy, OnCuda<GreedyCall>::Run, OnStream(GreedyBinding()));
 XLA_FFI_DEFINE_HANDLER(kUltraEp, OnCuda<UltraEpCall>::Run, OnStream(UltraEpBinding()));
+XLA_FFI_DEFINE_HANDLER(kExact, OnCuda<ExactCall>::Run, OnStream(ExactBinding()));
 
 constexpr XLA_FFI_TypeInfo kSchedulerInfo = xf::MakeTypeInfo<HostScheduler>();
 
@@ -46,7 +47,8 @@ Registrations PlanningRegistrations() {
           {{"moe_lb_plan_lpt", kLpt, kInstantiate},
            {"moe_lb_plan_quota", kQuota, kInstantiate},
            {"moe_lb_plan_greedy", kGreedy, kInstantiate},
-           {"moe_lb_plan_ultraep", kUltraEp, kInstantiate}}};
+           {"moe_lb_plan_ultraep", kUltraEp, kInstantiate},
+           {"moe_lb_plan_exact", kExact, kInstantiate}}};
 }
 
 }  // namespace moe_lb

@@ -11,6 +11,7 @@
 
 #include "ffi/common/status.h"
 #include "ffi/common/view.h"
+#include "ffi/planning/exact_domains.h"
 #include "ffi/planning/greedy.h"
 #include "ffi/planning/lpt.h"
 #include "ffi/planning/quota.h"
@@ -139,6 +140,31 @@ inline auto UltraEpBinding() {
       .Attr<int64_t>("min_tokens")
       .Ret<Matrix>()   // new placement [R, S]
       .Ret<Matrix>()   // new quota [E, R]
+      .Ret<Vector>();  // status [1]
+}
+
+// ---- Exact ---------------------------------------------------------------------
+
+inline PlannerCall ExactCall(Matrix counts, int64_t domain, double eps, int64_t max_fan_out, bool localize,
+                             MatrixResult placement, MatrixResult quota) {
+  ExactDomainsOptions options;
+  options.eps = eps;
+  options.max_fan_out = max_fan_out;
+  options.localize = localize;
+  return {"moe_lb_plan_exact", {In(counts)}, {Out(placement), Out(quota)}, [=](const Operands& in, const Results& out) {
+            return ExactDomains(in[0], domain, options, out[0], out[1]);
+          }};
+}
+
+inline auto ExactBinding() {
+  return xla::ffi::Ffi::Bind()
+      .Arg<Matrix>()  // counts [R, E]
+      .Attr<int64_t>("domain")
+      .Attr<double>("eps")
+      .Attr<int64_t>("max_fan_out")
+      .Attr<bool>("localize")
+      .Ret<Matrix>()   // placement [R, S]
+      .Ret<Matrix>()   // quota [E, R]
       .Ret<Vector>();  // status [1]
 }
 

@@ -86,6 +86,20 @@ Call UltraEp(Random& random) {
   return call;
 }
 
+Call Exact(Random& random) {
+  const Placement placement(random);
+  Call call;
+  call.attributes["domain"] = Int(placement.domain);
+  call.attributes["eps"] = Double(static_cast<double>(random.Below(20)) / 100);
+  call.attributes["max_fan_out"] = Int(random.Chance(50) ? random.Below(4) : INT64_MAX);
+  call.attributes["localize"] = Bool(random.Chance(50));
+  call.devices.push_back(
+      {{IntsBetween(random, {placement.ranks, placement.experts}, 0, 50)},
+       {Result(kS32, {placement.ranks, placement.slots}), Result(kS32, {placement.experts, placement.ranks}), kStatus},
+       {}});
+  return call;
+}
+
 // ---- the exchange of rows ------------------------------------------------------
 
 // The slices that one rank sends and receives, as numbers that fit.
@@ -453,6 +467,7 @@ const std::map<std::string, ValidCalls>& AllValidCalls() {
       {"moe_lb_plan_quota", {Quota}},
       {"moe_lb_plan_greedy", {Greedy}},
       {"moe_lb_plan_ultraep", {UltraEp}},
+      {"moe_lb_plan_exact", {Exact}},
       {"moe_lb_ragged_exchange", {Exchange}},
       {"moe_lb_copy_start", {CopyStart}},
       {"moe_lb_copy_join", {CopyJoin}},

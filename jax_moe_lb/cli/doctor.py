@@ -46,6 +46,7 @@ class Operation:
         on_accelerators: what XLA has for it on GPUs and TPUs.
         target: its custom call, without the prefix.
         backends: where it uses the custom call, if that was built.
+        instead: what else there is, for an operation that has no form in plain JAX.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Operation:
     on_accelerators: str | None = None
     target: str | None = None
     backends: tuple[str, ...] = ()
+    instead: str | None = None
 
 
 def _planner(name: str) -> Operation:
@@ -67,6 +69,14 @@ OPERATIONS = (
     _planner("quota"),
     _planner("greedy"),
     _planner("ultraep"),
+    Operation(
+        "exact",
+        "not available",
+        "it exists in C++ alone",
+        target="plan_exact",
+        backends=("cpu", "gpu"),
+        instead="greedy or ultraep",
+    ),
     Operation(
         "ragged_all_to_all", "padded all_to_all", NO_RAGGED, "lax.ragged_all_to_all", "ragged_exchange", ("cpu",)
     ),
@@ -107,7 +117,7 @@ def _implementation(op: Operation, backend: str) -> Implementation:
         return _on_accelerators(op, backend, HOW_TO_BUILD[platform] if platform else None)
     if platform:
         return Implementation(op.name, op.plain, f"{op.why}; no custom call was built", HOW_TO_BUILD[platform])
-    return Implementation(op.name, op.plain, op.why, None)
+    return Implementation(op.name, op.plain, op.why, op.instead)
 
 
 def _on_accelerators(op: Operation, backend: str, faster: str | None) -> Implementation:

@@ -30,8 +30,13 @@ def has_host_planners() -> bool:
     return importlib.util.find_spec(HOST_PLANNERS) is not None
 
 
-def by_platform(*args: Any, native: Callable, reference: Callable, platforms: tuple[str, ...] = tuple(MODULES)) -> Any:
-    """`native(*args)` where a program is lowered for one of `platforms` that was built, else `reference(*args)`."""
+def by_platform(
+    *args: Any, native: Callable, reference: Callable | None, platforms: tuple[str, ...] = tuple(MODULES)
+) -> Any:
+    """`native(*args)` where a program is lowered for one of `platforms` that was built, else `reference(*args)`.
+
+    Without a reference it cannot be lowered for other platforms; at least one must have been built.
+    """
     built = {platform: native for platform in platforms if is_built(platform)}
     return jax.lax.platform_dependent(*args, **built, default=reference)
 

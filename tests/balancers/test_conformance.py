@@ -12,6 +12,7 @@ from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import (
     Balancer,
     Chain,
+    Exact,
     Greedy,
     HostBalancer,
     PeerCopy,
@@ -22,6 +23,7 @@ from jax_moe_lb import (
     Topology,
     UltraEP,
     check_plan,
+    exact,
     greedy,
     plain,
     plain_plan,
@@ -47,6 +49,7 @@ BALANCERS = {
     Plain: Plain(),
     Greedy: Greedy(),
     UltraEP: UltraEP(min_tokens=4),
+    Exact: Exact(),
     HostBalancer: HostBalancer(swap_halves),
     Chain: Chain((HostBalancer(swap_halves), Greedy(min_tokens=2))),
 }
@@ -54,6 +57,7 @@ SYSTEMS = {
     "plain": plain(),
     "greedy": greedy(),
     "ultraep": ultraep(),
+    "exact": exact(),
     "greedy in small rounds": greedy(replica_slots=1, headroom=0.4),
     "host": System(BALANCERS[HostBalancer], replica_slots=1),
     "chain": System(BALANCERS[Chain], replica_slots=3),

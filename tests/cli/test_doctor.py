@@ -17,6 +17,7 @@ from jax_moe_lb.ops import _native
 from jax_moe_lb.ops import grouped_ffn as grouped_ffn_module
 from jax_moe_lb.ops._peer import Route
 from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join
+from jax_moe_lb.ops.exact import exact
 from jax_moe_lb.ops.greedy import greedy
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn
 from jax_moe_lb.ops.lpt import lpt
@@ -32,6 +33,7 @@ OPERATIONS = (
     "quota",
     "greedy",
     "ultraep",
+    "exact",
     "ragged_all_to_all",
     "grouped_ffn",
     "gather",
@@ -86,6 +88,7 @@ def operation(name):
         "quota": (lambda tokens, placement: quota(tokens, placement), (integers(2 * RANKS), placement)),
         "greedy": (lambda *plan: greedy(*plan, domain=RANKS, min_tokens=1), (placement, full_quota)),
         "ultraep": (lambda *plan: ultraep(*plan, RANKS, eps=0.01, min_tokens=1), (placement, full_quota)),
+        "exact": (lambda counts: exact(counts, 4, RANKS), (integers(RANKS, 2 * RANKS),)),
         "ragged_all_to_all": (sharded(exchange, 1), (floats(8 * RANKS, 4), integers(RANKS))),
         "grouped_ffn": (lambda *args: grouped_ffn(*args), (floats(32, 4), experts(2), integers(2))),
         "gather": (sharded(gather, 1), (experts(2 * RANKS), placement)),
@@ -128,12 +131,20 @@ def test_implementation_is_the_one_compiled(monkeypatch, backend, op, built):
     if not built:
         remove_custom_calls(monkeypatch)
     function, arguments = operation(op)
-    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=(PLATFORMS[backend],)).as_text()
     (said,) = [found.implementation for found in implementations(backend) if found.op == op]
+    if said == "not available":
+        with pytest.raises(RuntimeError):  # when it is traced, or JAX's NotImplementedError when it is lowered
+            lower(function, arguments, backend)
+        return
+    lowered = lower(function, arguments, backend)
     for native in ("ragged_all_to_all", "ragged_dot"):
         assert (native in lowered) == (f"lax.{native}" == said)
     assert said in {f"custom call {target}" for target in custom_calls(lowered)} or not custom_calls(lowered)
     assert said.startswith("custom call") == bool(custom_calls(lowered))
+
+
+def lower(function, arguments, backend):
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=(PLATFORMS[backend],)).as_text()
 
 
 def remove_custom_calls(monkeypatch):

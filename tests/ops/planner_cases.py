@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jax_moe_lb import _planning
+from jax_moe_lb.ops.exact import exact
 from jax_moe_lb.ops.greedy import greedy, greedy_reference
 from jax_moe_lb.ops.lpt import lpt, lpt_reference
 from jax_moe_lb.ops.quota import quota, quota_reference
@@ -24,13 +25,13 @@ class Planner:
 
     Args:
         op: of arrays; the custom call where it was built.
-        reference: the same in jnp.
+        reference: the same in jnp, if it has such a form.
         module: the same in `_planning`, on NumPy arrays.
         draw: arrays for it.
     """
 
     op: Callable
-    reference: Callable
+    reference: Callable | None
     module: Callable
     draw: Callable[[np.random.Generator], Arrays]
 
@@ -84,6 +85,12 @@ PLANNERS = {
         partial(ultraep_reference, domain=3, eps=0.01, min_tokens=20),
         partial(_planning.ultraep, domain=3, eps=0.01, min_tokens=20),
         lambda rng: draw_plan(rng, 6, 2, 4, 3, empty=0.7),
+    ),
+    "exact": Planner(
+        partial(exact, num_slots=4, domain=3, eps=0.05, max_fan_out=3),
+        None,
+        partial(_planning.exact, num_slots=4, domain=3, eps=0.05, max_fan_out=3),
+        lambda rng: (draw_tokens(rng, (6, 12)),),
     ),
 }
 

@@ -1,0 +1,103 @@
+#include "ffi/planning/chain.h"
+
+#include <algorithm>
+
+namespace moe_lb {
+namespace {
+
+uint32_t Hottest(const Serving& serving, uint32_t rank) {
+  const auto first = static_cast<uint32_t>(rank * serving.home_experts());
+  uint32_t best = first;
+  for (uint32_t expert = first + 1; expert < first + serving.home_experts(); ++expert) {
+    if (serving.tokens(expert) > serving.tokens(best)) best = expert;
+  }
+  return best;
+}
+
+}  // namespace
+
+void Chain::Fill(Serving& serving, int32_t limit, Giver rule) {
+  serving.Reset();
+  Start(serving, limit);
+  while (!rooms_.empty() && !givers_.empty()) {
+    std::pop_heap(rooms_.begin(), rooms_.end());
+    const Room receiver = rooms_.back();
+    rooms_.pop_back();
+    Give(serving, limit, PickGiver(serving, limit, receiver.tokens, rule), receiver, rule);
+  }
+}
+
+void Chain::Start(const Serving& serving, int32_t limit) {
+  std::fill(used_.begin(), used_.end(), 0);
+  std::fill(sent_.begin(), sent_.end(), 0);
+  givers_.clear();
+  rooms_.clear();
+  for (uint32_t rank = 0; rank < serving.num_ranks(); ++rank) {
+    const int32_t load = serving.load(rank);
+    if (load > limit && fan_out_ > 0) {
+      givers_.push_back(rank);
+      start_[rank] = load;
+      hottest_[rank] = Hottest(serving, rank);
+    } else if (load < limit && slots_ > 0) {
+      rooms_.push_back({limit - load, rank});
+    }
+  }
+  std::make_heap(rooms_.begin(), rooms_.end());
+}
+
+void Chain::AddRoom(int32_t tokens, uint32_t rank) {
+  if (tokens <= 0 || used_[rank] == slots_) return;
+  rooms_.push_back({tokens, rank});
+  std::push_heap(rooms_.begin(), rooms_.end());
+}
+
+// The giver of the largest key, which is at least 0.
+template <typename Key>
+uint32_t Chain::Most(Key key) const {
+  uint32_t best = 0;
+  int64_t best_key = -1;
+  for (const uint32_t rank : givers_) {
+    const int64_t its_key = key(rank);
+    if (its_key <= best_key) continue;
+    best_key = its_key;
+    best = rank;
+  }
+  return best;
+}
+
+uint32_t Chain::PickGiver(const Serving& serving, int32_t limit, int32_t room, Giver rule) const {
+  constexpr int64_t kAbove = int64_t{1} << 31;  // above all tokens
+  const auto hottest = [&](uint32_t rank) { return serving.tokens(hottest_[rank]); };
+  const auto surplus = [&](uint32_t rank) { return serving.load(rank) - limit; };
+  switch (rule) {
+    case Giver::kSurplus:
+      return Most([&](uint32_t rank) { return hottest(rank) >= room ? kAbove + surplus(rank) : hottest(rank); });
+    case Giver::kUseful:
+      return Most(
+          [&](uint32_t rank) { return std::min({hottest(rank), surplus(rank), room}) * kAbove + hottest(rank); });
+    case Giver::kHottest:
+      return Most(hottest);
+    case Giver::kInTurn:
+      return Most([&](uint32_t rank) { return start_[rank]; });
+  }
+  return 0;
+}
+
+void Chain::Give(Serving& serving, int32_t limit, uint32_t giver, Room receiver, Giver rule) {
+  const uint32_t expert = hottest_[giver];
+  int32_t tokens = std::min(serving.tokens(expert), receiver.tokens);
+  if (rule == Giver::kInTurn) tokens = std::min(tokens, serving.load(giver) - limit);
+  serving.Add(expert, receiver.rank, tokens);
+  ++used_[receiver.rank];
+  ++sent_[giver];
+  AddRoom(receiver.tokens - tokens, receiver.rank);
+  const int32_t surplus = serving.load(giver) - limit;
+  if (surplus > 0 && sent_[giver] < fan_out_) {
+    hottest_[giver] = Hottest(serving, giver);
+    return;
+  }
+  givers_.erase(std::find(givers_.begin(), givers_.end(), giver));
+  AddRoom(-surplus, giver);
+}
+
+}  // namespace moe_lb

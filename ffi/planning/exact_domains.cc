@@ -1,0 +1,117 @@
+#include "ffi/planning/exact_domains.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "ffi/planning/checks.h"
+#include "ffi/planning/exact.h"
+
+namespace moe_lb {
+namespace {
+
+Status CheckCounts(MatrixView<const int32_t> counts) {
+  int64_t sum = 0;
+  for (size_t rank = 0; rank < counts.rows(); ++rank) {
+    for (size_t expert = 0; expert < counts.columns(); ++expert) {
+      const int64_t tokens = counts[rank][expert];
+      if (tokens < 0) {
+        return Refuse("counts of rank ", rank, ", expert ", expert, " is ", tokens, "; expected at least 0");
+      }
+      sum += tokens;
+    }
+  }
+  if (sum > kMaxTokens) return Refuse("counts sum to ", sum, " tokens; expected at most ", kMaxTokens);
+  return Ok();
+}
+
+Status Check(MatrixView<const int32_t> counts, int64_t domain, MatrixView<int32_t> placement,
+             MatrixView<int32_t> quota) {
+  const size_t num_ranks = counts.rows();
+  const size_t num_experts = counts.columns();
+  if (num_ranks < 1 || num_experts < 1 || num_experts % num_ranks != 0) {
+    return Refuse("counts has ", num_experts, " experts; expected a positive multiple of the ", num_ranks, " ranks");
+  }
+  if (domain < 1 || static_cast<int64_t>(num_ranks) % domain != 0) {
+    return Refuse("domain is ", domain, "; expected a divisor of the ", num_ranks, " ranks");
+  }
+  if (placement.rows() != num_ranks || placement.columns() < num_experts / num_ranks) {
+    return Refuse("placement has shape [", placement.rows(), ", ", placement.columns(), "]; expected [", num_ranks,
+                  ", S] with S at least the ", num_experts / num_ranks, " home experts of a rank");
+  }
+  if (Status bad = CheckShape("quota", quota, num_experts, num_ranks)) return bad;
+  return CheckCounts(counts);
+}
+
+// One domain's arrays; ranks and experts are numbered inside it.
+class Domain {
+ public:
+  // A rank has no use for more slots than the domain has experts.
+  Domain(size_t num_ranks, size_t num_experts, size_t slots)
+      : num_ranks_(num_ranks),
+        num_experts_(num_experts),
+        slots_(std::min(slots, num_experts)),
+        tokens_(num_experts),
+        counts_(num_ranks * num_experts),
+        placement_(num_ranks * slots_),
+        quota_(num_experts * num_ranks) {}
+
+  Status Plan(MatrixView<const int32_t> counts, size_t first_rank, size_t first_expert,
+              const ExactDomainsOptions& options) {
+    std::fill(tokens_.begin(), tokens_.end(), 0);
+    for (size_t rank = 0; rank < counts.rows(); ++rank) {
+      const int32_t* row = counts[rank].data() + first_expert;
+      for (size_t i = 0; i < num_experts_; ++i) tokens_[i] += row[i];
+      // Unsigned: a rank below the first is past the end.
+      if (rank - first_rank < num_ranks_) {
+        std::copy(row, row + num_experts_, counts_.data() + (rank - first_rank) * num_experts_);
+      }
+    }
+    ExactOptions exact;
+    exact.eps = options.eps;
+    exact.max_fan_out = options.max_fan_out;
+    if (options.localize) exact.counts = {counts_.data(), num_ranks_, num_experts_};
+    return Exact({tokens_.data(), num_experts_}, exact, {placement_.data(), num_ranks_, slots_},
+                 {quota_.data(), num_experts_, num_ranks_});
+  }
+
+  void Write(size_t first_rank, size_t first_expert, MatrixView<int32_t> placement, MatrixView<int32_t> quota) const {
+    for (size_t rank = 0; rank < num_ranks_; ++rank) {
+      for (size_t slot = 0; slot < slots_; ++slot) {
+        const int32_t expert = placement_[rank * slots_ + slot];
+        if (expert >= 0) placement[first_rank + rank][slot] = static_cast<int32_t>(first_expert) + expert;
+      }
+    }
+    for (size_t i = 0; i < num_experts_; ++i) {
+      const int32_t* row = quota_.data() + i * num_ranks_;
+      std::copy(row, row + num_ranks_, quota[first_expert + i].data() + first_rank);
+    }
+  }
+
+ private:
+  size_t num_ranks_;
+  size_t num_experts_;
+  size_t slots_;
+  std::vector<int32_t> tokens_;     // [E]
+  std::vector<int32_t> counts_;     // [R, E]
+  std::vector<int32_t> placement_;  // [R, S]
+  std::vector<int32_t> quota_;      // [E, R]
+};
+
+}  // namespace
+
+Status ExactDomains(MatrixView<const int32_t> counts, int64_t domain, const ExactDomainsOptions& options,
+                    MatrixView<int32_t> placement, MatrixView<int32_t> quota) {
+  if (Status bad = Check(counts, domain, placement, quota)) return bad;
+  std::fill(placement.flat().begin(), placement.flat().end(), -1);
+  std::fill(quota.flat().begin(), quota.flat().end(), 0);
+  const auto members = static_cast<size_t>(domain);
+  const size_t home = counts.columns() / counts.rows();
+  Domain ranks(members, members * home, placement.columns());
+  for (size_t first = 0; first < counts.rows(); first += members) {
+    if (Status bad = ranks.Plan(counts, first, first * home, options)) return bad;
+    ranks.Write(first, first * home, placement, quota);
+  }
+  return Ok();
+}
+
+}  // namespace moe_lb

@@ -1,0 +1,30 @@
+// `Exact` on all domains of a plan.
+#pragma once
+
+#include <cstdint>
+
+#include "ffi/common/status.h"
+#include "ffi/common/view.h"
+
+namespace moe_lb {
+
+struct ExactDomainsOptions {
+  // As in ExactOptions.
+  double eps = 0;
+  int64_t max_fan_out = 0;
+  // Whether replicas change places so that tokens stay where they are.
+  bool localize = false;
+};
+
+// Plans every domain for itself, from nothing: see exact.h.
+//
+//   counts: [R, E], tokens of each expert that start on each rank, at least 0; their sum must fit int32. E is
+//     a positive multiple of R. Home of expert e is rank e / (E / R).
+//   domain: ranks of a domain; divides R. The experts of its ranks are served inside it, whichever rank
+//     their tokens start on.
+//   placement: [R, S], S >= E / R. Each rank's home experts, then its replicas, then -1.
+//   quota: [E, R].
+Status ExactDomains(MatrixView<const int32_t> counts, int64_t domain, const ExactDomainsOptions& options,
+                    MatrixView<int32_t> placement, MatrixView<int32_t> quota);
+
+}  // namespace moe_lb

@@ -1,0 +1,72 @@
+#include "ffi/planning/flow_judge.h"
+
+#include <algorithm>
+
+namespace moe_lb {
+
+FlowJudge::FlowJudge(View<const int32_t> tokens, size_t num_ranks, size_t slots)
+    : capacity_(tokens.size() + 2 * num_ranks * slots), now_(tokens, num_ranks), trial_(now_) {
+  int64_t total = 0;
+  for (const int32_t some : tokens) total += some;
+  const auto ranks = static_cast<int64_t>(num_ranks);
+  mean_ = static_cast<int32_t>((total + ranks - 1) / ranks);
+  FindCut();
+}
+
+void FlowJudge::Apply(const Swap& swap) {
+  trial_ = now_;
+  if (swap.dropped != Swap::kNothing) trial_.Remove(trial_.Find(swap.dropped, swap.rank));
+  trial_.Add(swap.added, swap.rank, 0);
+}
+
+bool FlowJudge::Keeps(const Swap& swap, int32_t threshold) {
+  Apply(swap);
+  int64_t stuck = 0;
+  for (uint32_t rank = 0; rank < trial_.num_ranks() && stuck <= threshold; ++rank) {
+    if (!trial_.Relieve(rank, limit_)) stuck += trial_.load(rank) - limit_;
+  }
+  return stuck <= threshold;
+}
+
+void FlowJudge::Commit(const Swap& swap) {
+  Apply(swap);
+  std::swap(now_, trial_);
+  if (now_.num_entries() >= capacity_) Compact();
+  FindCut();
+}
+
+void FlowJudge::Compact() {
+  trial_.Reset();
+  for (auto entry = static_cast<uint32_t>(now_.num_experts()); entry < now_.num_entries(); ++entry) {
+    if (!now_.removed(entry)) trial_.Add(now_.expert(entry), now_.rank(entry), now_.tokens(entry));
+  }
+  std::swap(now_, trial_);
+}
+
+void FlowJudge::SetLimit(int32_t limit) {
+  limit_ = limit;
+  FindCut();
+}
+
+int32_t FlowJudge::MaxLoad() {
+  trial_ = now_;
+  return trial_.Level(mean_);
+}
+
+// Ranks that cannot be relieved, and all that they reach.
+void FlowJudge::FindCut() {
+  int64_t stuck = 0;
+  for (uint32_t rank = 0; rank < now_.num_ranks(); ++rank) {
+    if (!now_.Relieve(rank, limit_)) stuck += now_.load(rank) - limit_;
+  }
+  worst_ = static_cast<int32_t>(stuck);
+  if (stuck == 0) return;
+  cut_ = 0;
+  for (uint32_t rank = 0; rank < now_.num_ranks(); ++rank) {
+    if (now_.load(rank) <= limit_) continue;
+    now_.Relieve(rank, limit_);
+    for (const uint32_t reached : now_.reached()) cut_ |= Bit(reached);
+  }
+}
+
+}  // namespace moe_lb

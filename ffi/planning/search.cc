@@ -1,0 +1,121 @@
+#include "ffi/planning/search.h"
+
+#include <algorithm>
+
+namespace moe_lb {
+
+Search::Search(View<const int32_t> tokens, size_t num_ranks, size_t slots, size_t fan_out, Judge& judge)
+    : home_experts_(tokens.size() / num_ranks),
+      slots_(slots),
+      fan_out_(fan_out),
+      tokens_(tokens),
+      judge_(judge),
+      slot_(num_ranks * slots, Swap::kNothing),
+      sent_(num_ranks, 0) {
+  for (uint32_t expert = 0; expert < tokens.size(); ++expert) {
+    by_tokens_.push_back(expert);
+    holders_.push_back(Bit(HomeOf(expert)));
+  }
+  for (size_t first = 0; first < tokens.size(); first += home_experts_) {
+    const auto begin = by_tokens_.begin() + static_cast<std::ptrdiff_t>(first);
+    std::stable_sort(begin, begin + static_cast<std::ptrdiff_t>(home_experts_),
+                     [&](uint32_t a, uint32_t b) { return tokens[a] > tokens[b]; });
+  }
+  for (const uint32_t expert : by_tokens_) hot_tokens_.push_back(tokens[expert]);
+}
+
+const std::vector<Replica>& Search::Run(const std::vector<Replica>& start, int32_t enough, Effort effort) {
+  Start(start);
+  KeepBest();
+  FindSides();
+  const int64_t top = best_ / effort.margin;
+  const auto steps = static_cast<int64_t>(effort.steps);
+  for (int64_t left = steps; left > 0 && best_ > enough && !outside_.empty(); --left) {
+    const auto level = static_cast<int32_t>(top * left / steps * left / steps);
+    if (!Propose() || !judge_.Keeps(swap_, std::max(level, judge_.worst()))) continue;
+    Apply();
+    if (judge_.worst() == 0) KeepBest();
+    FindSides();
+  }
+  return best_replicas_;
+}
+
+void Search::Start(const std::vector<Replica>& start) {
+  for (const Replica& replica : start) {
+    swap_slot_ = replica.rank * slots_;
+    while (slot_[swap_slot_] != Swap::kNothing) ++swap_slot_;
+    swap_ = {replica.rank, Swap::kNothing, replica.expert};
+    Apply();
+  }
+}
+
+void Search::KeepBest() {
+  best_ = judge_.MaxLoad();
+  judge_.SetLimit(best_ - 1);
+  best_replicas_.clear();
+  for (size_t slot = 0; slot < slot_.size(); ++slot) {
+    if (slot_[slot] != Swap::kNothing) best_replicas_.push_back({slot_[slot], static_cast<uint32_t>(slot / slots_)});
+  }
+}
+
+uint32_t Search::Draw(uint32_t count) {
+  random_ = random_ * 6364136223846793005u + 1442695040888963407u;
+  return static_cast<uint32_t>(((random_ >> 32) * count) >> 32);
+}
+
+uint32_t Search::DrawRank(const std::vector<uint32_t>& ranks) {
+  return ranks[Draw(static_cast<uint32_t>(ranks.size()))];
+}
+
+// The ranks on both sides of the judge's cut.
+void Search::FindSides() {
+  inside_.clear();
+  outside_.clear();
+  for (uint32_t rank = 0; rank < sent_.size(); ++rank) {
+    ((judge_.cut() & Bit(rank)) != 0 ? inside_ : outside_).push_back(rank);
+  }
+}
+
+bool Search::Propose() {
+  swap_.rank = DrawRank(outside_);
+  const auto begin = slot_.begin() + static_cast<std::ptrdiff_t>(swap_.rank * slots_);
+  const auto end = begin + static_cast<std::ptrdiff_t>(slots_);
+  auto slot = std::find(begin, end, Swap::kNothing);
+  if (slot == end) slot = begin + Draw(static_cast<uint32_t>(slots_));
+  swap_slot_ = static_cast<size_t>(slot - slot_.begin());
+  swap_.dropped = *slot;
+  int32_t falls_back = 0;
+  if (*slot != Swap::kNothing && (holders_[*slot] & ~Bit(swap_.rank) & ~judge_.cut()) == 0) {
+    falls_back = tokens_[*slot];
+  }
+  swap_.added = DrawExpert(falls_back);
+  if (swap_.added == Swap::kNothing) return false;
+  const uint32_t home = HomeOf(swap_.added);
+  return sent_[home] < fan_out_ || (*slot != Swap::kNothing && HomeOf(*slot) == home);
+}
+
+// One that only ranks of the cut hold, of more tokens than `more_than`; kNothing if three draws find none.
+uint32_t Search::DrawExpert(int32_t more_than) {
+  for (int draw = 0; draw < 3; ++draw) {
+    const size_t first = DrawRank(inside_) * home_experts_;
+    uint32_t hotter = 0;
+    for (size_t i = first; i < first + home_experts_; ++i) hotter += hot_tokens_[i] > more_than ? 1u : 0u;
+    if (hotter == 0) continue;
+    const uint32_t expert = by_tokens_[first + Draw(hotter)];
+    if ((holders_[expert] & ~judge_.cut()) == 0) return expert;
+  }
+  return Swap::kNothing;
+}
+
+void Search::Apply() {
+  judge_.Commit(swap_);
+  slot_[swap_slot_] = swap_.added;
+  if (swap_.dropped != Swap::kNothing) {
+    holders_[swap_.dropped] &= ~Bit(swap_.rank);
+    --sent_[HomeOf(swap_.dropped)];
+  }
+  holders_[swap_.added] |= Bit(swap_.rank);
+  ++sent_[HomeOf(swap_.added)];
+}
+
+}  // namespace moe_lb

@@ -1,0 +1,64 @@
+// A search over placements, for where slots are scarce and a constructive rule is not enough.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "ffi/common/view.h"
+#include "ffi/planning/judge.h"
+#include "ffi/planning/serving.h"
+
+namespace moe_lb {
+
+// How long to search. Both are constants of the caller, so that a plan depends on nothing but its input.
+struct Effort {
+  int64_t steps;
+  int64_t margin;  // excess is tolerated up to 1 / margin of the first maximum, at first
+};
+
+// A descent under a falling level ("great deluge"). The limit is the best maximum found so far, less one
+// token. A step proposes a swap: to a slot outside the cut, empty if its rank has an empty one, comes an
+// expert that only ranks of the cut hold, and that takes more out of the cut than the dropped expert
+// brings back. It is accepted if the largest excess is no higher than now, or below the level, which
+// falls to 0 with the square of the steps left. Pseudo-random with a fixed seed.
+class Search {
+ public:
+  // tokens: [E]. slots: replicas per rank, at least 1. fan_out: replicas of the experts of a home rank.
+  Search(View<const int32_t> tokens, size_t num_ranks, size_t slots, size_t fan_out, Judge& judge);
+
+  // Starts from these replicas; `judge` must be in its first state. Ends early at a maximum of `enough`.
+  // The best replicas found, by rank.
+  const std::vector<Replica>& Run(const std::vector<Replica>& start, int32_t enough, Effort effort);
+
+ private:
+  void Start(const std::vector<Replica>& start);
+  bool Propose();
+  uint32_t DrawExpert(int32_t more_than);
+  uint32_t DrawRank(const std::vector<uint32_t>& ranks);
+  void FindSides();
+  uint32_t Draw(uint32_t count);
+  uint32_t HomeOf(uint32_t expert) const { return static_cast<uint32_t>(expert / home_experts_); }
+  void Apply();
+  void KeepBest();
+
+  size_t home_experts_;
+  size_t slots_;
+  size_t fan_out_;
+  View<const int32_t> tokens_;
+  Judge& judge_;
+  std::vector<uint32_t> by_tokens_;  // [E], each rank's experts, hottest first
+  std::vector<int32_t> hot_tokens_;  // [E], tokens of by_tokens_
+  std::vector<RankSet> holders_;     // [E]
+  std::vector<uint32_t> slot_;       // [R * slots], experts or kNothing
+  std::vector<size_t> sent_;         // [R], replicas of its experts
+  std::vector<uint32_t> inside_;     // ranks of the judge's cut
+  std::vector<uint32_t> outside_;    // the others
+  Swap swap_;                        // proposed
+  size_t swap_slot_ = 0;             // index into slot_
+  int32_t best_ = 0;
+  std::vector<Replica> best_replicas_;
+  uint64_t random_ = 1;
+};
+
+}  // namespace moe_lb

@@ -1,0 +1,110 @@
+// Who serves how many tokens of each expert, and the flow that levels it over a given set of replicas.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "ffi/common/view.h"
+
+namespace moe_lb {
+
+struct Replica {
+  uint32_t expert;
+  uint32_t rank;
+};
+
+// One entry per slot that may serve: entry e < E is expert e at its home, later ones are replicas in
+// the order in which they were added. Home of expert e is rank e / (E / R). No rank may hold an expert
+// twice. The sum of all tokens must fit int32.
+class Serving {
+ public:
+  static constexpr uint32_t kNone = UINT32_MAX;
+
+  // Every token is served at home. `tokens` [E] must outlive this object.
+  Serving(View<const int32_t> tokens, size_t num_ranks);
+
+  // Back to that state, without replicas.
+  void Reset();
+
+  size_t num_ranks() const { return first_of_rank_.size(); }
+  size_t num_experts() const { return first_of_expert_.size(); }
+  size_t home_experts() const { return home_experts_; }
+  uint32_t num_entries() const { return static_cast<uint32_t>(tokens_.size()); }
+  int32_t load(uint32_t rank) const { return load_[rank]; }
+  int32_t tokens(uint32_t entry) const { return tokens_[entry]; }
+  uint32_t rank(uint32_t entry) const { return rank_[entry]; }
+  uint32_t expert(uint32_t entry) const { return expert_[entry]; }
+  bool removed(uint32_t entry) const { return removed_[entry] != 0; }
+  size_t num_replicas() const { return num_replicas_; }
+  int32_t MaxLoad() const;
+  std::vector<Replica> Replicas() const;
+
+  // A replica that takes `tokens` from its expert's home.
+  void Add(uint32_t expert, uint32_t rank, int32_t tokens);
+
+  // A replica and its tokens go to another rank. Nothing may be levelled, removed or found afterwards.
+  void MoveReplica(uint32_t entry, uint32_t to);
+
+  // Takes a replica away; its tokens go home.
+  void Remove(uint32_t entry);
+
+  // Moves tokens over the replicas until no rank has more than the returned limit: the lowest that
+  // these replicas allow, if it is above `limit`.
+  //
+  // Exact by max-flow and min-cut: from a rank above the limit, tokens are pushed along a shortest path
+  // of ranks, each of which holds an expert that the rank before it serves. Where no path reaches a
+  // rank below the limit, the ranks reached hold every copy of all that they serve, so no quota has a
+  // lower maximum than their mean load, rounded up; the limit rises to that.
+  int32_t Level(int32_t limit);
+
+  // Whether `rank` can be brought to the limit. If not, no quota of these replicas keeps it, and what
+  // was moved stays moved; nobody else is above the limit who was not before.
+  bool Relieve(uint32_t rank, int32_t limit);
+
+  // After it failed: the ranks that tokens of `rank` could be moved to, itself included.
+  const std::vector<uint32_t>& reached() const { return queue_; }
+
+  // The replica, not removed, of an expert on a rank that has one.
+  uint32_t Find(uint32_t expert, uint32_t rank) const;
+
+  // What moves change, to take moves and removals back.
+  struct Amounts {
+    std::vector<int32_t> tokens;
+    std::vector<int32_t> load;
+  };
+  void Save(Amounts* amounts) const;
+  void Restore(const Amounts& amounts, uint32_t removed);
+
+ private:
+  void Link(uint32_t entry);
+  bool Visit(uint32_t from, int32_t limit);  // all ranks next to `from`; true: below the limit
+  bool Reach(uint32_t from, uint32_t to, int32_t limit);
+  void Push(uint32_t source, uint32_t sink, int32_t limit);
+
+  View<const int32_t> all_tokens_;
+  size_t home_experts_;
+  size_t num_replicas_ = 0;
+  std::vector<int32_t> load_;  // [R]
+
+  std::vector<int32_t> tokens_;  // per entry
+  std::vector<uint32_t> rank_;
+  std::vector<uint32_t> expert_;
+  std::vector<uint8_t> removed_;
+  std::vector<uint32_t> next_of_expert_;  // replicas only, in the order added
+  std::vector<uint32_t> next_of_rank_;
+  std::vector<uint32_t> first_of_expert_;  // [E]
+  std::vector<uint32_t> last_of_expert_;
+  std::vector<uint32_t> first_of_rank_;  // [R]
+  std::vector<uint32_t> last_of_rank_;
+
+  // Breadth-first search.
+  uint32_t search_ = 0;                // its number, so that marks need no clearing
+  std::vector<uint32_t> rank_seen_;    // [R]
+  std::vector<uint32_t> expert_seen_;  // [E]
+  std::vector<uint32_t> taken_;        // [R], the entry that gives tokens up to reach this rank
+  std::vector<uint32_t> given_;        // [R], the entry on this rank that gets them
+  std::vector<uint32_t> queue_;
+};
+
+}  // namespace moe_lb

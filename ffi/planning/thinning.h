@@ -1,0 +1,28 @@
+// Fewer replicas within a limit.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "ffi/planning/serving.h"
+
+namespace moe_lb {
+
+// Removes replicas, the one of fewest tokens first, ties to the one added first, as long as no rank
+// need be above the limit. No single replica that is left could be removed as well.
+class Thinning {
+ public:
+  void Thin(Serving& serving, int32_t limit);
+
+ private:
+  bool MayGo(const Serving& serving, uint32_t entry, int64_t slack);
+  void FindCycles(const Serving& serving);
+  uint32_t Group(uint32_t rank);
+
+  std::vector<uint32_t> order_;
+  std::vector<uint32_t> group_;     // [R], union-find
+  std::vector<uint8_t> has_cycle_;  // [R], of the groups' heads
+  Serving::Amounts saved_;
+};
+
+}  // namespace moe_lb
