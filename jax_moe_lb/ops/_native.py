@@ -2,7 +2,7 @@
 
 A build has `_ffi` (CPU) and, where a CUDA compiler was at hand, `_ffi_cuda`. Both hold
 the same names, so that one traced program lowers on either. Without them every
-operation still works, in plain JAX.
+operation but `exact` still works, in plain JAX.
 """
 
 import functools

@@ -103,4 +103,6 @@ def test_replicas_are_copied_again_in_the_backward_pass():
     layer = with_gradients(sharded_moe(MESH, TOPOLOGY, dataclasses.replace(greedy(2), replicate=PeerCopy())))
     x, mask = case.tokens(WORKLOADS[0], RANKS, jnp.float32)
     compiled = layer.lower(x, mask, *case.params(jnp.float32), x).compile().as_text()
-    assert compiled.count('custom_call_target="moe_lb_copy_start"') == 2
+    # The CPU compiler of jaxlib 0.10 drops the barrier before it merges equal calls.
+    copies = 2 if jax.__version_info__ >= (0, 11) else 1
+    assert compiled.count('custom_call_target="moe_lb_copy_start"') == copies

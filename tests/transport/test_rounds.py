@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import Workload
@@ -31,9 +31,10 @@ def compiled(per_tok, headroom, domain):
 
 
 @pytest.mark.parametrize(("per_tok", "headroom", "domain"), [(1, 0.15, 8), (3, 0.6, 4)])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(seed=1048576, skew=30.0, idle=254)  # the router's gradient nearly cancels
 @given(seed=st.integers(0, 2**32 - 1), skew=st.sampled_from([0.0, 1.0, 30.0]), idle=st.integers(0, 255))
-def test_random_plans_and_routings_equal_dense(per_tok, headroom, domain, seed, skew, idle):
+def test_random_plans_and_routings_equal_dense(per_tok, headroom, domain, seed, skew, idle, x64):
     """`idle` masks any subset of the ranks."""
     case = Case(num_tokens=10, per_tok=per_tok)
     workload = Workload(
@@ -43,14 +44,14 @@ def test_random_plans_and_routings_equal_dense(per_tok, headroom, domain, seed, 
     )
     logits = workload.logits(seed, 8, case.num_tokens, case.num_experts).reshape(-1, case.num_experts)
     rng = np.random.default_rng(seed)
-    x = jnp.asarray(np.concatenate([rng.normal(size=(80, case.features)), logits / 4], 1), "float32")
+    x = jnp.asarray(np.concatenate([rng.normal(size=(80, case.features)), logits / 4], 1), "float64")
     mask = jnp.asarray(workload.mask(8, case.num_tokens).reshape(-1))
-    target = jnp.asarray(rng.normal(size=x.shape), "float32")
+    target = jnp.asarray(rng.normal(size=x.shape), "float64")
     layer, dense = compiled(per_tok, headroom, domain)
-    kernel, experts = case.params("float32")
+    kernel, experts = case.params("float64")
     (y, stats), gradients = layer(x, mask, kernel, experts, target)
     (want, _), want_gradients = dense(x, mask, kernel, experts, target)
-    assert_close((y, gradients), (want, want_gradients), 2e-5)
+    assert_close((y, gradients), (want, want_gradients), 1e-11)
     capacity = Direct(headroom).capacity(case.num_tokens * per_tok)
     assert int(stats.rounds[0]) == -(-int(stats.load_after.max()) // capacity)
     assert int(stats.load_after.sum()) == per_tok * int(mask.sum())
