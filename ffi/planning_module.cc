@@ -146,7 +146,9 @@ Int32Array Quota(const py::array& tokens_array, const py::array& placement_array
   return quota;
 }
 
-py::tuple Greedy(const py::array& placement_array, const py::array& quota_array, int64_t domain, int64_t min_tokens) {
+// What edits a plan: plan(placement, quota, new placement, new quota) of a layer.
+template <typename Planner>
+py::tuple Edit(const py::array& placement_array, const py::array& quota_array, const Planner& plan) {
   const Operand placement("placement", placement_array, "R, S");
   const Operand quota("quota", quota_array, "E, R");
   const Shape layers = Broadcast({&placement, &quota});
@@ -155,32 +157,27 @@ py::tuple Greedy(const py::array& placement_array, const py::array& quota_array,
   Int32Array new_quota = Result(layers, {experts, columns});
   int32_t* placed = new_placement.mutable_data();
   int32_t* served = new_quota.mutable_data();
+  using In = moe_lb::MatrixView<const int32_t>;
+  using Out = moe_lb::MatrixView<int32_t>;
   ForLayers(layers, [&](size_t layer) {
-    return moe_lb::Greedy({placement.Layer(layer, layers), ranks, slots},
-                          {quota.Layer(layer, layers), experts, columns}, domain, min_tokens,
-                          {placed + layer * ranks * slots, ranks, slots},
-                          {served + layer * experts * columns, experts, columns});
+    return plan(In(placement.Layer(layer, layers), ranks, slots), In(quota.Layer(layer, layers), experts, columns),
+                Out(placed + layer * ranks * slots, ranks, slots),
+                Out(served + layer * experts * columns, experts, columns));
   });
   return py::make_tuple(new_placement, new_quota);
 }
 
+py::tuple Greedy(const py::array& placement_array, const py::array& quota_array, int64_t domain, int64_t min_tokens) {
+  return Edit(placement_array, quota_array, [=](auto placement, auto quota, auto new_placement, auto new_quota) {
+    return moe_lb::Greedy(placement, quota, domain, min_tokens, new_placement, new_quota);
+  });
+}
+
 py::tuple UltraEp(const py::array& placement_array, const py::array& quota_array, int64_t domain, float eps,
                   int64_t min_tokens) {
-  const Operand placement("placement", placement_array, "R, S");
-  const Operand quota("quota", quota_array, "E, R");
-  const Shape layers = Broadcast({&placement, &quota});
-  const size_t ranks = placement.last(0), slots = placement.last(1), experts = quota.last(0), columns = quota.last(1);
-  Int32Array new_placement = Result(layers, {ranks, slots});
-  Int32Array new_quota = Result(layers, {experts, columns});
-  int32_t* placed = new_placement.mutable_data();
-  int32_t* served = new_quota.mutable_data();
-  ForLayers(layers, [&](size_t layer) {
-    return moe_lb::UltraEp({placement.Layer(layer, layers), ranks, slots},
-                           {quota.Layer(layer, layers), experts, columns}, domain, eps, min_tokens,
-                           {placed + layer * ranks * slots, ranks, slots},
-                           {served + layer * experts * columns, experts, columns});
+  return Edit(placement_array, quota_array, [=](auto placement, auto quota, auto new_placement, auto new_quota) {
+    return moe_lb::UltraEp(placement, quota, domain, eps, min_tokens, new_placement, new_quota);
   });
-  return py::make_tuple(new_placement, new_quota);
 }
 
 py::tuple Exact(const py::array& counts_array, size_t num_slots, int64_t domain, double eps,
