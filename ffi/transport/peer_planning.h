@@ -7,6 +7,10 @@
 #pragma once
 
 #include <limits>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "ffi/common/registrations.h"
@@ -27,6 +31,17 @@ inline auto BindPost() {
 inline Status CheckPlanSize(int64_t plan_size) {
   if (plan_size >= 0 && plan_size <= std::numeric_limits<int32_t>::max()) return Ok();
   return Refuse("plan_size is ", plan_size, "; expected 0 to ", std::numeric_limits<int32_t>::max());
+}
+
+// The state of a call site of `copy_post`: `PostSite(attributes, plan_size, num_kinds)` of the platform.
+template <typename PostSite>
+xf::ErrorOr<std::unique_ptr<PostSite>> MakePostSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
+                                                    int64_t chunk_bytes, double timeout_s, std::string_view site,
+                                                    int64_t plan_size, int64_t num_kinds) {
+  PeerAttributes attributes = {num_participants, num_lanes, num_home, chunk_bytes, timeout_s, std::string(site)};
+  if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
+  if (Status bad = CheckPlanSize(plan_size)) return xf::Unexpected(ToError(bad));
+  return std::make_unique<PostSite>(std::move(attributes), plan_size, num_kinds);
 }
 
 // What the second call takes after the planner's arguments, `Binding`. A planner's binding ends with its status word:

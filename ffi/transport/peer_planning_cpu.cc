@@ -28,15 +28,6 @@ struct PostSite {
 xf::TypeId PostSite::id = {};
 xf::TypeInfo PostSite::info = xf::MakeTypeInfo<PostSite>();
 
-xf::ErrorOr<std::unique_ptr<PostSite>> MakePostSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
-                                                    int64_t chunk_bytes, double timeout_s, std::string_view site,
-                                                    int64_t plan_size, int64_t num_kinds) {
-  PeerAttributes attributes = {num_participants, num_lanes, num_home, chunk_bytes, timeout_s, std::string(site)};
-  if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
-  if (Status bad = CheckPlanSize(plan_size)) return xf::Unexpected(ToError(bad));
-  return std::make_unique<PostSite>(std::move(attributes), plan_size, num_kinds);
-}
-
 struct Post {
   std::shared_ptr<Site> site;
   Arrival who = {};
@@ -113,7 +104,7 @@ struct PlanAndCopy<make_call> {
   }
 };
 
-XLA_FFI_DEFINE_HANDLER(kMakePostSite, MakePostSite, BindPost());
+XLA_FFI_DEFINE_HANDLER(kMakePostSite, MakePostSite<PostSite>, BindPost());
 
 XLA_FFI_DEFINE_HANDLER(kPost, PostHandler,
                        xf::Ffi::Bind()
