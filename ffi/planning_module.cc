@@ -14,10 +14,14 @@
 #include <string>
 #include <vector>
 
+#include "ffi/planning/eplb_plus.h"
 #include "ffi/planning/exact_domains.h"
+#include "ffi/planning/fastermoe.h"
+#include "ffi/planning/feplb.h"
 #include "ffi/planning/greedy.h"
 #include "ffi/planning/lpt.h"
 #include "ffi/planning/quota.h"
+#include "ffi/planning/relay.h"
 #include "ffi/planning/ultraep.h"
 
 namespace py = pybind11;
@@ -146,30 +150,47 @@ Int32Array Quota(const py::array& tokens_array, const py::array& placement_array
   return quota;
 }
 
+using In = moe_lb::MatrixView<const int32_t>;
+using Out = moe_lb::MatrixView<int32_t>;
+
+// New plans: plan(layer, placement, quota) writes that of a layer.
+py::tuple Plans(const Shape& layers, size_t ranks, size_t slots, size_t experts,
+                const std::function<moe_lb::Status(size_t, Out, Out)>& plan) {
+  Int32Array placement = Result(layers, {ranks, slots});
+  Int32Array quota = Result(layers, {experts, ranks});
+  int32_t* placed = placement.mutable_data();
+  int32_t* served = quota.mutable_data();
+  ForLayers(layers, [&](size_t layer) {
+    return plan(layer, Out(placed + layer * ranks * slots, ranks, slots),
+                Out(served + layer * experts * ranks, experts, ranks));
+  });
+  return py::make_tuple(placement, quota);
+}
+
 // What edits a plan: plan(placement, quota, new placement, new quota) of a layer.
 template <typename Planner>
 py::tuple Edit(const py::array& placement_array, const py::array& quota_array, const Planner& plan) {
   const Operand placement("placement", placement_array, "R, S");
   const Operand quota("quota", quota_array, "E, R");
   const Shape layers = Broadcast({&placement, &quota});
-  const size_t ranks = placement.last(0), slots = placement.last(1), experts = quota.last(0), columns = quota.last(1);
-  Int32Array new_placement = Result(layers, {ranks, slots});
-  Int32Array new_quota = Result(layers, {experts, columns});
-  int32_t* placed = new_placement.mutable_data();
-  int32_t* served = new_quota.mutable_data();
-  using In = moe_lb::MatrixView<const int32_t>;
-  using Out = moe_lb::MatrixView<int32_t>;
-  ForLayers(layers, [&](size_t layer) {
-    return plan(In(placement.Layer(layer, layers), ranks, slots), In(quota.Layer(layer, layers), experts, columns),
-                Out(placed + layer * ranks * slots, ranks, slots),
-                Out(served + layer * experts * columns, experts, columns));
+  const size_t ranks = placement.last(0), slots = placement.last(1), experts = quota.last(0);
+  return Plans(layers, ranks, slots, experts, [&](size_t layer, Out new_placement, Out new_quota) {
+    return plan(In(placement.Layer(layer, layers), ranks, slots),
+                In(quota.Layer(layer, layers), experts, quota.last(1)), new_placement, new_quota);
   });
-  return py::make_tuple(new_placement, new_quota);
 }
 
 py::tuple Greedy(const py::array& placement_array, const py::array& quota_array, int64_t domain, int64_t min_tokens) {
   return Edit(placement_array, quota_array, [=](auto placement, auto quota, auto new_placement, auto new_quota) {
     return moe_lb::Greedy(placement, quota, domain, min_tokens, new_placement, new_quota);
+  });
+}
+
+py::tuple Feplb(const py::array& placement_array, const py::array& quota_array, int64_t domain, int64_t num_dynamic,
+                int64_t max_num_dyn, int64_t tau, bool skip) {
+  const moe_lb::FeplbOptions options = {domain, num_dynamic, max_num_dyn, tau, skip};
+  return Edit(placement_array, quota_array, [=](auto placement, auto quota, auto new_placement, auto new_quota) {
+    return moe_lb::Feplb(placement, quota, options, new_placement, new_quota);
   });
 }
 
@@ -180,25 +201,58 @@ py::tuple UltraEp(const py::array& placement_array, const py::array& quota_array
   });
 }
 
+py::tuple FasterMoe(const py::array& placement_array, const py::array& quota_array, const py::array& counts_array,
+                    int64_t domain, int64_t min_saved) {
+  const Operand placement("placement", placement_array, "R, S");
+  const Operand quota("quota", quota_array, "E, R");
+  const Operand counts("counts", counts_array, "R, E");
+  const Shape layers = Broadcast({&placement, &quota, &counts});
+  const size_t ranks = placement.last(0), slots = placement.last(1), experts = quota.last(0);
+  return Plans(layers, ranks, slots, experts, [&](size_t layer, Out new_placement, Out new_quota) {
+    return moe_lb::FasterMoe(
+        In(placement.Layer(layer, layers), ranks, slots), In(quota.Layer(layer, layers), experts, quota.last(1)),
+        In(counts.Layer(layer, layers), counts.last(0), counts.last(1)), domain, min_saved, new_placement, new_quota);
+  });
+}
+
+py::tuple EplbPlus(const py::array& tokens_array, const py::array& placement_array, int64_t domain) {
+  const Operand tokens("tokens", tokens_array, "E");
+  const Operand placement("placement", placement_array, "R, S");
+  const Shape layers = Broadcast({&tokens, &placement});
+  const size_t experts = tokens.last(0), ranks = placement.last(0), slots = placement.last(1);
+  return Plans(layers, ranks, slots, experts, [&](size_t layer, Out new_placement, Out quota) {
+    return moe_lb::EplbPlus({tokens.Layer(layer, layers), experts}, In(placement.Layer(layer, layers), ranks, slots),
+                            domain, new_placement, quota);
+  });
+}
+
+Int32Array Relay(const py::array& placement_array, int64_t num_home, int64_t min_replicas, int64_t max_relays,
+                 int64_t min_gain) {
+  const Operand placement("placement", placement_array, "R, S");
+  const Shape layers = placement.layers();
+  const size_t ranks = placement.last(0), slots = placement.last(1);
+  const moe_lb::RelayOptions options = {min_replicas, max_relays, min_gain};
+  Int32Array relay = Result(layers, {ranks, slots});
+  int32_t* out = relay.mutable_data();
+  ForLayers(layers, [&](size_t layer) {
+    return moe_lb::Relay(In(placement.Layer(layer, layers), ranks, slots), num_home, options,
+                         Out(out + layer * ranks * slots, ranks, slots));
+  });
+  return relay;
+}
+
 py::tuple Exact(const py::array& counts_array, size_t num_slots, int64_t domain, double eps,
                 std::optional<int64_t> max_fan_out, bool localize) {
   const Operand counts("counts", counts_array, "R, E");
   const Shape layers = counts.layers();
   const size_t ranks = counts.last(0), experts = counts.last(1);
-  Int32Array placement = Result(layers, {ranks, num_slots});
-  Int32Array quota = Result(layers, {experts, ranks});
-  int32_t* placed = placement.mutable_data();
-  int32_t* served = quota.mutable_data();
   moe_lb::ExactDomainsOptions options;
   options.eps = eps;
   options.max_fan_out = max_fan_out.value_or(std::numeric_limits<int64_t>::max());
   options.localize = localize;
-  ForLayers(layers, [&](size_t layer) {
-    return moe_lb::ExactDomains({counts.Layer(layer, layers), ranks, experts}, domain, options,
-                                {placed + layer * ranks * num_slots, ranks, num_slots},
-                                {served + layer * experts * ranks, experts, ranks});
+  return Plans(layers, ranks, num_slots, experts, [&](size_t layer, Out placement, Out quota) {
+    return moe_lb::ExactDomains(In(counts.Layer(layer, layers), ranks, experts), domain, options, placement, quota);
   });
-  return py::make_tuple(placement, quota);
 }
 
 }  // namespace
@@ -211,9 +265,20 @@ PYBIND11_MODULE(_planning, module) {
              "Quota [..., E, R] of tokens [..., E] on a placement [..., R, S]; see jax_moe_lb.ops.quota");
   module.def("greedy", &Greedy, py::arg("placement"), py::arg("quota"), py::arg("domain"), py::arg("min_tokens") = 1,
              "Placement [..., R, S] and quota [..., E, R] after greedy moves; see jax_moe_lb.ops.greedy");
+  module.def("eplb_plus", &EplbPlus, py::arg("tokens"), py::arg("placement"), py::arg("domain"),
+             "Placement [..., R, S] and quota [..., E, R] with all slots filled; see jax_moe_lb.ops.eplb_plus");
+  module.def("feplb", &Feplb, py::arg("placement"), py::arg("quota"), py::arg("domain"), py::arg("num_dynamic") = 4,
+             py::arg("max_num_dyn") = 8, py::arg("tau") = 1, py::arg("skip") = false,
+             "Placement [..., R, S] and quota [..., E, R] after moves of whole experts; see jax_moe_lb.ops.feplb");
+  module.def("fastermoe", &FasterMoe, py::arg("placement"), py::arg("quota"), py::arg("counts"), py::arg("domain"),
+             py::arg("min_saved"),
+             "Placement [..., R, S] and quota [..., E, R] with hot experts on all ranks; see jax_moe_lb.ops.fastermoe");
   module.def("ultraep", &UltraEp, py::arg("placement"), py::arg("quota"), py::arg("domain"), py::arg("eps") = 0.01f,
              py::arg("min_tokens") = 1024,
              "Placement [..., R, S] and quota [..., E, R] under a limit on loads; see jax_moe_lb.ops.ultraep");
+  module.def("relay", &Relay, py::arg("placement"), py::arg("num_home"), py::arg("min_replicas") = 4,
+             py::arg("max_relays") = 8, py::arg("min_gain") = 2,
+             "Ranks [..., R, S] that the slots of a placement [..., R, S] copy from; see jax_moe_lb.ops.relay");
   module.def("exact", &Exact, py::arg("counts"), py::arg("num_slots"), py::arg("domain"), py::arg("eps") = 0.01,
              py::arg("max_fan_out") = py::none(), py::arg("localize") = true,
              "Placement [..., R, S] and quota [..., E, R] for counts [..., R, E]; see jax_moe_lb.ops.exact");

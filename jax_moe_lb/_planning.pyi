@@ -9,6 +9,9 @@ def greedy(placement: Integers, quota: Integers, domain: int, min_tokens: int = 
 def ultraep(
     placement: Integers, quota: Integers, domain: int, eps: float = 0.01, min_tokens: int = 1024
 ) -> tuple[Integers, Integers]: ...
+def relay(
+    placement: Integers, num_home: int, min_replicas: int = 4, max_relays: int = 8, min_gain: int = 2
+) -> Integers: ...
 def exact(
     counts: Integers,
     num_slots: int,
@@ -17,3 +20,16 @@ def exact(
     max_fan_out: int | None = None,
     localize: bool = True,
 ) -> tuple[Integers, Integers]: ...
+def feplb(
+    placement: Integers,
+    quota: Integers,
+    domain: int,
+    num_dynamic: int = ...,
+    max_num_dyn: int = ...,
+    tau: int = ...,
+    skip: bool = ...,
+) -> tuple[Integers, Integers]: ...
+def fastermoe(
+    placement: Integers, quota: Integers, counts: Integers, domain: int, min_saved: int
+) -> tuple[Integers, Integers]: ...
+def eplb_plus(tokens: Integers, placement: Integers, domain: int) -> tuple[Integers, Integers]: ...

@@ -5,14 +5,16 @@ only when a rule is broken does it call the host, which names what is wrong.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Array, Bool, Int
 
-from jax_moe_lb.plan import Plan, home_experts_per_rank, nearest_first
+from jax_moe_lb.plan import Plan, home_experts_per_rank
+from jax_moe_lb.split import Split, nearest_first
 from jax_moe_lb.types import AnyArray, Counts, host_iota
 
 INT32_MAX = np.iinfo(np.int32).max
@@ -40,12 +42,13 @@ def check_counts(counts: AnyArray) -> None:
         raise ValueError(f"counts sum to {counts.sum(dtype=np.float64):.0f} tokens; expected at most {INT32_MAX}")
 
 
-def check_plan(plan: Plan, counts: AnyArray) -> None:
-    """Refuses a plan that loses tokens, serves from an empty slot or breaks a domain.
+def check_plan(plan: Plan, counts: AnyArray, dynamic: AnyArray | None = None) -> None:
+    """Refuses a plan that loses tokens, serves from an empty slot, breaks a domain or takes static experts from home.
 
     Args:
         plan: concrete arrays (not traced).
         counts: `[R, E]`, the load it was made for.
+        dynamic: `[E]`, false for experts that only their homes may serve; `None`: there are none.
 
     Raises:
         ValueError: names the field, the expert, the rank and the numbers.
@@ -54,22 +57,22 @@ def check_plan(plan: Plan, counts: AnyArray) -> None:
     check_counts(counts)
     _check_shapes(plan, counts.shape)
     plan = jax.tree.map(np.asarray, plan)
-    for broken, describe in _rules(plan, counts, np):
+    for broken, describe in _rules(plan, counts, dynamic, np):
         if broken.any():
             raise ValueError(describe(*np.argwhere(broken)[0]))
     if plan.rails is not None:
         _check_rails(plan, plan.rails, counts)
 
 
-def ensure_legal(plan: Plan, counts: Counts) -> Plan:
-    """The same plan, or an error at run time with the message of `check_plan`.
+def ensure_legal(plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = None) -> Plan:
+    """The same plan, or an error at run time with the message of `check_plan`, whose arguments these are.
 
     For use inside `jax.jit` and `jax.shard_map`, with `plan` and `counts` equal on all
     ranks, so that either all of them stop or none does.
     """
     _check_shapes(plan, counts.shape)
-    legal = jnp.stack([~broken.any() for broken, _ in _rules(plan, counts, jnp)]).all()
-    stop = ensure(legal, check_plan, plan, counts)
+    legal = jnp.stack([~broken.any() for broken, _ in _rules(plan, counts, dynamic, jnp)]).all()
+    stop = ensure(legal, check_plan, plan, counts, dynamic)
     return jax.tree.map(lambda leaf: leaf + stop, plan)
 
 
@@ -131,9 +134,13 @@ def _check_shapes(plan: Plan, counts_shape: tuple[int, ...]) -> None:
         raise ValueError(f"plan.rails has shape {plan.rails.shape}; expected [{num_ranks}, {num_ranks}, N]")
     if domain < 1 or num_ranks % domain:
         raise ValueError(f"plan.domain is {domain}; expected a divisor of the {num_ranks} ranks")
+    if not isinstance(plan.split, Split):
+        raise ValueError(f"plan.split is {plan.split!r}; expected a Split")
 
 
-def _rules(plan: Plan, counts: Counts, xp: Any) -> Iterator[tuple[AnyArray, Callable[..., str]]]:
+def _rules(
+    plan: Plan, counts: Counts, dynamic: AnyArray | None, xp: Any
+) -> Iterator[tuple[AnyArray, Callable[..., str]]]:
     """Every rule as (entries that break it, what to say of one such entry)."""
     placement, quota, home = plan.placement, plan.quota, plan.num_home
     ranks = host_iota(plan.num_ranks)[:, None]
@@ -179,6 +186,15 @@ def _rules(plan: Plan, counts: Counts, xp: Any) -> Iterator[tuple[AnyArray, Call
         served != routed,
         lambda e: f"plan.quota of expert {e} sums to {served[e]} tokens; expected the {routed[e]} of counts",
     )
+    if dynamic is not None:
+        at_home = host_iota(plan.num_experts)[:, None] // home == host_iota(plan.num_ranks)
+        yield (
+            (quota > 0) & ~dynamic[:, None] & ~xp.asarray(at_home),
+            lambda e, r: (
+                f"plan.quota of expert {e}, rank {r} is {quota[e, r]}; "
+                f"expected 0: the expert is static, served by its home, rank {e // home}, alone"
+            ),
+        )
     if plan.relay is not None:
         yield from _relay_rules(plan, plan.relay, copies)
     if plan.rails is not None:
@@ -213,7 +229,8 @@ def _copies(expert: AnyArray, num_experts: int) -> AnyArray:
 
 
 def _check_rails(plan: Plan, rails: AnyArray, counts: Counts) -> None:
-    rows = [nearest_first(counts, plan.quota, rank, plan.domain).sum(0) for rank in range(plan.num_ranks)]
+    split = partial(nearest_first, counts, plan.quota, domain=plan.domain, split=plan.split)
+    rows = [split(rank=rank).sum(0) for rank in range(plan.num_ranks)]
     expected, sprayed = np.stack(rows), rails.sum(-1)
     if (sprayed != expected).any():
         source, to = np.argwhere(sprayed != expected)[0]

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from jax_moe_lb._pytree import pytree
+from jax_moe_lb.split import Split, kept
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import AnyArray, Counts, Load, Quota, host_iota
+from jax_moe_lb.types import AnyArray, Counts, Load, host_iota, namespace
 
 if TYPE_CHECKING:
     Scalar = Any
@@ -31,6 +32,7 @@ class Plan:
         relay: the rank from which a slot copies its weights; `None`: from home.
         rails: token copies from rank to rank on each rail; `None`: the destination's own rail.
         domain: `M` of this plan: slots are filled only from inside blocks of `M` ranks.
+        split: which source sends which of its tokens to which rank; follows from the quota.
     """
 
     placement: Int[AnyArray, "*B R S"]
@@ -38,6 +40,7 @@ class Plan:
     relay: Int[AnyArray, "*B R S"] | None = None
     rails: Int[AnyArray, "*B R R N"] | None = None
     domain: int = field(default=0, metadata={"static": True})
+    split: Split = field(default=Split(), metadata={"static": True})
 
     @property
     def num_ranks(self) -> int:
@@ -80,97 +83,23 @@ def plain_plan(counts: Counts, topology: Topology, slots: int | None = None) -> 
         slots: `S`, slots per rank; `L`, no replicas, by default.
 
     Raises:
-        ValueError: `counts` of another shape, `E` no multiple of `R`, or `slots < L`.
+        ValueError: `counts` of another shape, `E` no multiple of `R`, `slots < L` or `slots > E`.
     """
     if counts.ndim != 2 or counts.shape[0] != topology.num_ranks:
         raise ValueError(f"counts has shape {counts.shape}; expected [R, E] with R = {topology.num_ranks}")
     num_ranks, num_experts = counts.shape
     home = home_experts_per_rank(num_experts, num_ranks)
     slots = home if slots is None else slots
-    if slots < home:
-        raise ValueError(f"slots is {slots}; expected at least the {home} home experts of a rank")
+    if not home <= slots <= num_experts:
+        raise ValueError(f"slots is {slots}; expected {home}, the home experts of a rank, to {num_experts}, all experts")
     placement = np.full((num_ranks, slots), -1, np.int32)
     placement[:, :home] = host_iota(num_experts).reshape(num_ranks, home)
     at_home = host_iota(num_experts)[:, None] // home == host_iota(num_ranks)
-    xp = _namespace(counts)
+    xp = namespace(counts)
     quota = xp.where(xp.asarray(at_home), counts.sum(0, dtype=np.int32)[:, None], xp.int32(0))
     # The zero gives the constant the manual axes of counts, so that loops may carry the plan.
     zero = counts[0, 0].astype(np.int32) * 0
     return Plan(xp.asarray(placement) + zero, quota, domain=topology.ranks_per_domain)
-
-
-def nearest_first(counts: Counts, quota: Quota, rank: Int[AnyArray, ""] | int, domain: int) -> Quota:
-    """Which rank serves how many of one rank's token copies.
-
-    The split rule of every plan: tokens stay on their own rank as far as its quota
-    reaches, then go to their own domain, then to ranks of equal offset in other domains,
-    then anywhere; within each tier, lower ranks first. Each tier matches supply (counts)
-    and demand (quota) in rank order, the northwest-corner rule, whose entries are overlaps
-    of intervals of two cumulative sums: no loop, and only this rank's `[E, R]` row exists.
-
-    Args:
-        counts: `[R, E]`, token copies by source.
-        quota: `[E, R]`, token copies by serving rank, with `quota.sum(1) == counts.sum(0)`.
-        rank: the source whose row is wanted.
-        domain: `M`.
-
-    Returns:
-        `[E, R]`: copies of each expert that `rank` sends to each rank; sums to `counts[rank]`.
-    """
-    return _split(counts.T, quota, rank, domain)
-
-
-def arrivals(counts: Counts, quota: Quota, rank: Int[AnyArray, ""] | int, domain: int) -> Quota:
-    """The other side of `nearest_first`: copies of each expert that `rank` gets from each rank, `[E, R]`."""
-    return _split(quota, counts.T, rank, domain)
-
-
-def _split(supply: Quota, demand: Quota, rank: Int[AnyArray, ""] | int, domain: int) -> Quota:
-    num_experts, num_ranks = supply.shape
-    xp = _namespace(supply)
-    own = host_iota(num_ranks)[None] == rank
-    kept = xp.minimum(supply, demand)
-    row = xp.where(own, kept, 0)
-    supply, demand = supply - kept, demand - kept
-    for shape, member_axis in _tiers(num_ranks, domain):
-        tiers = (num_experts, *shape)
-        part, supply, demand = _tier(supply.reshape(tiers), demand.reshape(tiers), own.reshape(1, *shape), member_axis)
-        row = row + part.reshape(num_experts, num_ranks)
-    return row
-
-
-def _tiers(num_ranks: int, domain: int) -> list[tuple[tuple[int, int], int]]:
-    """Rank grids whose lines are the groups to match within; trivial tiers are left out."""
-    grid = (num_ranks // domain, domain)
-    own_domain, own_offset, anywhere = (grid, 2), (grid, 1), ((1, num_ranks), 2)
-    if 1 in grid:
-        return [anywhere]
-    return [own_domain, own_offset, anywhere]
-
-
-def _tier(
-    supply: Int[AnyArray, "E G1 G2"],
-    demand: Int[AnyArray, "E G1 G2"],
-    own: Bool[AnyArray, "1 G1 G2"],
-    axis: int,
-) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """Matches supply and demand along `axis`; the row of the one member marked in `own`, and what is left."""
-    xp = _namespace(supply)
-    supply_end, demand_end = supply.cumsum(axis, dtype=np.int32), demand.cumsum(axis, dtype=np.int32)
-    supply_start, demand_start = supply_end - supply, demand_end - demand
-    last = [slice(None)] * 3
-    last[axis] = slice(-1, None)
-    matched = xp.minimum(supply_end[tuple(last)], demand_end[tuple(last)])
-    # Only the group of `own` has a non-empty interval, so the overlap vanishes elsewhere.
-    start = xp.where(own, supply_start, 0).sum(axis, dtype=np.int32, keepdims=True)
-    length = xp.where(own, supply, 0).sum(axis, dtype=np.int32, keepdims=True)
-    end = xp.minimum(start + length, matched)
-    part = xp.maximum(xp.minimum(end, demand_end) - xp.maximum(start, demand_start), 0)
-    return (
-        part,
-        supply - xp.clip(matched - supply_start, 0, supply),
-        demand - xp.clip(matched - demand_start, 0, demand),
-    )
 
 
 def load(plan: Plan) -> Load:
@@ -187,7 +116,7 @@ def straggler(load: Load) -> Scalar:
 def imbalance(load: Load) -> Scalar:
     """`max(load) / mean(load)` (UltraEP, section 4.3); 1 where there is no load."""
     load = _as_float(load)
-    xp = _namespace(load)
+    xp = namespace(load)
     mean = load.mean()
     return xp.where(mean > 0, load.max() / xp.where(mean > 0, mean, 1), xp.ones_like(mean))
 
@@ -208,17 +137,17 @@ class Traffic(NamedTuple):
 
 def traffic(plan: Plan, counts: Counts) -> Traffic:
     """Token copies and expert copies that cross between ranks under `plan`."""
-    xp = _namespace(plan.quota)
-    stay = xp.minimum(counts.T, plan.quota).sum(dtype=np.int32)
+    xp = namespace(plan.quota)
+    stay = kept(counts, plan.quota, plan.domain, plan.split).sum(dtype=np.int32)
     replicas = plan.placement[:, plan.num_home :]
-    senders = xp.where(replicas >= 0, replicas // plan.num_home, plan.num_ranks)
+    senders = replicas // plan.num_home
+    if plan.relay is not None:
+        relay = plan.relay[:, plan.num_home :]
+        senders = xp.where(relay >= 0, relay, senders)
+    senders = xp.where(replicas >= 0, senders, plan.num_ranks)
     fan_out = (senders[..., None] == host_iota(plan.num_ranks)[None, None]).sum((0, 1), dtype=np.int32)
     return Traffic(counts.sum(dtype=np.int32) - stay, fan_out.sum(dtype=np.int32), fan_out)
 
 
-def _namespace(array: AnyArray) -> Any:
-    return np if isinstance(array, np.ndarray | np.generic) else jnp
-
-
 def _as_float(array: AnyArray) -> AnyArray:
-    return array.astype(np.float64 if _namespace(array) is np else jnp.float32)
+    return array.astype(np.float64 if namespace(array) is np else jnp.float32)

@@ -3,13 +3,23 @@
 from dataclasses import dataclass, field
 
 from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.balancers.eplb import EPLB
+from jax_moe_lb.balancers.eplb_plus import EPLBPlus
 from jax_moe_lb.balancers.exact import Exact
+from jax_moe_lb.balancers.fastermoe import FasterMoE
+from jax_moe_lb.balancers.feplb import FEPLB
 from jax_moe_lb.balancers.greedy import Greedy
+from jax_moe_lb.balancers.lplb import LPLB
 from jax_moe_lb.balancers.plain import Plain
 from jax_moe_lb.balancers.ultraep import UltraEP
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.gather import Gather
 from jax_moe_lb.transport.peer_copy import PeerCopy
+from jax_moe_lb.transport.relay import Relay
+from jax_moe_lb.transport.staged import Staged
+
+
+Replicate = Gather | PeerCopy | Relay
 
 
 @dataclass(frozen=True)
@@ -24,8 +34,8 @@ class System:
     """
 
     balancer: Balancer = field(default_factory=Plain)
-    replicate: Gather | PeerCopy = field(default_factory=Gather)
-    dispatch: Direct = field(default_factory=Direct)
+    replicate: Replicate = field(default_factory=Gather)
+    dispatch: Direct | Staged = field(default_factory=Direct)
     replica_slots: int = 0
 
     def __post_init__(self) -> None:
@@ -51,3 +61,28 @@ def ultraep(replica_slots: int = 2, headroom: float = 1.05) -> System:
 def exact(replica_slots: int = 2, headroom: float = 1.05) -> System:
     """The lowest maximum load that a search finds, then few replicas; needs the custom calls."""
     return System(Exact(), dispatch=Direct(headroom), replica_slots=replica_slots)
+
+
+def feplb(replica_slots: int = 4, headroom: float = 1.05) -> System:
+    """FEPLB: the busiest experts move, whole, to idle ranks of their domain, while the others are served."""
+    return System(FEPLB(), PeerCopy(), Staged(headroom), replica_slots)
+
+
+def fastermoe(replica_slots: int = 2, headroom: float = 1.05) -> System:
+    """FasterMoE's shadowing, with the costs of `FasterMoE`'s defaults: hot experts on every rank, if that pays."""
+    return System(FasterMoE(), dispatch=Direct(headroom), replica_slots=replica_slots)
+
+
+def eplb(replica_slots: int = 2, headroom: float = 1.05) -> System:
+    """EPLB: replicas by the load of earlier microbatches, anew every few."""
+    return System(EPLB(), dispatch=Direct(headroom), replica_slots=replica_slots)
+
+
+def eplb_plus(replica_slots: int = 2, headroom: float = 1.05) -> System:
+    """EPLB+: EPLB's rule on the load of every microbatch."""
+    return System(EPLBPlus(), dispatch=Direct(headroom), replica_slots=replica_slots)
+
+
+def lplb(replica_slots: int = 2, headroom: float = 1.05) -> System:
+    """LPLB: a linear program over a fixed graph of replicas, solved on the host."""
+    return System(LPLB(), dispatch=Direct(headroom), replica_slots=replica_slots)

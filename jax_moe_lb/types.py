@@ -65,6 +65,11 @@ def wide_dtype(array: Array) -> np.dtype:
     return array.dtype if jnp.finfo(array.dtype).bits > 32 else np.dtype(np.float32)
 
 
+def namespace(array: Any) -> Any:
+    """`numpy` or `jax.numpy`, for arithmetic that runs on a host and in a jitted program alike."""
+    return np if isinstance(array, np.ndarray | np.generic) else jnp
+
+
 def iota(length: int) -> Int[Array, "length"]:
     """`0 ... length - 1` as int32, the one integer type of planning, also where JAX's default is wider."""
     return jnp.arange(length, dtype=jnp.int32)

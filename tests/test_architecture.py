@@ -15,12 +15,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module imports only from lower layers, or from its own.
 LAYERS = [
     ["_pytree", "types", "virtual_devices"],
-    ["topology", "experts"],
-    ["plan", "ops", "routing"],
-    ["legality", "losses"],
-    ["balancers", "transport.direct", "transport.gather", "transport.peer_copy"],
+    ["topology", "experts", "split", "_floor_share"],
+    ["plan", "ops", "routing", "history", "repacking"],
+    ["legality", "losses", "costs", "homes"],
+    ["balancers", "transport.direct", "transport.gather", "transport.peer_copy", "transport.relay", "transport.staged"],
     ["systems"],
-    ["transport.rounds"],
+    ["transport.rounds", "transport.waves"],
     ["pipeline"],
     ["nn"],
     ["cli"],

@@ -66,4 +66,21 @@ inline Status CheckPlan(MatrixView<const int32_t> placement, MatrixView<const in
   return Ok();
 }
 
+// The first `home` slots of every rank hold its home experts, in order.
+inline Status CheckHomes(MatrixView<const int32_t> placement, size_t home) {
+  if (placement.columns() < home) {
+    return Refuse("placement has ", placement.columns(), " slots; expected at least the ", home,
+                  " home experts of a rank");
+  }
+  for (size_t rank = 0; rank < placement.rows(); ++rank) {
+    for (size_t slot = 0; slot < home; ++slot) {
+      const auto expected = static_cast<int32_t>(rank * home + slot);
+      if (placement[rank][slot] == expected) continue;
+      return Refuse("placement of rank ", rank, ", slot ", slot, " is ", placement[rank][slot],
+                    "; expected its home expert ", expected);
+    }
+  }
+  return Ok();
+}
+
 }  // namespace moe_lb

@@ -26,7 +26,11 @@ struct OnCpu<make_call> {
 XLA_FFI_DEFINE_HANDLER(kLpt, OnCpu<LptCall>::Run, LptBinding());
 XLA_FFI_DEFINE_HANDLER(kQuota, OnCpu<QuotaCall>::Run, QuotaBinding());
 XLA_FFI_DEFINE_HANDLER(kGreedy, OnCpu<GreedyCall>::Run, GreedyBinding());
+XLA_FFI_DEFINE_HANDLER(kEplbPlus, OnCpu<EplbPlusCall>::Run, EplbPlusBinding());
+XLA_FFI_DEFINE_HANDLER(kFeplb, OnCpu<FeplbCall>::Run, FeplbBinding());
+XLA_FFI_DEFINE_HANDLER(kFasterMoe, OnCpu<FasterMoeCall>::Run, FasterMoeBinding());
 XLA_FFI_DEFINE_HANDLER(kUltraEp, OnCpu<UltraEpCall>::Run, UltraEpBinding());
+XLA_FFI_DEFINE_HANDLER(kRelay, OnCpu<RelayCall>::Run, RelayBinding());
 XLA_FFI_DEFINE_HANDLER(kExact, OnCpu<ExactCall>::Run, ExactBinding());
 
 }  // namespace
@@ -36,7 +40,11 @@ Registrations PlanningRegistrations() {
           {{"moe_lb_plan_lpt", kLpt},
            {"moe_lb_plan_quota", kQuota},
            {"moe_lb_plan_greedy", kGreedy},
+           {"moe_lb_plan_eplb_plus", kEplbPlus},
+           {"moe_lb_plan_feplb", kFeplb},
+           {"moe_lb_plan_fastermoe", kFasterMoe},
            {"moe_lb_plan_ultraep", kUltraEp},
+           {"moe_lb_plan_relay", kRelay},
            {"moe_lb_plan_exact", kExact}}};
 }
 

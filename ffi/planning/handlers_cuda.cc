@@ -35,7 +35,11 @@ struct OnCuda<make_call> {
 XLA_FFI_DEFINE_HANDLER(kLpt, OnCuda<LptCall>::Run, OnStream(LptBinding()));
 XLA_FFI_DEFINE_HANDLER(kQuota, OnCuda<QuotaCall>::Run, OnStream(QuotaBinding()));
 XLA_FFI_DEFINE_HANDLER(kGreedy, OnCuda<GreedyCall>::Run, OnStream(GreedyBinding()));
+XLA_FFI_DEFINE_HANDLER(kEplbPlus, OnCuda<EplbPlusCall>::Run, OnStream(EplbPlusBinding()));
+XLA_FFI_DEFINE_HANDLER(kFeplb, OnCuda<FeplbCall>::Run, OnStream(FeplbBinding()));
+XLA_FFI_DEFINE_HANDLER(kFasterMoe, OnCuda<FasterMoeCall>::Run, OnStream(FasterMoeBinding()));
 XLA_FFI_DEFINE_HANDLER(kUltraEp, OnCuda<UltraEpCall>::Run, OnStream(UltraEpBinding()));
+XLA_FFI_DEFINE_HANDLER(kRelay, OnCuda<RelayCall>::Run, OnStream(RelayBinding()));
 XLA_FFI_DEFINE_HANDLER(kExact, OnCuda<ExactCall>::Run, OnStream(ExactBinding()));
 
 constexpr XLA_FFI_TypeInfo kSchedulerInfo = xf::MakeTypeInfo<HostScheduler>();
@@ -47,7 +51,11 @@ Registrations PlanningRegistrations() {
           {{"moe_lb_plan_lpt", kLpt, kInstantiate},
            {"moe_lb_plan_quota", kQuota, kInstantiate},
            {"moe_lb_plan_greedy", kGreedy, kInstantiate},
+           {"moe_lb_plan_eplb_plus", kEplbPlus, kInstantiate},
+           {"moe_lb_plan_feplb", kFeplb, kInstantiate},
+           {"moe_lb_plan_fastermoe", kFasterMoe, kInstantiate},
            {"moe_lb_plan_ultraep", kUltraEp, kInstantiate},
+           {"moe_lb_plan_relay", kRelay, kInstantiate},
            {"moe_lb_plan_exact", kExact, kInstantiate}}};
 }
 

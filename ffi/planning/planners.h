@@ -11,10 +11,14 @@
 
 #include "ffi/common/status.h"
 #include "ffi/common/view.h"
+#include "ffi/planning/eplb_plus.h"
 #include "ffi/planning/exact_domains.h"
+#include "ffi/planning/fastermoe.h"
+#include "ffi/planning/feplb.h"
 #include "ffi/planning/greedy.h"
 #include "ffi/planning/lpt.h"
 #include "ffi/planning/quota.h"
+#include "ffi/planning/relay.h"
 #include "ffi/planning/ultraep.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -143,6 +147,27 @@ inline auto UltraEpBinding() {
       .Ret<Vector>();  // status [1]
 }
 
+// ---- Relay ---------------------------------------------------------------------
+
+inline PlannerCall RelayCall(Matrix placement, int64_t num_home, int64_t min_replicas, int64_t max_relays,
+                             int64_t min_gain, MatrixResult relay) {
+  const RelayOptions options = {min_replicas, max_relays, min_gain};
+  return {"moe_lb_plan_relay", {In(placement)}, {Out(relay)}, [=](const Operands& in, const Results& out) {
+            return Relay(in[0], num_home, options, out[0]);
+          }};
+}
+
+inline auto RelayBinding() {
+  return xla::ffi::Ffi::Bind()
+      .Arg<Matrix>()  // placement [R, S]
+      .Attr<int64_t>("num_home")
+      .Attr<int64_t>("min_replicas")
+      .Attr<int64_t>("max_relays")
+      .Attr<int64_t>("min_gain")
+      .Ret<Matrix>()   // relay [R, S]
+      .Ret<Vector>();  // status [1]
+}
+
 // ---- Exact ---------------------------------------------------------------------
 
 inline PlannerCall ExactCall(Matrix counts, int64_t domain, double eps, int64_t max_fan_out, bool localize,
@@ -164,6 +189,76 @@ inline auto ExactBinding() {
       .Attr<int64_t>("max_fan_out")
       .Attr<bool>("localize")
       .Ret<Matrix>()   // placement [R, S]
+      .Ret<Matrix>()   // quota [E, R]
+      .Ret<Vector>();  // status [1]
+}
+
+// ---- FEPLB ---------------------------------------------------------------------
+
+inline PlannerCall FeplbCall(Matrix placement, Matrix quota, int64_t domain, int64_t num_dynamic, int64_t max_num_dyn,
+                             int64_t tau, bool skip, MatrixResult new_placement, MatrixResult new_quota) {
+  const FeplbOptions options = {domain, num_dynamic, max_num_dyn, tau, skip};
+  return {"moe_lb_plan_feplb",
+          {In(placement), In(quota)},
+          {Out(new_placement), Out(new_quota)},
+          [=](const Operands& in, const Results& out) { return Feplb(in[0], in[1], options, out[0], out[1]); }};
+}
+
+inline auto FeplbBinding() {
+  return xla::ffi::Ffi::Bind()
+      .Arg<Matrix>()  // placement [R, S]
+      .Arg<Matrix>()  // quota [E, R]
+      .Attr<int64_t>("domain")
+      .Attr<int64_t>("num_dynamic")
+      .Attr<int64_t>("max_num_dyn")
+      .Attr<int64_t>("tau")
+      .Attr<bool>("skip")
+      .Ret<Matrix>()   // new placement [R, S]
+      .Ret<Matrix>()   // new quota [E, R]
+      .Ret<Vector>();  // status [1]
+}
+
+// ---- FasterMoE -----------------------------------------------------------------
+
+inline PlannerCall FasterMoeCall(Matrix placement, Matrix quota, Matrix counts, int64_t domain, int64_t min_saved,
+                                 MatrixResult new_placement, MatrixResult new_quota) {
+  return {"moe_lb_plan_fastermoe",
+          {In(placement), In(quota), In(counts)},
+          {Out(new_placement), Out(new_quota)},
+          [=](const Operands& in, const Results& out) {
+            return FasterMoe(in[0], in[1], in[2], domain, min_saved, out[0], out[1]);
+          }};
+}
+
+inline auto FasterMoeBinding() {
+  return xla::ffi::Ffi::Bind()
+      .Arg<Matrix>()  // placement [R, S]
+      .Arg<Matrix>()  // quota [E, R]
+      .Arg<Matrix>()  // counts [R, E]
+      .Attr<int64_t>("domain")
+      .Attr<int64_t>("min_saved")
+      .Ret<Matrix>()   // new placement [R, S]
+      .Ret<Matrix>()   // new quota [E, R]
+      .Ret<Vector>();  // status [1]
+}
+
+// ---- EPLB+ ---------------------------------------------------------------------
+
+inline PlannerCall EplbPlusCall(Vector tokens, Matrix placement, int64_t domain, MatrixResult new_placement,
+                                MatrixResult quota) {
+  return {
+      "moe_lb_plan_eplb_plus",
+      {In(tokens), In(placement)},
+      {Out(new_placement), Out(quota)},
+      [=](const Operands& in, const Results& out) { return EplbPlus(in[0].flat(), in[1], domain, out[0], out[1]); }};
+}
+
+inline auto EplbPlusBinding() {
+  return xla::ffi::Ffi::Bind()
+      .Arg<Vector>()  // tokens [E]
+      .Arg<Matrix>()  // placement [R, S]
+      .Attr<int64_t>("domain")
+      .Ret<Matrix>()   // new placement [R, S]
       .Ret<Matrix>()   // quota [E, R]
       .Ret<Vector>();  // status [1]
 }

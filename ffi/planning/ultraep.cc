@@ -11,22 +11,6 @@
 namespace moe_lb {
 namespace {
 
-Status CheckHomes(MatrixView<const int32_t> placement, size_t home) {
-  if (placement.columns() < home) {
-    return Refuse("placement has ", placement.columns(), " slots; expected at least the ", home,
-                  " home experts of a rank");
-  }
-  for (size_t rank = 0; rank < placement.rows(); ++rank) {
-    for (size_t slot = 0; slot < home; ++slot) {
-      const auto expected = static_cast<int32_t>(rank * home + slot);
-      if (placement[rank][slot] == expected) continue;
-      return Refuse("placement of rank ", rank, ", slot ", slot, " is ", placement[rank][slot],
-                    "; expected its home expert ", expected);
-    }
-  }
-  return Ok();
-}
-
 Status Check(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain, float eps,
              int64_t min_tokens, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
   if (Status bad = CheckPlan(placement, quota, domain, new_placement, new_quota)) return bad;

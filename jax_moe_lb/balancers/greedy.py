@@ -1,9 +1,10 @@
 """In-graph quota balancer: surplus to deficit, one expert at a time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.ops.greedy import greedy
+from jax_moe_lb.ops._planner import HostPlanner, edit
+from jax_moe_lb.ops.greedy import greedy_planner
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import Counts, State
@@ -33,5 +34,9 @@ class Greedy(Balancer):
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """One plan for all domains, which are balanced side by side."""
         del counts, topology
-        placement, quota = greedy(plan.placement, plan.quota, plan.domain, self.min_tokens)
-        return Plan(placement, quota, plan.relay, plan.rails, plan.domain), state
+        placement, quota = edit(self.planner(plan.domain), plan.placement, plan.quota)
+        return replace(plan, placement=placement, quota=quota), state
+
+    def planner(self, domain: int) -> HostPlanner:
+        """See `ops/greedy.py`."""
+        return greedy_planner(domain, self.min_tokens)

@@ -1,7 +1,7 @@
 """Any NumPy function as a planner, called on the host in every step."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,9 @@ import numpy as np
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.legality import check_plan
 from jax_moe_lb.plan import Plan
+from jax_moe_lb.split import Split
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import Counts, State
+from jax_moe_lb.types import Counts, State, namespace
 
 Planner = Callable[[np.ndarray, Plan, Topology], Plan]
 
@@ -19,6 +20,8 @@ Planner = Callable[[np.ndarray, Plan, Topology], Plan]
 @dataclass(frozen=True)
 class HostBalancer(Balancer):
     """Plans through a host callback: slow, and the quickest way to try an idea.
+
+    Tokens are split as the plan so far says: a planner need not carry on its `split`, and cannot choose another.
 
     Args:
         planner: a pure function of the counts `[R, E]`, the plan so far (both NumPy) and
@@ -32,7 +35,7 @@ class HostBalancer(Balancer):
 
         Raises:
             jax.errors.JaxRuntimeError: the planner failed or its plan is illegal; the message ends
-                with the reason, in the words of `check_plan`.
+                with the reason, in the words of `check_plan`. Of NumPy arrays: the planner's own error.
         """
 
         def call(counts: Counts, plan: Plan) -> Plan:
@@ -40,9 +43,14 @@ class HostBalancer(Balancer):
             answer = self.planner(counts, plan, topology)
             if not isinstance(answer, Plan):
                 raise ValueError(f"planner returned {type(answer).__name__}; expected a Plan")
+            if answer.split not in (Split(), plan.split):
+                raise ValueError(f"planner returned a plan with {answer.split}; expected {plan.split}, as it was given")
+            answer = replace(answer, split=plan.split)
             check_plan(answer, counts)
             return jax.tree.map(_same_type, answer, plan)
 
+        if namespace(counts) is np:
+            return call(counts, plan), state
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), plan)
         answer = jax.pure_callback(call, shapes, counts, plan, vmap_method="sequential")
         # A callback's result carries no manual axes; counts carry the ones that it depends on.

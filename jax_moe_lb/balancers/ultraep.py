@@ -1,10 +1,11 @@
 """UltraEP (arXiv 2606.04101): replicas for the surplus above a limit near the mean, planned for every microbatch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.ops.ultraep import check_eps, ultraep
 from jax_moe_lb.plan import Plan
+from jax_moe_lb.split import Split, Tier
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import Counts, State
 
@@ -22,23 +23,32 @@ class UltraEP(Balancer):
     a replica can be smaller than `min_tokens`: during the first three attempts it must take its share of what is
     still to be moved, no more.
 
+    Tokens are split as the authors do, up to rounding: here quotas come out exactly. It deviates in that it does not
+    interleave which of a source's tokens of an expert go where: they travel sorted by destination anyway.
+
     After another balancer (`Chain`), replicas that exist keep their slots and quota, and count in their ranks' loads.
 
     Args:
         eps: what the first limit is above the mean, 0 to 1.
         min_tokens: the least that a replica takes in the search.
+        tier: how tokens are split over the ranks that serve their expert: in proportion to what they serve, as the
+            authors do, or `nearest`; see `Split`.
+        locality: whether tokens go to their own rank first.
     """
 
     eps: float = 0.01
     min_tokens: int = 1024
+    tier: Tier = "proportional"
+    locality: bool = True
 
     def __post_init__(self) -> None:
         check_eps(self.eps)
         if self.min_tokens < 1:
             raise ValueError(f"min_tokens is {self.min_tokens}; expected at least 1")
+        Split(self.tier, self.locality)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """One plan for all domains, each of which is planned for itself."""
         del counts, topology
         placement, quota = ultraep(plan.placement, plan.quota, plan.domain, self.eps, self.min_tokens)
-        return Plan(placement, quota, plan.relay, plan.rails, plan.domain), state
+        return replace(plan, placement=placement, quota=quota, split=Split(self.tier, self.locality)), state

@@ -139,7 +139,7 @@ def _planner(system: str, counts: np.ndarray, ranks_per_domain: str | None, slot
     wanted = positive("--slots", slots)
     if wanted is not None and wanted > num_experts:
         raise ValueError(f"--slots is {wanted}; expected at most the {num_experts} experts, each once on a rank")
-    return Planner(load_balancer(system), topology, wanted or num_experts // num_ranks + 2)
+    return Planner(load_balancer(system), topology, wanted or min(num_experts // num_ranks + 2, num_experts))
 
 
 def _head(system: str, planner: Planner, counts: np.ndarray) -> Head:

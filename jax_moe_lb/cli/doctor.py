@@ -68,7 +68,11 @@ OPERATIONS = (
     _planner("lpt"),
     _planner("quota"),
     _planner("greedy"),
+    _planner("eplb_plus"),
+    _planner("feplb"),
+    _planner("fastermoe"),
     _planner("ultraep"),
+    _planner("relay"),
     Operation(
         "exact",
         "not available",

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
-from jax_moe_lb.plan import Plan, arrivals, load, nearest_first
+from jax_moe_lb.plan import Plan, load
+from jax_moe_lb.split import arrivals, nearest_first
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import Counts, GroupSizes, Rows, iota
 
@@ -84,7 +85,7 @@ class Direct:
             raise ValueError("plan.rails is set; expected None, as Direct does not spray")
         axes, num_copies = topology.expert_axes, experts.size
         me = jax.lax.axis_index(axes)
-        going = nearest_first(counts, plan.quota, me, plan.domain)
+        going = nearest_first(counts, plan.quota, me, plan.domain, plan.split)
         order = _sending_order(experts.reshape(-1), going, plan)
         arriving = _arriving(counts, plan, me)
         sent = going.sum(0, dtype=jnp.int32)
@@ -197,7 +198,7 @@ def _arriving(counts: Counts, plan: Plan, me: Int[Array, ""]) -> Int[Array, "R S
     """Copies from each rank for each slot of this one; only the experts that it holds matter."""
     slots = plan.placement[me]
     held = jnp.maximum(slots, 0)
-    by_slot = arrivals(counts[:, held], plan.quota[held], me, plan.domain)
+    by_slot = arrivals(counts[:, held], plan.quota[held], me, plan.domain, plan.split)
     return jnp.where((slots >= 0)[:, None], by_slot, 0).T
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ from benchmarks import popular_ranks
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import (
     Plan,
+    Split,
     Topology,
     UltraEP,
     check_plan,
@@ -120,19 +123,6 @@ def test_replicas_of_another_balancer_keep_their_slot_and_quota():
     assert plan.quota[0].tolist() == [45, 30, 45]
 
 
-def split_evenly(counts, quota):
-    """Tokens that stay when every source splits all of its tokens by quota, own rank or not; largest remainders."""
-    kept = 0
-    for expert in range(counts.shape[1]):
-        ranks = np.flatnonzero(quota[expert])
-        products = counts[:, expert, None].astype(np.int64) * quota[expert, ranks]
-        shares, rests = np.divmod(products, max(1, quota[expert].sum()))
-        places = np.argsort(np.argsort(-rests, axis=1, kind="stable"), axis=1)
-        shares += places < (counts[:, expert] - shares.sum(1))[:, None]
-        kept += shares[ranks, np.arange(len(ranks))].sum()
-    return kept
-
-
 def test_means_of_the_published_simulations():
     """Table 3: 15 loads on 64 ranks, top-8; a quarter of its 8192 tokens per rank, and of `min_tokens`.
 
@@ -148,7 +138,8 @@ def test_means_of_the_published_simulations():
         assert copies.sum() == moved.replicas
         total = counts.sum()
         remote = 100 * moved.rows / total
-        remote_without_locality = 100 * (1 - split_evenly(counts, plan.quota) / total)
+        anywhere = replace(plan, split=Split("proportional", locality=False))
+        remote_without_locality = 100 * traffic(anywhere, counts).rows / total
         results.append(
             (
                 imbalance(load(plan)),

@@ -17,13 +17,17 @@ from jax_moe_lb.ops import _native
 from jax_moe_lb.ops import grouped_ffn as grouped_ffn_module
 from jax_moe_lb.ops._peer import Route
 from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join
+from jax_moe_lb.ops.eplb_plus import eplb_plus
 from jax_moe_lb.ops.exact import exact
-from jax_moe_lb.ops.greedy import greedy
+from jax_moe_lb.ops.fastermoe import fastermoe
+from jax_moe_lb.ops.feplb import feplb
+from jax_moe_lb.ops.greedy import greedy, greedy_planner
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn
 from jax_moe_lb.ops.lpt import lpt
 from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.ops.quota import quota
 from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
+from jax_moe_lb.ops.relay import relay
 from jax_moe_lb.ops.ultraep import ultraep
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
@@ -32,7 +36,11 @@ OPERATIONS = (
     "lpt",
     "quota",
     "greedy",
+    "eplb_plus",
+    "feplb",
+    "fastermoe",
     "ultraep",
+    "relay",
     "exact",
     "ragged_all_to_all",
     "grouped_ffn",
@@ -73,7 +81,7 @@ def copy(experts, wanted):
 
 def planned_copy(experts, placement, quota):
     _, posted = post(placement, quota, experts, (), route=Route(("expert",)))
-    return join(plan_and_copy(posted, (), domain=RANKS, min_tokens=1)[2])
+    return join(plan_and_copy(posted, (), planner=greedy_planner(RANKS, 1))[2])
 
 
 def experts(num_experts):
@@ -87,7 +95,14 @@ def operation(name):
         "lpt": (lambda weights: lpt(weights, 4, 8), (integers(32),)),
         "quota": (lambda tokens, placement: quota(tokens, placement), (integers(2 * RANKS), placement)),
         "greedy": (lambda *plan: greedy(*plan, domain=RANKS, min_tokens=1), (placement, full_quota)),
+        "eplb_plus": (lambda *plan: eplb_plus(*plan, domain=RANKS), (integers(2 * RANKS), placement)),
+        "feplb": (lambda *plan: feplb(*plan, RANKS, 4, 8, 1, False), (placement, integers(2 * RANKS, RANKS))),
+        "fastermoe": (
+            lambda *plan: fastermoe(*plan, RANKS, 1),
+            (placement, integers(2 * RANKS, RANKS), integers(RANKS, 2 * RANKS)),
+        ),
         "ultraep": (lambda *plan: ultraep(*plan, RANKS, eps=0.01, min_tokens=1), (placement, full_quota)),
+        "relay": (lambda placement: relay(placement, 2, 4, 8, 2), (placement,)),
         "exact": (lambda counts: exact(counts, 4, RANKS), (integers(RANKS, 2 * RANKS),)),
         "ragged_all_to_all": (sharded(exchange, 1), (floats(8 * RANKS, 4), integers(RANKS))),
         "grouped_ffn": (lambda *args: grouped_ffn(*args), (floats(32, 4), experts(2), integers(2))),

@@ -8,10 +8,14 @@ import jax
 import numpy as np
 
 from jax_moe_lb import _planning
+from jax_moe_lb.ops.eplb_plus import eplb_plus, eplb_plus_reference
 from jax_moe_lb.ops.exact import exact
+from jax_moe_lb.ops.fastermoe import fastermoe, fastermoe_reference
+from jax_moe_lb.ops.feplb import feplb, feplb_reference
 from jax_moe_lb.ops.greedy import greedy, greedy_reference
 from jax_moe_lb.ops.lpt import lpt, lpt_reference
 from jax_moe_lb.ops.quota import quota, quota_reference
+from jax_moe_lb.ops.relay import relay, relay_reference
 from jax_moe_lb.ops.ultraep import ultraep, ultraep_reference
 
 Arrays = tuple[np.ndarray, ...]
@@ -61,7 +65,33 @@ def draw_plan(rng, num_ranks, num_home, slots, domain, empty=0.4):
     return placement, np.where(holds, draw_tokens(rng, holds.shape), 0).astype(np.int32)
 
 
+def draw_counts(rng, num_ranks, num_home, slots, domain, empty=0.4):
+    """`draw_plan`, and counts that most experts are served wholly at home by."""
+    placement, quota = draw_plan(rng, num_ranks, num_home, slots, domain, empty)
+    counts = draw_tokens(rng, quota.shape[::-1])
+    at_home = np.arange(len(quota))[:, None] // num_home == np.arange(num_ranks)
+    elsewhere = np.where(at_home, 0, quota) * (rng.random(len(quota)) < 0.3)[:, None]
+    served = np.where(at_home, counts.sum(0)[:, None], elsewhere)
+    return placement, served.astype(np.int32), counts
+
+
+def draw_popular(rng, num_ranks, slots):
+    """One home expert on each rank, and replicas of which some experts have many."""
+    placement = np.full((num_ranks, slots), -1, np.int32)
+    for rank in range(num_ranks):
+        drawn = rng.zipf(1.3, slots) - 1
+        others = [expert for expert in dict.fromkeys(drawn.tolist()) if expert < num_ranks and expert != rank]
+        placement[rank, : 1 + len(others)] = [rank, *others][:slots]
+    return placement
+
+
 PLANNERS = {
+    "eplb_plus": Planner(
+        partial(eplb_plus, domain=3),
+        partial(eplb_plus_reference, domain=3),
+        partial(_planning.eplb_plus, domain=3),
+        lambda rng: (draw_tokens(rng, 12), draw_placement(rng, 6, 2, 4, 3, empty=0.7)),
+    ),
     "lpt": Planner(
         partial(lpt, num_bins=5, capacity=4),
         partial(lpt_reference, num_bins=5, capacity=4),
@@ -86,11 +116,29 @@ PLANNERS = {
         partial(_planning.ultraep, domain=3, eps=0.01, min_tokens=20),
         lambda rng: draw_plan(rng, 6, 2, 4, 3, empty=0.7),
     ),
+    "relay": Planner(
+        partial(relay, num_home=1, min_replicas=3, max_relays=3, min_gain=1),
+        partial(relay_reference, num_home=1, min_replicas=3, max_relays=3, min_gain=1),
+        partial(_planning.relay, num_home=1, min_replicas=3, max_relays=3, min_gain=1),
+        lambda rng: (draw_popular(rng, 12, 4),),
+    ),
     "exact": Planner(
         partial(exact, num_slots=4, domain=3, eps=0.05, max_fan_out=3),
         None,
         partial(_planning.exact, num_slots=4, domain=3, eps=0.05, max_fan_out=3),
         lambda rng: (draw_tokens(rng, (6, 12)),),
+    ),
+    "feplb": Planner(
+        partial(feplb, domain=3, num_dynamic=2, max_num_dyn=2, tau=5, skip=False),
+        partial(feplb_reference, domain=3, num_dynamic=2, max_num_dyn=2, tau=5, skip=False),
+        partial(_planning.feplb, domain=3, num_dynamic=2, max_num_dyn=2, tau=5, skip=False),
+        lambda rng: draw_plan(rng, 6, 3, 5, 3, empty=0.7),
+    ),
+    "fastermoe": Planner(
+        partial(fastermoe, domain=3, min_saved=3),
+        partial(fastermoe_reference, domain=3, min_saved=3),
+        partial(_planning.fastermoe, domain=3, min_saved=3),
+        lambda rng: draw_counts(rng, 6, 2, 4, 3, empty=0.8),
     ),
 }
 

@@ -1,0 +1,67 @@
+"""EPLB+ and LPLB on the loads of UltraEP's simulations (table 3 of arXiv 2606.04101), means over 15 cases.
+
+Run it with `python -m benchmarks.bench_baselines`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import popular_ranks
+from benchmarks.timing import interleaved_s
+from jax_moe_lb import LPLB, EPLBPlus, Topology, imbalance, load, plain_plan, rebalance_experts
+from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.plan import Plan
+
+
+def planned(balancer: Balancer, case: popular_ranks.Case, counts: np.ndarray) -> tuple[Plan, float]:
+    """The plan of a load that history knows already, and the time for it in microseconds."""
+    topology = Topology.flat(case.num_ranks)
+    slots = case.num_experts // case.num_ranks + case.replica_slots
+    args = jax.device_put((counts, plain_plan(counts, topology, slots)))
+    step = jax.jit(lambda state, counts, plan: balancer.rebalance(counts, plan, topology, state))
+    _, state = step(jax.device_put(balancer.init(counts.shape)), *args)
+    plan, _ = step(state, *args)
+    times_s = interleaved_s({"plan": lambda: step(state, *args)}, repeats=5)
+    return jax.tree.map(np.asarray, plan), float(np.median(times_s["plan"])) * 1e6
+
+
+def row_of(plan: Plan, time_us: float) -> tuple[float, ...]:
+    """Imbalance, replicas, most replicas of an expert, time."""
+    replicas = plan.placement[:, plan.num_home :]
+    copies = np.bincount(replicas[replicas >= 0], minlength=plan.num_experts)
+    return float(imbalance(load(plan))), copies.sum(), copies.max(), time_us
+
+
+def packed_afresh(case: popular_ranks.Case, counts: np.ndarray, distinct: bool) -> tuple[float, ...]:
+    """What EPLB's own algorithm makes of the exact load; home experts move."""
+    tokens, num_slots = counts.sum(0), case.num_experts + case.num_ranks * case.replica_slots
+    experts, _, copies = rebalance_experts(tokens[None], num_slots, 1, 1, case.num_ranks, distinct=distinct)
+    loads = (tokens / copies[0])[experts[0]].reshape(case.num_ranks, -1).sum(1)
+    return loads.max() / loads.mean(), copies.sum() - case.num_experts, copies.max() - 1, np.nan
+
+
+def main() -> None:
+    """Prints the table."""
+    rows: dict[str, list[tuple[float, ...]]] = {}
+    for case in popular_ranks.CASES:
+        counts = popular_ranks.counts(case, seed=0)
+        before = plain_plan(jnp.asarray(counts), Topology.flat(case.num_ranks))
+        results = {
+            "plain": (float(imbalance(load(before))), 0, 0, np.nan),
+            "EPLB+, homes stay": row_of(*planned(EPLBPlus(), case, counts)),
+            "EPLB+, all packed afresh": packed_afresh(case, counts, distinct=False),
+            "the same, no copy twice on a rank": packed_afresh(case, counts, distinct=True),
+            "LPLB, history of the same load": row_of(*planned(LPLB(every=1), case, counts)),
+        }
+        for name, row in results.items():
+            rows.setdefault(name, []).append(row)
+    print("| balancer | imbalance | replicas | most of one expert | planner us |")
+    print("|---|---|---|---|---|")
+    for name, results_of in rows.items():
+        means = np.mean(results_of, axis=0)
+        print(f"| {name} | {means[0]:.3f} | {means[1]:.1f} | {means[2]:.2f} | {means[3]:.0f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""FEPLB and FasterMoE on loads with the stragglers that FEPLB's paper publishes, and how long planning takes on a CPU.
+
+Run it with `python -m benchmarks.bench_feplb`; `--number 200` for a quick look.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+
+from benchmarks.stragglers import CASES, Case, counts
+from benchmarks.timing import interleaved_s, summary
+from jax_moe_lb import FEPLB, FasterMoE, _planning
+
+SLOTS = 8
+"""Replica slots of each rank, as in the paper's memory figure."""
+
+Plans = tuple[np.ndarray, np.ndarray]
+
+
+def plain(loads: np.ndarray) -> Plans:
+    """Placement `[R, S]` and quota `[N, E, R]` of plain expert parallelism, for counts `[N, R, E]`."""
+    _, num_ranks, num_experts = loads.shape
+    home = np.arange(num_experts, dtype=np.int32).reshape(num_ranks, -1)
+    placement = np.concatenate([home, np.full((num_ranks, SLOTS), -1, np.int32)], 1)
+    at_home = np.arange(num_experts)[:, None] // home.shape[1] == np.arange(num_ranks)
+    return placement, np.where(at_home, loads.sum(1, dtype=np.int32)[:, :, None], 0).astype(np.int32)
+
+
+def feplb(loads: np.ndarray, balancer: FEPLB = FEPLB()) -> Plans:
+    """The plans of all microbatches, all ranks in one domain."""
+    num_dynamic, max_num_dyn, tau, skip = balancer.num_dynamic, balancer.max_num_dyn, balancer.tau, balancer.skip
+    return _planning.feplb(*plain(loads), loads.shape[1], num_dynamic, max_num_dyn, tau, skip)
+
+
+def fastermoe(loads: np.ndarray, balancer: FasterMoE = FasterMoE()) -> Plans:
+    """Likewise."""
+    return _planning.fastermoe(*plain(loads), loads, loads.shape[1], balancer.min_saved)
+
+
+def straggler(plans: Plans) -> np.ndarray:
+    """`max(load) - mean(load)` of every microbatch, in token copies."""
+    load = plans[1].sum(1)
+    return load.max(1) - load.mean(1)
+
+
+def reduction(plans: Plans, before: Plans) -> float:
+    """By how much the mean straggler fell, in percent."""
+    return float(100 * (1 - straggler(plans).mean() / straggler(before).mean()))
+
+
+def replicas(plans: Plans) -> float:
+    """Replica slots in use over all ranks, on average."""
+    return float((plans[0] >= 0).sum((1, 2)).mean() - plans[1].shape[1])
+
+
+def published(case: Case) -> str:
+    """The paper's numbers in the columns of the first table."""
+    cut = [f"{100 * (1 - after / case.straggler):.0f}" for after in (case.fastermoe, case.feplb)]
+    return f"| {case.num_ranks}, published | {case.straggler} | {cut[0]} | {cut[1]} | | |"
+
+
+def by_ranks(loads: dict[Case, np.ndarray]) -> None:
+    """The first table."""
+    print("| ranks | straggler before | FasterMoE % less | FEPLB % less | FEPLB, skip | replicas, in this order |")
+    print("|---|---|---|---|---|---|")
+    for case, drawn in loads.items():
+        before = plain(drawn)
+        plans = [fastermoe(drawn), feplb(drawn), feplb(drawn, FEPLB(skip=True))]
+        cut = " | ".join(f"{reduction(plan, before):.1f}" for plan in plans)
+        used = ", ".join(f"{replicas(plan):.1f}" for plan in plans)
+        print(f"| {case.num_ranks} | {straggler(before).mean():.0f} | {cut} | {used} |")
+        print(published(case))
+
+
+def sweep(name: str, loads: dict[Case, np.ndarray], plans: Mapping[str, Callable[[np.ndarray], Plans]]) -> None:
+    """A table of reductions by ranks, one line for each choice."""
+    print(f"\n| {name} | {' | '.join(f'{case.num_ranks} ranks' for case in loads)} |")
+    print(f"|---|{'---|' * len(loads)}")
+    for choice, plan in plans.items():
+        cut = " | ".join(f"{reduction(plan(drawn), plain(drawn)):.1f}" for drawn in loads.values())
+        print(f"| {choice} | {cut} |")
+
+
+def times(loads: dict[Case, np.ndarray]) -> None:
+    """Of one plan in C++, many planned in one call."""
+    print("\n| ranks | FEPLB us | FEPLB, skip us | FasterMoE us |\n|---|---|---|---|")
+    for case, drawn in loads.items():
+        start, ranks = plain(drawn), case.num_ranks
+        ways: dict[str, Callable[[], object]] = {
+            "feplb": partial(_planning.feplb, *start, ranks),
+            "skip": partial(_planning.feplb, *start, ranks, skip=True),
+            "fastermoe": partial(_planning.fastermoe, *start, drawn, ranks, FasterMoE().min_saved),
+        }
+        times_s = interleaved_s(ways, 20)
+        print(f"| {ranks} | {' | '.join(summary(times_s[way] / len(drawn), 1e6, 1) for way in ways)} |")
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--number", type=int, default=2000, help="microbatches of each row")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    loads = {case: counts(case, args.seed, args.number) for case in CASES}
+    by_ranks(loads)
+    for skip in (False, True):
+        plans = {str(n): partial(feplb, balancer=FEPLB(num_dynamic=n, skip=skip)) for n in (2, 4, 8)}
+        sweep(f"dynamic experts{', skip' if skip else ''}", loads, plans)
+    taus = (1, 1024, 1536, 2048, 2304, 2560, 3072)
+    sweep("tau", loads, {str(tau): partial(feplb, balancer=FEPLB(tau=tau)) for tau in taus})
+    shadows = [FasterMoE(bytes_per_s=rate * 1e9) for rate in (450, 400, 360, 300, 200)]
+    names = [f"{b.bytes_per_s / 1e9:.0f} (worth {b.min_saved} tokens)" for b in shadows]
+    sweep("FasterMoE, GB/s", loads, {n: partial(fastermoe, balancer=b) for n, b in zip(names, shadows, strict=True)})
+    times(loads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+#include "ffi/planning/fastermoe.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "ffi/planning/checks.h"
+#include "ffi/planning/holders.h"
+
+namespace moe_lb {
+namespace {
+
+Status Check(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, MatrixView<const int32_t> counts,
+             int64_t domain, int64_t min_saved, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
+  if (Status bad = CheckPlan(placement, quota, domain, new_placement, new_quota)) return bad;
+  if (Status bad = CheckHomes(placement, quota.rows() / placement.rows())) return bad;
+  if (Status bad = CheckShape("counts", counts, placement.rows(), quota.rows())) return bad;
+  if (min_saved < 1 || min_saved > kMaxTokens) {
+    return Refuse("min_saved is ", min_saved, "; expected 1 to ", kMaxTokens);
+  }
+  int64_t sum = 0;
+  for (size_t rank = 0; rank < counts.rows(); ++rank) {
+    for (size_t expert = 0; expert < counts.columns(); ++expert) {
+      const int64_t tokens = counts[rank][expert];
+      if (tokens < 0) {
+        return Refuse("counts of rank ", rank, ", expert ", expert, " is ", tokens, "; expected at least 0");
+      }
+      sum += tokens;
+    }
+  }
+  if (sum > kMaxTokens) return Refuse("counts sum to ", sum, " tokens; expected at most ", kMaxTokens);
+  return Ok();
+}
+
+class Shadows {
+ public:
+  // Copies experts in `placement` and `quota`, where they are.
+  Shadows(MatrixView<int32_t> placement, MatrixView<int32_t> quota, MatrixView<const int32_t> counts, size_t members)
+      : placement_(placement),
+        quota_(quota),
+        counts_(counts),
+        members_(members),
+        home_(quota.rows() / placement.rows()),
+        load_(placement.rows(), 0),
+        open_(placement.rows()),
+        at_home_(quota.rows(), 0) {
+    for (size_t expert = 0; expert < quota.rows(); ++expert) {
+      for (size_t rank = 0; rank < quota.columns(); ++rank) load_[rank] += quota[expert][rank];
+    }
+    for (size_t rank = 0; rank < placement.rows(); ++rank) {
+      open_[rank] = std::count(placement[rank].begin(), placement[rank].end(), -1);
+    }
+    const Holders holders({placement.flat().data(), placement.rows(), placement.columns()}, quota.rows());
+    for (size_t expert = 0; expert < quota.rows(); ++expert) {
+      const bool alone = holders.Next(holders.First(expert)) == Holders::kEnd;
+      at_home_[expert] = alone && Tokens(expert) == quota[expert][expert / home_];
+    }
+  }
+
+  // The domain that starts at rank `first`.
+  void Balance(size_t first, int64_t min_saved) {
+    while (CopyOne(first, min_saved)) {
+    }
+  }
+
+ private:
+  static constexpr size_t kNone = SIZE_MAX;
+
+  int64_t Tokens(size_t expert) const {
+    int64_t sum = 0;
+    for (size_t rank = 0; rank < counts_.rows(); ++rank) sum += counts_[rank][expert];
+    return sum;
+  }
+
+  bool CopyOne(size_t first, int64_t min_saved) {
+    const auto begin = load_.begin() + static_cast<std::ptrdiff_t>(first);
+    const auto most = std::max_element(begin, begin + static_cast<std::ptrdiff_t>(members_));
+    const auto giver = static_cast<size_t>(most - load_.begin());
+    const size_t expert = OthersHaveSlots(giver, first) ? Busiest(giver) : kNone;
+    if (expert == kNone || *most - HighestAfter(expert, giver, first) < min_saved) return false;
+    for (size_t rank = first; rank < first + members_; ++rank) {
+      if (rank == giver) continue;
+      const int32_t tokens = counts_[rank][expert];
+      *std::find(placement_[rank].begin(), placement_[rank].end(), -1) = static_cast<int32_t>(expert);
+      --open_[rank];
+      quota_[expert][rank] += tokens;
+      quota_[expert][giver] -= tokens;
+      load_[rank] += tokens;
+      load_[giver] -= tokens;
+    }
+    at_home_[expert] = false;
+    return true;
+  }
+
+  bool OthersHaveSlots(size_t giver, size_t first) const {
+    for (size_t rank = first; rank < first + members_; ++rank) {
+      if (rank != giver && open_[rank] == 0) return false;
+    }
+    return true;
+  }
+
+  // Of the experts at home on the giver that no other rank serves.
+  size_t Busiest(size_t giver) const {
+    size_t best = kNone;
+    for (size_t expert = giver * home_; expert < (giver + 1) * home_; ++expert) {
+      if (at_home_[expert] && (best == kNone || quota_[expert][giver] > quota_[best][giver])) best = expert;
+    }
+    return best;
+  }
+
+  int64_t HighestAfter(size_t expert, size_t giver, size_t first) const {
+    int64_t highest = 0;
+    int64_t left = load_[giver];
+    for (size_t rank = first; rank < first + members_; ++rank) {
+      if (rank == giver) continue;
+      highest = std::max(highest, load_[rank] + counts_[rank][expert]);
+      left -= counts_[rank][expert];
+    }
+    return std::max(highest, left);
+  }
+
+  MatrixView<int32_t> placement_;
+  MatrixView<int32_t> quota_;
+  MatrixView<const int32_t> counts_;
+  size_t members_;
+  size_t home_;                // experts per rank
+  std::vector<int64_t> load_;  // per rank
+  std::vector<int64_t> open_;  // per rank: empty slots
+  std::vector<char> at_home_;  // per expert: whether only its home holds it, and serves all of its tokens
+};
+
+}  // namespace
+
+Status FasterMoe(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, MatrixView<const int32_t> counts,
+                 int64_t domain, int64_t min_saved, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
+  if (Status bad = Check(placement, quota, counts, domain, min_saved, new_placement, new_quota)) return bad;
+  std::copy(placement.flat().begin(), placement.flat().end(), new_placement.flat().begin());
+  std::copy(quota.flat().begin(), quota.flat().end(), new_quota.flat().begin());
+  const auto members = static_cast<size_t>(domain);
+  Shadows shadows(new_placement, new_quota, counts, members);
+  for (size_t first = 0; first < placement.rows(); first += members) shadows.Balance(first, min_saved);
+  return Ok();
+}
+
+}  // namespace moe_lb

@@ -1,0 +1,106 @@
+"""EPLB: redundant experts placed by the load of the last steps, anew every few steps."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Bool
+
+from jax_moe_lb._pytree import pytree
+from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.history import History, check_every, checked, mean, no_history, observe
+from jax_moe_lb.ops.eplb_plus import eplb_plus, holds, round_robin
+from jax_moe_lb.plan import Plan
+from jax_moe_lb.topology import Topology
+from jax_moe_lb.types import AnyArray, Counts, Placement, State, host_iota, namespace
+
+
+@pytree
+class _State:
+    """What `EPLB` remembers.
+
+    Args:
+        history: loads since the last plan.
+        held: whether a rank has a replica of an expert, under the last plan.
+    """
+
+    history: History
+    held: Bool[AnyArray, "*D R E"]
+
+
+@dataclass(frozen=True)
+class EPLB(Balancer):
+    """Replicas of the experts that were busiest, kept for `every` steps; tokens are split evenly over copies.
+
+    DeepSeek's EPLB on top of fixed homes. Its first copy of every expert is the one at home, which never
+    moves; what is left of the algorithm is to replicate, for every slot beyond the home experts, the
+    expert of the highest load per copy, and to pack these replicas, heaviest first, onto the ranks
+    with the lowest load (`ops.eplb_plus`). Its two policies are a matter of domains: with one domain the
+    packing is global; with several it is hierarchical, each domain packed with its own experts, without
+    EPLB's first step, which would move groups of experts between domains. No rank gets two copies of
+    an expert. `jax_moe_lb.rebalance_experts` is EPLB's own algorithm, which packs all copies afresh.
+
+    A step is a call, that is one layer and microbatch. There is no replica until the first `every` steps
+    are over; then steps `every`, `2 * every`, ... begin with a new plan, from the mean load of the `every`
+    steps before. History does not see the microbatch that it is used for: that is EPLB's weakness.
+
+    Replicas that another balancer made (`Chain`) stay and count as copies; its quotas do not.
+
+    Args:
+        every: steps between plans, and steps of history; 1 to 46340.
+    """
+
+    every: int = 3
+
+    def __post_init__(self) -> None:
+        check_every(self.every)
+
+    def init(self, counts_shape: tuple[int, int]) -> _State:
+        """No history, no replicas."""
+        return _State(no_history(counts_shape[1]), np.zeros(counts_shape, bool))
+
+    def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, _State]:
+        """The plan of the last planning step, with the quota of this microbatch.
+
+        Raises:
+            ValueError: a state of another shape than that of `init`.
+        """
+        del topology
+        state = checked(state, self.init(counts.shape), counts)
+        tokens = counts.sum(0, dtype=np.int32)
+        # The other branch must vary over the same mesh axes, which the zero sees to.
+        before = plan.placement + tokens[0] * 0
+
+        def replan() -> Bool[AnyArray, "R E"]:
+            placement, _ = eplb_plus(mean(state.history, self.every), before, plan.domain)
+            return holds(placement, counts.shape[1]) & ~holds(before, counts.shape[1])
+
+        held = _cond(state.history.steps >= self.every, replan, lambda: state.held)
+        placement = _fill(before, held, plan.domain)
+        after = replace(plan, placement=placement, quota=round_robin(tokens, placement))
+        return after, _State(observe(state.history, tokens, self.every), held)
+
+
+def _cond(choose: Any, replan: Callable[[], AnyArray], keep: Callable[[], AnyArray]) -> AnyArray:
+    """`jax.lax.cond`, or on a host the branch itself."""
+    if namespace(choose) is np:
+        return replan() if choose else keep()
+    return jax.lax.cond(choose, replan, keep)
+
+
+def _fill(placement: Placement, held: Bool[AnyArray, "R E"], domain: int) -> Placement:
+    """Each rank's replicas, by expert, in its empty slots, from the first on."""
+    num_ranks, num_experts = held.shape
+    xp = namespace(placement)
+    home_domain = host_iota(num_experts) // (num_experts // num_ranks) // domain
+    allowed = home_domain[None] == host_iota(num_ranks)[:, None] // domain
+    wanted = held & allowed & ~holds(placement, num_experts)
+    # Past the last replica comes an expert that does not exist.
+    experts = xp.sort(xp.where(wanted, host_iota(num_experts)[None], np.int32(num_experts)), axis=1)
+    experts = xp.concatenate([experts, xp.full_like(experts[:, :1], num_experts)], axis=1)
+    empty = placement < 0
+    number = xp.clip(empty.cumsum(1, dtype=np.int32) - 1, 0, num_experts)
+    chosen = xp.take_along_axis(experts, number, axis=1)
+    return xp.where(empty & (chosen < num_experts), chosen, placement)

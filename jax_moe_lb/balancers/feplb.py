@@ -1,0 +1,65 @@
+"""FEPLB (arXiv 2604.19654): the busiest experts of overloaded ranks move, whole, to idle ranks of their domain."""
+
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+from jaxtyping import Bool
+
+from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.ops._planner import HostPlanner, edit
+from jax_moe_lb.ops.feplb import check_options, dynamic_experts, feplb_planner
+from jax_moe_lb.plan import Plan
+from jax_moe_lb.topology import Topology
+from jax_moe_lb.types import AnyArray, Counts, State, iota
+
+
+@dataclass(frozen=True)
+class FEPLB(Balancer):
+    """Moves whole experts from the busiest rank of a domain to the idlest one, as long as that lowers the larger load.
+
+    The dynamic experts of a rank are the `num_dynamic` that it serves most of in this microbatch; the others are
+    static and never move. The rank with the highest load gives its busiest dynamic expert to the rank with the lowest
+    load that can take it: weights go into a replica slot, and all of its tokens go there. The home slot stays.
+
+    The paper gives the order of moves, and leaves four rules open. Those here are the ones whose results on loads
+    with the published stragglers come closest to its numbers (`benchmarks/bench_feplb.py`):
+
+    - Which experts are dynamic: the busiest of this microbatch.
+    - Which moves are useful: those after which the taker has less than the giver had before.
+    - What comes after a move that is not useful: nothing, the domain is done. With `skip` a smaller dynamic expert
+      of the same rank is tried instead: that balances better, and better than published.
+    - The threshold: none, `tau=1`.
+
+    After another balancer (`Chain`), only what homes serve moves, and replicas that exist keep their slots and quota.
+
+    Args:
+        num_dynamic: dynamic experts of each rank.
+        max_num_dyn: experts that a rank takes at most; the plan's empty slots limit it too.
+        tau: an expert of fewer tokens does not move.
+        skip: whether a smaller dynamic expert of the giver moves where the busiest cannot.
+    """
+
+    num_dynamic: int = 4
+    max_num_dyn: int = 8
+    tau: int = 1
+    skip: bool = False
+
+    def __post_init__(self) -> None:
+        check_options(self.num_dynamic, self.max_num_dyn, self.tau)
+
+    def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
+        """One plan for all domains, each of which is planned for itself."""
+        del counts, topology
+        placement, quota = edit(self.planner(plan.domain), plan.placement, plan.quota)
+        return replace(plan, placement=placement, quota=quota), state
+
+    def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
+        """The busiest of each rank, and what replicas serve already."""
+        expert = iota(plan.num_experts)
+        served = jnp.asarray(plan.quota)[expert, expert // plan.num_home]
+        busiest = dynamic_experts(served.reshape(plan.num_ranks, -1), self.num_dynamic).reshape(-1)
+        return busiest | (jnp.asarray(plan.quota).sum(1, dtype=jnp.int32) > served)
+
+    def planner(self, domain: int) -> HostPlanner:
+        """See `ops/feplb.py`."""
+        return feplb_planner(domain, self.num_dynamic, self.max_num_dyn, self.tau, self.skip)

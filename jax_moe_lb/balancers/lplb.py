@@ -1,0 +1,182 @@
+"""LPLB: replicas on a fixed graph of ranks, and a linear program for every microbatch that splits tokens over them."""
+
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+from jaxtyping import Int
+from scipy.optimize import linprog
+
+from jax_moe_lb._pytree import pytree
+from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.balancers.host import HostBalancer
+from jax_moe_lb.history import History, check_every, checked, mean, no_history, observe
+from jax_moe_lb.plan import Plan
+from jax_moe_lb.topology import Topology
+from jax_moe_lb.types import AnyArray, Counts, Placement, State, host_iota, namespace
+
+
+@pytree
+class _State:
+    """What `LPLB` remembers.
+
+    Args:
+        history: loads since the last plan.
+        load: tokens per step of each expert, of the last plan.
+    """
+
+    history: History
+    load: Int[AnyArray, "*D E"]
+
+
+@dataclass(frozen=True)
+class LPLB(Balancer):
+    """At most one replica of an expert, on a graph of ranks that never changes; quotas of the least maximum load.
+
+    After DeepSeek's LPLB. The k-th replica slot of a rank belongs to the rank at the k-th distance in its
+    domain, and holds that rank's k-th heaviest home expert by the load of the steps before the last
+    plan (before the first plan: its k-th expert). So an expert has one replica at most, and the graph
+    has an edge for each. For every microbatch a linear program splits the tokens of each expert between
+    home and replica so that the largest load of each domain is least; HiGHS solves it on the host, in a
+    callback (`spread`). LPLB also moves home experts between ranks every so often; here homes stay.
+
+    Under extreme skew it does worse than balancers that give one expert several replicas.
+
+    Args:
+        every: steps between two rankings of the experts, and steps of history; 1 to 46340.
+        distances: rank `r`'s k-th replica slot copies from the rank `distances[k]` further on in its
+            domain, cyclically; slots beyond them, and those at a multiple of the domain's size, stay
+            empty. `None`: 1, 2, 4, ... below the domain's size, then the rest of 1, 2, 3, ...
+    """
+
+    every: int = 3
+    distances: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_every(self.every)
+        for k, distance in enumerate(self.distances or ()):
+            if distance < 1:
+                raise ValueError(f"distances of slot {k} is {distance}; expected at least 1")
+
+    def init(self, counts_shape: tuple[int, int]) -> _State:
+        """No history."""
+        return _State(no_history(counts_shape[1]), np.zeros(counts_shape[1], np.int32))
+
+    def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, _State]:
+        """Replicas of the last plan, and the quotas of this microbatch's linear program.
+
+        Raises:
+            ValueError: a state of another shape than that of `init`.
+            jax.errors.JaxRuntimeError: HiGHS gave up; the message ends with its reason.
+        """
+        state = checked(state, self.init(counts.shape), counts)
+        xp = namespace(counts)
+        load = xp.where(state.history.steps >= self.every, mean(state.history, self.every), state.load)
+        distances = _distances(plan.domain) if self.distances is None else self.distances
+        placement = _add_edges(plan.placement + load[0] * 0, load, distances, plan.domain)
+        start = replace(plan, placement=placement)
+        plan, _ = HostBalancer(spread).rebalance(counts, start, topology, ())
+        history = observe(state.history, counts.sum(0, dtype=np.int32), self.every)
+        return plan, _State(history, load)
+
+
+def _distances(members: int) -> tuple[int, ...]:
+    doubling = [2**k for k in range(members.bit_length()) if 2**k < members]
+    return tuple(doubling + [d for d in range(1, members) if d not in doubling])
+
+
+def _add_edges(
+    placement: Placement, load: Int[AnyArray, "E"], distances: tuple[int, ...], members: int
+) -> Int[AnyArray, "R S"]:
+    """Replicas in the slots of the graph that are empty, of experts that have no other copy."""
+    num_ranks, slots = placement.shape
+    num_home = load.shape[0] // num_ranks
+    num_edges = min(slots - num_home, num_home, len(distances))
+    xp = namespace(load)
+    # Tokens are at least 0, so that their negatives fit.
+    heaviest = xp.argsort(-load.reshape(num_ranks, num_home), axis=1, stable=True).astype(np.int32)
+    rank = np.arange(num_ranks)[:, None]
+    away = np.array(distances[:num_edges], np.int64).reshape(1, num_edges) % members
+    source = rank // members * members + (rank + away) % members
+    wanted = (source * num_home).astype(np.int32) + heaviest[source, np.arange(num_edges)[None]]
+    copies = (placement[:, :, None] == host_iota(load.shape[0])[None, None]).sum((0, 1), dtype=np.int32)
+    free = (placement[:, num_home : num_home + num_edges] < 0) & (copies[wanted] == 1) & (away > 0)
+    edges = xp.where(free, wanted, placement[:, num_home : num_home + num_edges])
+    return xp.concatenate([placement[:, :num_home], edges, placement[:, num_home + num_edges :]], axis=1)
+
+
+def spread(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
+    """The quota of the least maximum load of every domain that the placement allows; a planner for `HostBalancer`.
+
+    Two linear programs per domain. The first finds the least maximum load. The second holds it, rounded up, and
+    serves as many tokens at home as it can; it is a flow from experts to ranks with whole-numbered
+    bounds, so that the vertex that the simplex method returns is whole-numbered too: the maximum load is
+    the least of all integer quotas.
+
+    Args:
+        counts: `[R, E]`.
+        plan: any legal one; its placement stays, its quota is replaced.
+        topology: not used; the plan names its domain.
+    """
+    del topology
+    tokens = counts.sum(0)
+    quota = np.zeros((plan.num_experts, plan.num_ranks), np.int32)
+    for first in range(0, plan.num_ranks, plan.domain):
+        _spread_domain(tokens, plan.placement[first : first + plan.domain], first, quota)
+    return replace(plan, quota=quota)
+
+
+def _spread_domain(tokens: np.ndarray, placement: np.ndarray, first: int, quota: np.ndarray) -> None:
+    """Sets the quota of the experts of the ranks from `first` on."""
+    rank, slot = np.nonzero(placement >= 0)
+    expert = placement[rank, slot]
+    shared = (np.bincount(expert, minlength=len(tokens)) > 1) & (tokens > 0)
+    alone = ~shared[expert]
+    quota[expert[alone], first + rank[alone]] = tokens[expert[alone]]
+    rank, expert, slot = rank[~alone], expert[~alone], slot[~alone]
+    if not rank.size:
+        return
+    fixed = quota[:, first : first + len(placement)].sum(0)
+    is_replica = slot >= len(tokens) // quota.shape[1]
+    served = _least_maximum(tokens, expert, rank, is_replica, fixed)
+    for number, copies in groupby(np.lexsort((~is_replica, expert)).tolist(), key=lambda i: expert[i]):
+        left = int(tokens[number])
+        for i in copies:
+            # The home, which comes last, takes what is left, so that rounding loses no token.
+            quota[number, first + rank[i]] = part = min(left, round(served[i])) if is_replica[i] else left
+            left -= part
+
+
+def _least_maximum(
+    tokens: np.ndarray, expert: np.ndarray, rank: np.ndarray, is_replica: np.ndarray, fixed: np.ndarray
+) -> np.ndarray:
+    """Tokens of each copy, whole numbers but for rounding errors.
+
+    Args:
+        tokens: `[E]`.
+        expert: of each copy of an expert with several.
+        rank: of each of these copies.
+        is_replica: whether it is none at home.
+        fixed: load of each rank that has no choice.
+    """
+    copies, ranks = np.arange(len(expert)), len(fixed)
+    numbers, row = np.unique(expert, return_inverse=True)
+    of_expert, on_rank = np.zeros((len(numbers), len(copies))), np.zeros((ranks, len(copies)))
+    of_expert[row, copies], on_rank[rank, copies] = 1, 1
+    level = _solve(
+        np.append(np.zeros(len(copies)), 1.0),
+        np.hstack([on_rank, -np.ones((ranks, 1))]),
+        -fixed,
+        np.hstack([of_expert, np.zeros((len(numbers), 1))]),
+        tokens[numbers],
+    )[-1]
+    # The optimum is a mean over some of the ranks: above a whole number by 1 / ranks at least, or not at all.
+    limit = np.ceil(level - 0.5 / ranks)
+    return _solve(is_replica.astype(float), on_rank, limit - fixed, of_expert, tokens[numbers])
+
+
+def _solve(cost: np.ndarray, a_ub: np.ndarray, b_ub: np.ndarray, a_eq: np.ndarray, b_eq: np.ndarray) -> np.ndarray:
+    answer = linprog(cost, a_ub, b_ub, a_eq, b_eq, bounds=(0, None), method="highs-ds")
+    if answer.x is None:
+        raise ValueError(f"HiGHS found no quota: {answer.message}")
+    return answer.x

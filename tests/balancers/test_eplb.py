@@ -1,0 +1,185 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import (
+    EPLB,
+    LPLB,
+    Chain,
+    EPLBPlus,
+    HostBalancer,
+    Plan,
+    System,
+    TopK,
+    Topology,
+    check_plan,
+    load,
+    plain,
+    plain_plan,
+)
+from jax_moe_lb.history import History, mean, no_history, observe
+from jax_moe_lb.nn import MoE
+from tests.layer import make_mesh
+
+TOPOLOGY, SLOTS = Topology.flat(8, 4), 4
+
+
+def replay(balancer, steps, topology=TOPOLOGY, slots=SLOTS):
+    """The plans of counts that follow each other, every one checked; one compilation."""
+
+    @jax.jit
+    def step(counts, state):
+        return balancer.rebalance(counts, plain_plan(counts, topology, slots), topology, state)
+
+    state, plans = jax.device_put(balancer.init(steps[0].shape)), []
+    for counts in steps:
+        plan, state = step(jnp.asarray(counts), state)
+        check_plan(plan, counts)
+        plans.append(jax.tree.map(np.asarray, plan))
+    assert step._cache_size() == 1
+    return plans
+
+
+def draw(seed, scale=300):
+    return WORKLOADS[seed % len(WORKLOADS)].counts(seed, 8, scale, 16, 2)
+
+
+def replicas(placement):
+    return [set(row[2:][row[2:] >= 0].tolist()) for row in placement]
+
+
+def exact_plan(tokens, topology=TOPOLOGY, slots=SLOTS):
+    counts = np.zeros((topology.num_ranks, len(tokens)), np.int32)
+    counts[0] = tokens
+    return EPLBPlus().rebalance(counts, plain_plan(counts, topology, slots), topology, ())[0]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_plans_come_from_the_mean_of_the_steps_before(every):
+    steps = [draw(seed) for seed in range(8)]
+    for number, plan in enumerate(replay(EPLB(every), steps)):
+        last = number // every * every
+        if not last:
+            assert replicas(plan.placement) == [set()] * 8
+            continue
+        tokens = sum(counts.sum(0, dtype=np.int32) for counts in steps[last - every : last]) // every
+        assert replicas(plan.placement) == replicas(np.asarray(exact_plan(tokens).placement))
+
+
+def test_tokens_are_split_evenly_over_the_copies():
+    steps = [draw(3), draw(4)]
+    plan = replay(EPLB(1), steps)[1]
+    tokens = steps[1].sum(0)
+    assert any(replicas(plan.placement))
+    for expert in range(16):
+        served = plan.quota[expert][(plan.placement == expert).any(1)]
+        assert served.max() - served.min() <= 1
+        assert served.sum() == tokens[expert]
+
+
+def test_the_same_load_again_is_planned_as_if_it_were_known():
+    counts = draw(2)
+    plan = replay(EPLB(every=2), [counts] * 3)[2]
+    np.testing.assert_array_equal(load(plan), load(exact_plan(counts.sum(0, dtype=np.int32))))
+
+
+def test_a_change_of_load_is_seen_too_late():
+    """The plan for a hot rank 0 meets a hot rank 4."""
+    hot = [np.zeros((8, 16), np.int32) for _ in range(2)]
+    hot[0][:, 0], hot[1][:, 8] = 100, 100
+    plans = replay(EPLB(every=1), [hot[0], hot[0], hot[1]])
+    assert [int(load(plan).max()) for plan in plans] == [800, 200, 800]
+
+
+def test_sums_of_history_do_not_overflow():
+    history, every = no_history(3), 5
+    for tokens in ([2**31 - 1, 4, 0], [2**31 - 1, 4, 1], [2**31 - 2, 4, 0], [2**31 - 1, 4, 0], [2**31 - 1, 3, 0]):
+        history = observe(history, jnp.array(tokens, jnp.int32), every)
+    assert mean(history, every).tolist() == [2**31 - 2, 3, 0]
+    history = observe(history, jnp.array([7, 0, 0], jnp.int32), every)
+    assert (int(history.steps), history.whole.tolist(), history.rest.tolist()) == (1, [1, 0, 0], [2, 0, 0])
+
+
+def test_a_slot_that_is_taken_is_passed_over():
+    """Another balancer fills the first replica slot of rank 1, sometimes with what EPLB holds there."""
+    steps = [draw(seed) for seed in (5, 5, 6)]
+
+    def put(counts, plan, topology):
+        placement = plan.placement.copy()
+        placement[1, 2] = [1, 6][int(counts.sum()) % 2]
+        return Plan(placement, plan.quota, domain=plan.domain)
+
+    plans = replay(Chain((HostBalancer(put), EPLB(every=1))), steps)
+    assert all(plan.placement[1, 2] in (1, 6) for plan in plans)
+
+
+def test_state_is_carried_through_a_scan():
+    steps = np.stack([draw(seed) for seed in range(5)])
+    balancer = EPLB(every=2)
+
+    def step(state, counts):
+        plan, state = balancer.rebalance(counts, plain_plan(counts, TOPOLOGY, SLOTS), TOPOLOGY, state)
+        return state, plan
+
+    state = jax.tree.map(jnp.asarray, balancer.init(steps[0].shape))
+    _, scanned = jax.jit(lambda state, steps: jax.lax.scan(step, state, steps))(state, steps)
+    for number, plan in enumerate(replay(balancer, steps)):
+        np.testing.assert_array_equal(scanned.placement[number], plan.placement)
+        np.testing.assert_array_equal(scanned.quota[number], plan.quota)
+
+
+@pytest.mark.parametrize(("balancer", "axis_type"), [(EPLB(every=1), AxisType.Explicit), (LPLB(every=1), AxisType.Auto)])
+def test_the_layer_keeps_the_state(balancer, axis_type):
+    """Groups side by side, each with its own history; the outputs are those of plain expert parallelism."""
+    mesh = make_mesh((2, 4), ("data", "expert"), axis_type)
+    topology = Topology.from_mesh(mesh)
+    with jax.set_mesh(mesh):
+        x = jax.random.normal(jax.random.key(0), (64, 8)) + jnp.linspace(-2, 2, 8)[None]
+        systems = plain(), System(balancer, replica_slots=2)
+        layers = [
+            MoE(8, 16, 8, TopK(2), mesh=mesh, topology=topology, system=system, rngs=nnx.Rngs(0)) for system in systems
+        ]
+        want, _ = layers[0](x)
+        step, after = nnx.jit(lambda layer, x: layer(x)), []
+        for _ in range(3):
+            y, stats = step(layers[1], x)
+            np.testing.assert_allclose(y, want, atol=1e-5)
+            after.append(np.asarray(stats.straggler_after))
+            assert layers[1].state.get_value().history.steps.tolist() == [1, 1]
+    assert (after[1] < np.asarray(stats.straggler_before)).all()
+    np.testing.assert_array_equal(after[1], after[2])
+
+
+def test_garbage_in_the_state_gives_a_legal_plan():
+    rng = np.random.default_rng(0)
+    for held in (np.ones((8, 16), bool), rng.random((8, 16)) < 0.5):
+        for steps in (0, 1, 9):
+            history = History(np.array(steps, np.int32), *rng.integers(0, 2**20, (2, 16), np.int32))
+            counts = draw(1)
+            state = type(EPLB().init((8, 16)))(history, held)
+            plan, _ = EPLB().rebalance(counts, plain_plan(counts, TOPOLOGY, SLOTS), TOPOLOGY, state)
+            check_plan(plan, counts)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (EPLB().init((8, 32)), r"state.history.whole is int32\[32\]; expected int32\[16\], for counts \[8, 16\]"),
+        (EPLB().init((4, 16)), r"state.held is bool\[4, 16\]; expected bool\[8, 16\]"),
+        ((), r"state is PyTreeDef.*; expected PyTreeDef.*_State"),
+    ],
+)
+def test_a_history_of_another_shape_is_refused(state, message):
+    counts = draw(0)
+    with pytest.raises(ValueError, match=message):
+        EPLB().rebalance(counts, plain_plan(counts, TOPOLOGY, SLOTS), TOPOLOGY, state)
+
+
+@pytest.mark.parametrize("every", [0, 46341])
+def test_bad_options_are_refused(every):
+    with pytest.raises(ValueError, match=rf"every is {every}; expected 1 to 46340 steps"):
+        EPLB(every)

@@ -1,0 +1,111 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.bench_feplb import fastermoe, feplb, plain, reduction, straggler
+from benchmarks.stragglers import CASES, counts
+from jax_moe_lb import FEPLB, Chain, Greedy, Plan, Topology, check_plan, load, plain_plan
+
+MICROBATCHES = 2000
+LOADS = {case.num_ranks: counts(case, 0, MICROBATCHES) for case in CASES}
+TWO, FOUR, EIGHT = CASES
+
+
+def plan_for(counts, domain=None, slots=None, balancer=FEPLB()):
+    topology = Topology.flat(counts.shape[0], domain)
+    start = plain_plan(jnp.asarray(counts), topology, slots)
+    plan, _ = jax.jit(lambda counts, start: balancer.rebalance(counts, start, topology, balancer.init(counts.shape)))(
+        counts, start
+    )
+    check_plan(plan, counts)
+    return jax.tree.map(np.asarray, plan)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.num_ranks} ranks")
+def test_loads_have_the_published_straggler(case):
+    loads = LOADS[case.num_ranks]
+    assert (loads.sum(2) == 32768).all()
+    np.testing.assert_allclose(straggler(plain(loads)).mean(), case.straggler, rtol=0.01)
+
+
+def test_stragglers_fall_at_least_as_far_as_published():
+    """With 4 dynamic experts, whole moves only, nothing skipped: figure 5."""
+    cut = {case: reduction(feplb(LOADS[case.num_ranks]), plain(LOADS[case.num_ranks])) for case in CASES}
+    assert cut[TWO] >= 51
+    assert cut[FOUR] >= 63
+    # 1 - 2021 / 6666 is 69.7 %, and so is this; of 2000 microbatches it is uncertain by half a percent.
+    np.testing.assert_allclose(cut[EIGHT], 100 * (1 - EIGHT.feplb / EIGHT.straggler), atol=0.5)
+
+
+def test_with_skip_they_fall_further():
+    for case in CASES:
+        loads = LOADS[case.num_ranks]
+        assert reduction(feplb(loads, FEPLB(skip=True)), plain(loads)) > 100 * (1 - case.feplb / case.straggler) + 5
+
+
+def test_half_the_straggler_of_fastermoe_on_eight_ranks():
+    loads = LOADS[8]
+    ratio = straggler(fastermoe(loads)).mean() / straggler(feplb(loads)).mean()
+    np.testing.assert_allclose(ratio, EIGHT.fastermoe / EIGHT.feplb, rtol=0.1)
+
+
+def test_few_dynamic_experts_are_enough():
+    """Figure 6: 65, 68 and 70 % on eight ranks; these loads reach the last with two."""
+    before = plain(LOADS[8])
+    cut = [reduction(feplb(LOADS[8], FEPLB(num_dynamic=number)), before) for number in (2, 4, 8)]
+    assert cut == sorted(cut)
+    np.testing.assert_allclose(cut, [65, 68, 70], atol=5)
+
+
+def test_the_balancer_makes_the_plans_of_the_benchmark():
+    loads = LOADS[8][:3]
+    for skip in (False, True):
+        balancer = FEPLB(skip=skip)
+        for one, placement, quota in zip(loads, *feplb(loads, balancer), strict=True):
+            plan = plan_for(one, slots=24, balancer=balancer)
+            np.testing.assert_array_equal(plan.placement, placement)
+            np.testing.assert_array_equal(plan.quota, quota)
+
+
+def test_experts_move_whole_and_only_dynamic_ones():
+    loads = LOADS[8][0]
+    plan = plan_for(loads, slots=24, balancer=FEPLB(num_dynamic=3, skip=True))
+    assert ((plan.quota > 0).sum(1) <= 1).all()
+    tokens = loads.sum(0)
+    home = np.arange(128) // 16
+    moved = np.flatnonzero(plan.quota[np.arange(128), home] < tokens)
+    assert len(moved) > 0
+    for expert in moved:
+        rank = slice(home[expert] * 16, home[expert] * 16 + 16)
+        assert (tokens[rank] > tokens[expert]).sum() < 3
+
+
+def test_domains_are_planned_each_for_itself():
+    loads = LOADS[8][0]
+    plan = plan_for(loads, domain=4, slots=24)
+    for first in (0, 4):
+        home = slice(first * 16, first * 16 + 64)
+        alone = plan_for(loads.reshape(2, 4, -1).sum(0, dtype=np.int32)[:, home], slots=24)
+        np.testing.assert_array_equal(plan.quota[home, first : first + 4], alone.quota)
+
+
+def test_after_another_balancer_only_homes_give():
+    loads = np.array([[100, 60, 0, 0, 0, 0]] * 3, np.int32)
+    start = plain_plan(loads, Topology.flat(3), 4)
+    placement, quota = start.placement.copy(), start.quota.copy()
+    placement[1, 2], quota[0] = 0, [200, 100, 0]
+    plan, _ = FEPLB().rebalance(loads, Plan(placement, quota, domain=3), Topology.flat(3), ())
+    check_plan(plan, loads)
+    assert plan.placement[1].tolist() == [2, 3, 0, -1]
+    assert plan.quota[0].tolist() == [0, 100, 200]
+    assert load(plan).tolist() == [180, 100, 200]
+    chained = plan_for(loads, slots=4, balancer=Chain((FEPLB(), Greedy())))
+    assert load(chained).max() == 160
+
+
+@pytest.mark.parametrize("options", [{"num_dynamic": 0}, {"max_num_dyn": 0}, {"tau": 0}, {"tau": 2**31}])
+def test_bad_options_are_refused(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=rf"{name} is {value}; expected"):
+        FEPLB(**options)

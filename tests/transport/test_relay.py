@@ -1,0 +1,104 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jax_moe_lb import Gather, PeerCopy, Plan, Relay, check_plan, traffic
+from tests.transport.test_peer_copy import HOME, MESH, RANKS, SLOTS, SPEC, TOPOLOGY, experts, slots_and_gradients
+
+START = np.arange(RANKS * HOME, dtype=np.int32).reshape(RANKS, HOME)
+
+
+def popular_placement():
+    """Experts 0 and 3 on all ranks, others drawn."""
+    placement = np.full((RANKS, SLOTS), -1, np.int32)
+    placement[:, :HOME] = START
+    placement[1:, HOME] = 0
+    placement[np.arange(RANKS) != 1, HOME + 1] = 3
+    placement[2:5, HOME + 2] = [15, 6, 6]
+    return placement
+
+
+def planned(placement, **options):
+    quota = np.zeros((RANKS * HOME, RANKS), np.int32)
+    return Relay(**options).plan(Plan(placement, quota, domain=RANKS))
+
+
+def depths(plan):
+    """How many copies in a row bring each replica from its home."""
+    home, out = plan.num_home, np.zeros_like(plan.placement)
+    for rank, slot in np.argwhere(plan.placement >= 0):
+        at, expert = rank, plan.placement[rank, slot]
+        while at != expert // home:
+            at = plan.relay[at, np.flatnonzero(plan.placement[at] == expert)[0]]
+            out[rank, slot] += 1
+    return out
+
+
+def test_of_many_replicas_some_forward():
+    plan = planned(popular_placement())
+    check_plan(plan, np.zeros((RANKS, RANKS * HOME), np.int32))
+    # Seven replicas each: two relays, so that home sends two copies, and the relays the other five.
+    assert plan.relay[:, HOME].tolist() == [-1, 0, 0, 1, 2, 1, 2, 1]
+    assert depths(plan)[:, HOME:].max() == 2
+    assert (depths(plan)[:, :HOME] == 0).all()
+    direct = dataclasses.replace(plan, relay=None)
+    counts = np.zeros((RANKS, RANKS * HOME), np.int32)
+    assert traffic(direct, counts).fan_out.tolist() == [7, 7, 2, 0, 0, 1, 0, 0]
+    assert traffic(plan, counts).fan_out.max() == 5
+    assert traffic(plan, counts).fan_out.sum() == traffic(plan, counts).replicas == 17
+
+
+def test_relays_of_later_experts_are_ranks_that_send_nothing_yet():
+    relays = planned(popular_placement()).relay[:, HOME + 1]
+    assert set(relays[[0, 2, 3, 4, 5, 6, 7]]) == {1, 3, 4}
+
+
+def test_slots_and_gradients_are_those_of_copies_from_home_to_the_bit():
+    placement = popular_placement()
+    relayed = slots_and_gradients(Relay(PeerCopy(chunk_bytes=16)), placement)
+    jax.tree.map(np.testing.assert_array_equal, relayed, slots_and_gradients(PeerCopy(), placement))
+    jax.tree.map(
+        np.testing.assert_array_equal, relayed, slots_and_gradients(Relay(PeerCopy(chunk_bytes=16)), placement)
+    )
+    slots, gradients = slots_and_gradients(Gather(), placement)
+    jax.tree.map(np.testing.assert_array_equal, relayed[0], slots)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), relayed[1], gradients)
+
+
+def test_in_two_parts_it_copies_and_sums_the_same():
+    def one_rank(experts, placement):
+        plan = Plan(placement, jnp.zeros((RANKS * HOME, RANKS), jnp.int32), domain=RANKS)
+        whole, vjp = jax.vjp(lambda experts: Relay()(experts, plan, TOPOLOGY), experts)
+        replicas = Relay().join(Relay().start(experts, plan, TOPOLOGY), ())
+        upstream = jax.tree.map(lambda home, w: jnp.concatenate([jnp.zeros_like(home), w]), experts, replicas)
+        return whole, replicas, vjp(upstream)[0], Relay().sum_at_home(replicas, plan, TOPOLOGY)
+
+    run = jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, PartitionSpec()), out_specs=SPEC)
+    whole, replicas, gradients, sums = jax.jit(run)(experts(), jnp.asarray(popular_placement()))
+    slots = jax.tree.map(lambda w: w.reshape(RANKS, SLOTS, *w.shape[1:])[:, HOME:].reshape(-1, *w.shape[1:]), whole)
+    jax.tree.map(np.testing.assert_array_equal, slots, replicas)
+    jax.tree.map(np.testing.assert_array_equal, gradients, sums)
+
+
+def test_relays_are_the_same_for_traced_and_host_placements():
+    placement = popular_placement()
+    traced = jax.jit(lambda placement: Relay().plan(Plan(placement, jnp.zeros((24, 8), jnp.int32), domain=8)).relay)
+    np.testing.assert_array_equal(traced(jnp.asarray(placement)), planned(placement).relay)
+
+
+def test_a_plan_with_relays_is_refused():
+    plan = planned(popular_placement())
+    with pytest.raises(ValueError, match=r"plan\.relay is set; expected None, as Relay plans them"):
+        Relay()(experts(), plan, TOPOLOGY)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "least"), [("min_replicas", 1, 2), ("max_relays", 0, 1), ("min_gain", 0, 1)]
+)
+def test_bad_options_are_refused(option, value, least):
+    with pytest.raises(ValueError, match=f"{option} is {value}; expected at least {least}"):
+        Relay(**{option: value})
