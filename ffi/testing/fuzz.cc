@@ -256,10 +256,11 @@ class Runner {
     const Case& one = pending.one;
     running = &one;
     bool ok = JudgeOne(one, pending.site->instantiated());
-    for (const auto& execution : pending.executions) {
-      const std::optional<Ending> ending = execution->Wait(kLimit);
+    for (size_t device = 0; device < pending.executions.size(); ++device) {
+      const std::optional<Ending> ending = pending.executions[device]->Wait(kLimit);
       if (!ending) Fail(one, "the call does not end");
       ok = JudgeOne(one, *ending) && ok;
+      if (ending->ok) JudgeResults(one, one.call.devices[device], ending->rets);
     }
     Counts& counts = counts_[one.handler->name];
     (one.kind == Kind::kValid ? counts.valid : ok ? counts.succeeded : counts.refused) += 1;
@@ -272,6 +273,13 @@ class Runner {
     if (ending.code == XLA_FFI_Error_Code_OK) Fail(one, "an error with the code of success: " + ending.message);
     if (one.kind == Kind::kValid) Fail(one, "a valid call was refused: " + ending.message);
     return false;
+  }
+
+  static void JudgeResults(const Case& one, const Operands& operands, const std::vector<Array>& rets) {
+    const auto& judge = AllValidCalls().at(one.handler->name).judge;
+    if (judge == nullptr) return;
+    const std::string wrong = judge(one.call.attributes, operands, rets);
+    if (!wrong.empty()) Fail(one, "a call succeeded, and " + wrong);
   }
 
   FakeXla& xla_;
@@ -423,7 +431,7 @@ bool Register(FakeXla& xla, const Registrations& part) {
 
 }  // namespace
 
-int FuzzMain(const Registrations& part, int argc, char** argv) {
+int FuzzMain(const Registrations& part, int argc, char** argv, uint64_t without_sanitizers) {
   const std::vector<std::string> args(argv + 1, argv + argc);
   const auto number = [&](size_t i, uint64_t otherwise) { return i < args.size() ? std::stoull(args[i]) : otherwise; };
   WatchForDeath();
@@ -431,7 +439,8 @@ int FuzzMain(const Registrations& part, int argc, char** argv) {
   if (!Register(xla, part)) return 1;
   if (!args.empty() && args[0] == "repeat") return Repeat(xla, part, number(1, kCalls)) == 0 ? 0 : 1;
   const auto only = args.size() > 2 ? std::optional<uint64_t>(number(2, 0)) : std::nullopt;
-  if (Fuzz(xla, part, number(0, kCases), number(1, 1), only) != 0) return 1;
+  const uint64_t cases = kSanitized ? kCases : without_sanitizers;
+  if (Fuzz(xla, part, number(0, cases), number(1, 1), only) != 0) return 1;
   return 0;
 }
 

@@ -2,16 +2,18 @@
 // it with sanitizers (JAX_MOE_LB_SANITIZER=address,undefined or thread): buffers have exactly their size.
 #pragma once
 
+#include <cstdint>
+
 #include "ffi/testing/fake_xla.h"
 
 namespace moe_lb::testing {
 
 // The main function of a test that fuzzes one part of the library.
-//   (no arguments)            100,000 cases, a tenth of it under ThreadSanitizer
+//   (no arguments)            100,000 cases, a tenth of it under ThreadSanitizer; `without_sanitizers` cases there
 //   CASES [SEED [CASE]]       CASE: only that one, printed
 //   repeat [CALLS]            memory, file descriptors and threads stay flat (sanitizers keep what is freed: not there)
 // What fails is printed with its seed and number. A handler whose other than valid calls never succeed, or are never
 // refused, fails the test, as does one without an entry in valid_calls.cc.
-int FuzzMain(const Registrations& part, int argc, char** argv);
+int FuzzMain(const Registrations& part, int argc, char** argv, uint64_t without_sanitizers = 100000);
 
 }  // namespace moe_lb::testing

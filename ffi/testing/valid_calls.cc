@@ -1,11 +1,13 @@
 #include "ffi/testing/valid_calls.h"
 
 #include <algorithm>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <vector>
 
 #include "ffi/common/view.h"
+#include "ffi/testing/plan_judges.h"
 
 namespace moe_lb::testing {
 namespace {
@@ -61,6 +63,18 @@ Call Quota(Random& random) {
   return call;
 }
 
+Call EplbPlus(Random& random) {
+  const Placement placement(random);
+  const Array tokens = IntsBetween(random, {placement.experts}, 0, 100);
+  Call call;
+  call.attributes["domain"] = Int(placement.domain);
+  call.devices.push_back(
+      {{tokens, placement.array},
+       {Result(kS32, {placement.ranks, placement.slots}), Result(kS32, {placement.experts, placement.ranks}), kStatus},
+       {}});
+  return call;
+}
+
 Call Greedy(Random& random) {
   const Placement placement(random);
   const Array quota = IntsBetween(random, {placement.experts, placement.ranks}, 0, 50);
@@ -86,6 +100,28 @@ Call UltraEp(Random& random) {
   return call;
 }
 
+// No expert twice on a rank.
+Call Relay(Random& random) {
+  Placement placement(random);
+  std::vector<int32_t> values(static_cast<size_t>(placement.ranks * placement.slots), -1);
+  for (int64_t rank = 0; rank < placement.ranks; ++rank) {
+    int32_t* slots = values.data() + rank * placement.slots;
+    for (int64_t slot = 0; slot < placement.slots; ++slot) {
+      const int64_t expert = slot < placement.home ? rank * placement.home + slot : random.Below(placement.experts);
+      const auto value = static_cast<int32_t>(expert);
+      if (std::find(slots, slots + slot, value) == slots + slot) slots[slot] = value;
+    }
+  }
+  Call call;
+  call.attributes["num_home"] = Int(placement.home);
+  call.attributes["min_replicas"] = Int(random.Between(2, 5));
+  call.attributes["max_relays"] = Int(random.Between(1, 9));
+  call.attributes["min_gain"] = Int(random.Between(1, 3));
+  const std::vector<int64_t> shape = {placement.ranks, placement.slots};
+  call.devices.push_back({{Ints(shape, values)}, {Result(kS32, shape), kStatus}, {}});
+  return call;
+}
+
 Call Exact(Random& random) {
   const Placement placement(random);
   Call call;
@@ -95,6 +131,43 @@ Call Exact(Random& random) {
   call.attributes["localize"] = Bool(random.Chance(50));
   call.devices.push_back(
       {{IntsBetween(random, {placement.ranks, placement.experts}, 0, 50)},
+       {Result(kS32, {placement.ranks, placement.slots}), Result(kS32, {placement.experts, placement.ranks}), kStatus},
+       {}});
+  return call;
+}
+
+// Of FEPLB, but for the domain.
+void AddFeplbOptions(Random& random, Attributes* attributes) {
+  (*attributes)["num_dynamic"] = Int(random.Between(1, 3));
+  (*attributes)["max_num_dyn"] = Int(random.Between(1, 3));
+  (*attributes)["tau"] = Int(random.Between(1, 10));
+  (*attributes)["skip"] = Bool(random.Chance(50));
+}
+
+Call Feplb(Random& random) {
+  Call call = Greedy(random);
+  call.attributes.erase("min_tokens");
+  AddFeplbOptions(random, &call.attributes);
+  return call;
+}
+
+Call FasterMoe(Random& random) {
+  const Placement placement(random);
+  std::vector<int32_t> quota(static_cast<size_t>(placement.experts * placement.ranks), 0);
+  const Array counts = IntsBetween(random, {placement.ranks, placement.experts}, 0, 50);
+  for (int64_t expert = 0; expert < placement.experts; ++expert) {
+    int32_t& at_home = quota[static_cast<size_t>(expert * placement.ranks + expert / placement.home)];
+    for (int64_t rank = 0; rank < placement.ranks; ++rank) {
+      int32_t tokens;
+      std::memcpy(&tokens, counts.bytes.data() + 4 * (rank * placement.experts + expert), 4);
+      at_home += tokens;
+    }
+  }
+  Call call;
+  call.attributes["domain"] = Int(placement.domain);
+  call.attributes["min_saved"] = Int(random.Between(1, 10));
+  call.devices.push_back(
+      {{placement.array, Ints({placement.experts, placement.ranks}, quota), counts},
        {Result(kS32, {placement.ranks, placement.slots}), Result(kS32, {placement.experts, placement.ranks}), kStatus},
        {}});
   return call;
@@ -313,15 +386,14 @@ Call CopyJoin(Random& random) {
   return call;
 }
 
-// Greedy plans whose copies are made at once.
+// Plans whose copies are made at once.
 class Planned {
  public:
   explicit Planned(Random& random)
       : placement_(random),
         ranks_here_(random.Chance(70) ? 1 : placement_.ranks),
         quota_(IntsBetween(random, {placement_.experts, placement_.ranks}, 0, 50)),
-        domain_(Int(placement_.domain)),
-        min_tokens_(Int(random.Between(1, 10))) {
+        domain_(Int(placement_.domain)) {
     for (int64_t kind = random.Between(1, 3); kind > 0; --kind) {
       std::vector<int64_t> dims;
       for (int64_t i = random.Below(3); i > 0; --i) dims.push_back(random.Below(6));
@@ -358,13 +430,15 @@ class Planned {
   }
 
   // After its post, which gives it its ticket and its slots.
-  Call PlanAndCopy(Random& random) const {
+  //   options: of the planner, but for the domain.
+  Call PlanAndCopy(Random& random, const Attributes& options) const {
     auto before = std::make_shared<Before>();
     before->handler = "moe_lb_copy_post";
     before->call = Post(random);
     before->sets_timeout = true;
     Call call;
-    call.attributes = {{"domain", domain_}, {"min_tokens", min_tokens_}};
+    call.attributes = options;
+    call.attributes["domain"] = domain_;
     const size_t kinds = experts_.size();
     for (const Operands& post : before->call.devices) {
       Operands plan = {{placement_.array, quota_, post.rets[0]},
@@ -398,14 +472,21 @@ class Planned {
   const int64_t ranks_here_;
   const Array quota_;
   const Attribute domain_;
-  const Attribute min_tokens_;
   std::vector<std::vector<int64_t>> experts_;
   std::vector<Array> after_;
 };
 
 Call CopyPost(Random& random) { return Planned(random).Post(random); }
 
-Call PlanGreedyAndCopy(Random& random) { return Planned(random).PlanAndCopy(random); }
+Call PlanGreedyAndCopy(Random& random) {
+  return Planned(random).PlanAndCopy(random, {{"min_tokens", Int(random.Between(1, 10))}});
+}
+
+Call PlanFeplbAndCopy(Random& random) {
+  Attributes options;
+  AddFeplbOptions(random, &options);
+  return Planned(random).PlanAndCopy(random, options);
+}
 
 // ---- grouped products ----------------------------------------------------------
 
@@ -463,17 +544,22 @@ Call GroupedOuter(Random& random) { return Groups(random).Outer(random); }
 
 const std::map<std::string, ValidCalls>& AllValidCalls() {
   static const auto* const all = new std::map<std::string, ValidCalls>{
-      {"moe_lb_plan_lpt", {Lpt}},
-      {"moe_lb_plan_quota", {Quota}},
-      {"moe_lb_plan_greedy", {Greedy}},
-      {"moe_lb_plan_ultraep", {UltraEp}},
-      {"moe_lb_plan_exact", {Exact}},
+      {"moe_lb_plan_lpt", {Lpt, false, JudgeLpt}},
+      {"moe_lb_plan_quota", {Quota, false, JudgeQuota}},
+      {"moe_lb_plan_greedy", {Greedy, false, JudgeEdit}},
+      {"moe_lb_plan_eplb_plus", {EplbPlus, false, JudgeFill}},
+      {"moe_lb_plan_feplb", {Feplb, false, JudgeEdit}},
+      {"moe_lb_plan_fastermoe", {FasterMoe, false, JudgeEdit}},
+      {"moe_lb_plan_ultraep", {UltraEp, false, JudgeEdit}},
+      {"moe_lb_plan_relay", {Relay, false, JudgeRelay}},
+      {"moe_lb_plan_exact", {Exact, false, JudgeExact}},
       {"moe_lb_ragged_exchange", {Exchange}},
       {"moe_lb_copy_start", {CopyStart}},
       {"moe_lb_copy_join", {CopyJoin}},
       {"moe_lb_copy_sum", {CopySum}},
       {"moe_lb_copy_post", {CopyPost}},
       {"moe_lb_plan_greedy_and_copy", {PlanGreedyAndCopy}},
+      {"moe_lb_plan_feplb_and_copy", {PlanFeplbAndCopy}},
       {"moe_lb_grouped_matmul", {GroupedMatmul}},
       {"moe_lb_grouped_outer", {GroupedOuter}},
   };
