@@ -57,7 +57,7 @@ def replicas(plans: Plans) -> float:
 
 def published(case: Case) -> str:
     """The paper's numbers in the columns of the first table."""
-    cut = [f"{100 * (1 - after / case.straggler):.0f}" for after in (case.fastermoe, case.feplb)]
+    cut = [f"{100 * (1 - after / case.straggler):.1f}" for after in (case.fastermoe, case.feplb)]
     return f"| {case.num_ranks}, published | {case.straggler} | {cut[0]} | {cut[1]} | | |"
 
 

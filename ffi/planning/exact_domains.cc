@@ -9,17 +9,26 @@
 namespace moe_lb {
 namespace {
 
-Status CheckCounts(MatrixView<const int32_t> counts) {
-  int64_t sum = 0;
+Status NameNegative(MatrixView<const int32_t> counts) {
   for (size_t rank = 0; rank < counts.rows(); ++rank) {
     for (size_t expert = 0; expert < counts.columns(); ++expert) {
       const int64_t tokens = counts[rank][expert];
       if (tokens < 0) {
         return Refuse("counts of rank ", rank, ", expert ", expert, " is ", tokens, "; expected at least 0");
       }
-      sum += tokens;
     }
   }
+  return Ok();
+}
+
+Status CheckCounts(MatrixView<const int32_t> counts) {
+  int64_t sum = 0;
+  int32_t signs = 0;
+  for (const int32_t tokens : counts.flat()) {
+    sum += tokens;
+    signs |= tokens;
+  }
+  if (signs < 0) return NameNegative(counts);
   if (sum > kMaxTokens) return Refuse("counts sum to ", sum, " tokens; expected at most ", kMaxTokens);
   return Ok();
 }
@@ -62,7 +71,7 @@ class Domain {
       const int32_t* row = counts[rank].data() + first_expert;
       for (size_t i = 0; i < num_experts_; ++i) tokens_[i] += row[i];
       // Unsigned: a rank below the first is past the end.
-      if (rank - first_rank < num_ranks_) {
+      if (options.localize && rank - first_rank < num_ranks_) {
         std::copy(row, row + num_experts_, counts_.data() + (rank - first_rank) * num_experts_);
       }
     }

@@ -1,6 +1,7 @@
 #include "ffi/planning/localize.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <vector>
 
 namespace moe_lb {
@@ -21,13 +22,18 @@ class Localizer {
       if (entry < serving.num_experts()) continue;
       ++used_[serving.rank(entry)];
       replicas_.push_back(entry);
+      tokens_.push_back(serving.tokens(entry));
     }
+    FindRoom();
   }
 
+  // Most pairs differ by more tokens than any rank has room for.
   void Run() {
     for (size_t i = 0; i < replicas_.size(); ++i) {
-      for (uint32_t rank = 0; rank < serving_.num_ranks(); ++rank) TryMove(replicas_[i], rank);
-      for (size_t j = i + 1; j < replicas_.size(); ++j) TryExchange(replicas_[i], replicas_[j]);
+      for (uint32_t rank = 0; rank < serving_.num_ranks() && tokens_[i] <= room_; ++rank) TryMove(replicas_[i], rank);
+      for (size_t j = i + 1; j < replicas_.size(); ++j) {
+        if (std::abs(tokens_[i] - tokens_[j]) <= room_) TryExchange(replicas_[i], replicas_[j]);
+      }
     }
   }
 
@@ -43,11 +49,13 @@ class Localizer {
   bool Fits(uint32_t rank, int32_t more) const { return more <= 0 || serving_.load(rank) <= limit_ - more; }
 
   void TryMove(uint32_t entry, uint32_t to) {
-    if (used_[to] == slots_ || Gain(entry, to) <= 0 || !Fits(to, serving_.tokens(entry))) return;
-    if (holds_[Pair(to, serving_.expert(entry))] != 0) return;
+    // The gain last: counts are spread over memory, and few ranks have room.
+    if (used_[to] == slots_ || !Fits(to, serving_.tokens(entry))) return;
+    if (holds_[Pair(to, serving_.expert(entry))] != 0 || Gain(entry, to) <= 0) return;
     --used_[serving_.rank(entry)];
     ++used_[to];
     Move(entry, to);
+    FindRoom();
   }
 
   void TryExchange(uint32_t a, uint32_t b) {
@@ -59,12 +67,18 @@ class Localizer {
     if (Gain(a, rank_b) + Gain(b, rank_a) <= 0) return;
     Move(a, rank_b);
     Move(b, rank_a);
+    FindRoom();
   }
 
   void Move(uint32_t entry, uint32_t to) {
     holds_[Pair(serving_.rank(entry), serving_.expert(entry))] = 0;
     holds_[Pair(to, serving_.expert(entry))] = 1;
     serving_.MoveReplica(entry, to);
+  }
+
+  void FindRoom() {
+    room_ = 0;
+    for (uint32_t rank = 0; rank < serving_.num_ranks(); ++rank) room_ = std::max(room_, limit_ - serving_.load(rank));
   }
 
   Serving& serving_;
@@ -74,6 +88,8 @@ class Localizer {
   std::vector<size_t> used_;    // [R]
   std::vector<uint8_t> holds_;  // [R, E]
   std::vector<uint32_t> replicas_;
+  std::vector<int32_t> tokens_;  // of replicas_
+  int32_t room_ = 0;             // the most that any rank has below the limit
 };
 
 }  // namespace

@@ -45,6 +45,8 @@ class SubsetJudge : public Judge {
   std::array<int32_t, kSets> size_;    // of a set
   std::array<int32_t, kSets> excess_;  // of a set; far below 0 for the empty set and where ranks do not exist
   int32_t limit_ = 0;
+  static constexpr int32_t kBlocks = 8;
+  int32_t refused_ = 0;  // the block of sets that was in the way of the last swap
 };
 
 }  // namespace moe_lb

@@ -3,9 +3,13 @@
 import abc
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+from jaxtyping import Bool
+
+from jax_moe_lb.ops._planner import HostPlanner
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import Counts, State
+from jax_moe_lb.types import AnyArray, Counts, State
 
 
 class Balancer(abc.ABC):
@@ -34,6 +38,28 @@ class Balancer(abc.ABC):
         Returns:
             A plan of the same shapes, legal for `counts` (see `check_plan`), and the new state.
         """
+
+    def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
+        """Which experts `rebalance` may take from home, known before it runs.
+
+        The others are static: all their tokens are served at home. `Staged` needs no plan to send those. All experts
+        are dynamic unless a balancer says otherwise.
+
+        Args:
+            plan: what `rebalance` will be given.
+        """
+        return jnp.ones(plan.num_experts, bool)
+
+    def host_planner(self, domain: int) -> HostPlanner | None:
+        """The planner that `rebalance` applies to placement and quota, if it does nothing else.
+
+        With it the plan can be made on the host while a GPU computes; see `ops/plan_and_copy.py`.
+
+        Args:
+            domain: of the plan.
+        """
+        del domain
+        return None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,13 @@
 """The lowest maximum load that the slots allow, as far as a search of fixed length finds it, then few replicas."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
 
 from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.costs import Cost
+from jax_moe_lb.ops._planner import alike, is_on_host
 from jax_moe_lb.ops.exact import check_exact, exact
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
@@ -20,6 +25,11 @@ class Exact(Balancer):
     It plans from the counts alone. After another balancer (`Chain`) the replicas of that one are dropped, with
     their relays and rails: all slots are planned anew.
 
+    With a `cost` it declines what does not pay, and leaves the plan as it was: all domains together, since a layer
+    takes as long as its slowest rank. It asks twice. Before planning: is the busiest rank so far above the mean that
+    bringing it there would make up for the planner and one replica? If not, the planner does not run. After it: are
+    the token copies that the busiest rank loses worth the replicas?
+
     It exists in C++ alone, for CPUs and NVIDIA GPUs: elsewhere `rebalance` raises a RuntimeError, which says how to
     build it.
 
@@ -29,17 +39,45 @@ class Exact(Balancer):
         max_fan_out: replicas that may be made of the experts of one home rank, which sends their weights; `None`: any
             number.
         localize: whether replicas change places, within the same maximum, so that more tokens stay on their rank.
+        cost: what a replica costs and a token copy saves, at the rates of the topology; `None`: it never declines.
     """
 
     eps: float = 0.01
     max_fan_out: int | None = None
     localize: bool = True
+    cost: Cost | None = None
 
     def __post_init__(self) -> None:
         check_exact(self.eps, self.max_fan_out)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """One plan for all domains, each of which is planned for itself."""
-        del topology
+        """One plan for all domains, each of which is planned for itself.
+
+        Raises:
+            ValueError: with a `cost`, the topology lacks a rate, or the plan has relays or rails.
+        """
+        if self.cost is None:
+            return self._planned(counts, plan), state
+        if plan.relay is not None or plan.rails is not None:
+            name = "relay" if plan.relay is not None else "rails"
+            raise ValueError(f"plan.{name} is set; expected None before a balancer that may leave the plan as it is")
+        return self._declining(self.cost, counts, plan, topology), state
+
+    def _planned(self, counts: Counts, plan: Plan) -> Plan:
         placement, quota = exact(counts, plan.slots, plan.domain, self.eps, self.max_fan_out, self.localize)
-        return Plan(placement, quota, domain=plan.domain), state
+        return replace(plan, placement=placement, quota=quota, relay=None, rails=None)
+
+    def _declining(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> Plan:
+        may_pay = cost.may_pay(plan, topology)
+        if is_on_host(counts, plan.placement, plan.quota):
+            other = self._planned(counts, plan) if may_pay else plan
+            return other if cost.pays(plan, other, topology) else plan
+
+        def weigh(counts: Counts, plan: Plan) -> Plan:
+            other = self._planned(counts, plan)
+            pays = cost.pays(plan, other, topology)
+            return jax.tree.map(lambda new, old: jnp.where(pays, new, old), other, plan)
+
+        counts, placement, quota = alike(counts, plan.placement, plan.quota)
+        plan = replace(plan, placement=placement, quota=quota)
+        return jax.lax.cond(may_pay, weigh, lambda counts, plan: plan, counts, plan)

@@ -4,12 +4,11 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.costs import min_saved
 from jax_moe_lb.ops.fastermoe import fastermoe
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import Counts, State
-
-INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,7 @@ class FasterMoE(Balancer):
     @property
     def min_saved(self) -> int:
         """The fewest token copies that are worth more than a copy, as a number of int32."""
-        worth = self.copy_s / self.token_s
-        return math.floor(worth) + 1 if worth < INT32_MAX else INT32_MAX
+        return min_saved(self.copy_s, self.token_s)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """One plan for all domains, each of which is planned for itself."""

@@ -34,9 +34,9 @@ class Greedy(Balancer):
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """One plan for all domains, which are balanced side by side."""
         del counts, topology
-        placement, quota = edit(self.planner(plan.domain), plan.placement, plan.quota)
+        placement, quota = edit(self.host_planner(plan.domain), plan.placement, plan.quota)
         return replace(plan, placement=placement, quota=quota), state
 
-    def planner(self, domain: int) -> HostPlanner:
+    def host_planner(self, domain: int) -> HostPlanner:
         """See `ops/greedy.py`."""
         return greedy_planner(domain, self.min_tokens)

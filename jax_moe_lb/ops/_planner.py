@@ -1,16 +1,67 @@
 """What the planners' custom calls share."""
 
 import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_moe_lb.ops._native import HOST_PLANNERS, call, has_host_planners, like
+from jax_moe_lb.ops._native import HOST_PLANNERS, by_platform, call, has_host_planners, like
+from jax_moe_lb.types import Placement, Quota
 
 ILLEGAL = -1
 """In every entry of a failed plan: no quota, no bin, no home expert."""
+
+
+@dataclass(frozen=True)
+class HostPlanner:
+    """A planner in C++ that edits a plan, and nothing but the plan decides what it does.
+
+    Args:
+        name: of its custom calls: `moe_lb_plan_<name>`, and with copies `moe_lb_plan_<name>_and_copy`.
+        options: its attributes, by name; they are arguments of `reference` and `check` too.
+        reference: the same in jnp, `(placement, quota, **options)`.
+        check: refuses, `(placement.shape, quota.shape, **options)`, with a ValueError.
+    """
+
+    name: str
+    options: tuple[tuple[str, int], ...]
+    reference: Callable[..., tuple[Placement, Quota]]
+    check: Callable[..., None]
+
+    def checked_options(self, placement: Placement, quota: Quota) -> dict[str, Any]:
+        """The options, if they fit these arrays.
+
+        Raises:
+            ValueError: of `check`.
+        """
+        options = dict(self.options)
+        self.check(placement.shape, quota.shape, **options)
+        return options
+
+
+def edit(planner: HostPlanner, placement: Placement, quota: Quota) -> tuple[Placement, Quota]:
+    """The plan after the planner; of NumPy arrays, NumPy arrays.
+
+    Raises:
+        ValueError: shapes that do not fit, or an option out of range.
+    """
+    options = planner.checked_options(placement, quota)
+    if is_on_host(placement, quota):
+        return plan_on_host(planner.name, placement, quota, **options)
+
+    def native(placement: Placement, quota: Quota) -> tuple[Placement, Quota]:
+        results = like(placement), like(quota)
+        placement, quota = plan_call(planner.name, results, placement, quota, **options)
+        return placement, quota
+
+    def reference(placement: Placement, quota: Quota) -> tuple[Placement, Quota]:
+        return planner.reference(placement, quota, **options)
+
+    return by_platform(*alike(placement, quota), native=native, reference=reference)
 
 
 def is_on_host(*arrays: Any) -> bool:
@@ -21,7 +72,7 @@ def is_on_host(*arrays: Any) -> bool:
 def plan_on_host(name: str, *args: np.ndarray, **options: Any) -> Any:
     """What the planner `name` says of NumPy arrays; it refuses what is wrong with a ValueError."""
     planner = getattr(importlib.import_module(HOST_PLANNERS), name)
-    return planner(*(np.asarray(array, np.int32) for array in args), **options)
+    return planner(*(np.asarray(saturated(array), np.int32) for array in args), **options)
 
 
 def plan_call(name: str, results: tuple[Any, ...], *args: jax.Array, **attributes: Any) -> tuple[jax.Array, ...]:
@@ -51,7 +102,12 @@ def illegal_if_failed(status: jax.Array, *planned: jax.Array) -> tuple[jax.Array
 
 def alike(*arrays: Any) -> tuple[jax.Array, ...]:
     """The arrays as int32, all varying over the mesh axes that any of them varies over."""
-    arrays = tuple(jnp.asarray(array, jnp.int32) for array in arrays)
+    arrays = tuple(jnp.asarray(saturated(array), jnp.int32) for array in arrays)
     # XLA folds the zero away; only its type matters.
     zero = sum(array.sum(dtype=jnp.int32) * 0 for array in arrays)
     return tuple(array + zero for array in arrays)
+
+
+def saturated(array: Any) -> Any:
+    """What int32 cannot hold as its nearest number, so that a sum is refused instead of wrapping round."""
+    return array.clip(-(2**31), 2**31 - 1) if array.dtype.itemsize > 4 else array

@@ -1,11 +1,12 @@
 """The lowest maximum load that the slots allow, by a search, then the fewest replicas within it."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_moe_lb.ops._native import MODULES, by_platform, is_built, like
 from jax_moe_lb.ops._planner import alike, is_on_host, plan_call, plan_on_host
-from jax_moe_lb.types import Counts, Placement, Quota
+from jax_moe_lb.types import AnyArray, Counts, Placement, Quota
 
 UNBOUNDED = 2**63 - 1
 """The fan-out without a bound."""
@@ -40,7 +41,7 @@ def exact(
         ValueError: shapes that do not fit, or an option out of range.
         RuntimeError: this installation lacks the custom call of JAX's default backend; the message says how to get it.
     """
-    _check(counts.shape, num_slots, domain)
+    check_shapes(counts, num_slots, domain)
     check_exact(eps, max_fan_out)
     options = {"domain": domain, "localize": localize}
     if is_on_host(counts):
@@ -65,9 +66,14 @@ def check_exact(eps: float, max_fan_out: int | None) -> None:
         raise ValueError(f"max_fan_out is {max_fan_out}; expected 0 to {UNBOUNDED}, or None")
 
 
-def _check(counts: tuple[int, ...], num_slots: int, domain: int) -> None:
-    num_ranks, num_experts = counts
-    if num_experts < 1 or num_experts % num_ranks:
+def check_shapes(counts: AnyArray, num_slots: int, domain: int) -> None:
+    """Refuses what is no `[R, E]` of integers, and slots and domains that do not fit it."""
+    if counts.ndim != 2 or not counts.size:
+        raise ValueError(f"counts has shape {counts.shape}; expected [R, E], both at least 1")
+    if not jnp.issubdtype(counts.dtype, jnp.integer):
+        raise ValueError(f"counts has dtype {counts.dtype}; expected integers")
+    num_ranks, num_experts = counts.shape
+    if num_experts % num_ranks:
         raise ValueError(f"counts has {num_experts} experts; expected a positive multiple of the {num_ranks} ranks")
     if num_slots < num_experts // num_ranks:
         raise ValueError(f"num_slots is {num_slots}; expected at least the {num_experts // num_ranks} home experts")

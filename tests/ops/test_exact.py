@@ -7,7 +7,7 @@ import pytest
 
 from jax_moe_lb import Plan, _planning, check_plan
 from jax_moe_lb.ops import _native
-from jax_moe_lb.ops.exact import exact
+from jax_moe_lb.ops.exact import check_shapes, exact
 from tests import exact_reference
 from tests.ops.planner_cases import STOPPED, assert_same
 
@@ -125,8 +125,23 @@ COUNTS = np.ones((2, 4), np.int32)
     ],
 )
 def test_bad_arguments_are_refused(counts, options, message):
+    for array in (counts, jnp.asarray(counts)):
+        with pytest.raises(ValueError, match=message):
+            exact(array, *options)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (COUNTS[0], r"counts has shape \(4,\); expected \[R, E\], both at least 1"),
+        (COUNTS[:0], r"counts has shape \(0, 4\); expected \[R, E\], both at least 1"),
+        (1.5 * COUNTS.astype(np.float32), r"counts has dtype float32; expected integers"),
+        (COUNTS > 0, r"counts has dtype bool; expected integers"),
+    ],
+)
+def test_what_is_no_array_of_counts_is_refused(counts, message):
     with pytest.raises(ValueError, match=message):
-        exact(jnp.asarray(counts), *options)
+        check_shapes(counts, 3, 2)  # `exact` itself has its annotations checked in tests
 
 
 @pytest.mark.parametrize(
@@ -141,3 +156,11 @@ def test_bad_entries_stop_the_program(counts, message):
         jax.block_until_ready(RUN(jnp.asarray(counts), 3, 2))
     with pytest.raises(ValueError, match=message):
         _planning.exact(counts, 3, 2)
+
+
+@pytest.mark.parametrize(("more", "message"), [(2**32, "counts sum to 17179869176"), (-(2**32), "is -2147483648")])
+def test_counts_wider_than_int32_do_not_wrap_round(more, message, x64):
+    counts = COUNTS.astype(np.int64) + more
+    for array in (counts, jnp.asarray(counts)):
+        with pytest.raises(STOPPED, match=message):
+            jax.block_until_ready(exact(array, 3, 2))

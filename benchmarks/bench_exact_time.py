@@ -1,0 +1,95 @@
+"""How long `Exact` plans on a CPU: one layer, many layers in one call, and inside a jitted program.
+
+    python -m benchmarks.bench_exact_time --loads FILE.npy ...
+
+One layer: the least wall time of 7 calls. All layers at once, and EPLB's Python on the same layers: processor time.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import recorded
+from benchmarks.timing import interleaved_s
+from jax_moe_lb import _planning, rebalance_experts
+from jax_moe_lb.ops.exact import exact
+
+NAMES = ("eps", "max_fan_out", "localize")
+# ranks, experts, replica slots
+SHAPES = ((8, 128, 4), (8, 256, 2), (64, 256, 2), (64, 256, 1), (256, 256, 2))
+AIMS_US = {(8, 128, 4): "20", (8, 256, 2): "500", (64, 256, 2): "60", (256, 256, 2): "400"}
+OPTIONS = {"eps = 0": (0.0, None, False), "eps = 0.01, localize": (0.01, None, True)}
+
+
+def measure(layers: np.ndarray, num_ranks: int, replica_slots: int, options: tuple) -> dict[str, np.ndarray]:
+    """Microseconds of each layer, `[layers]`; for a layer, where all are planned at once."""
+    counts = recorded.scattered(layers, num_ranks)
+    slots = layers.shape[1] // num_ranks + replica_slots
+    module = partial(_planning.exact, num_slots=slots, domain=num_ranks, **dict(zip(NAMES, options, strict=True)))
+    op = partial(exact, num_slots=slots, domain=num_ranks, **dict(zip(NAMES, options, strict=True)))
+    one, every = jax.jit(op), jax.jit(jax.vmap(op))
+    rows = []
+    for layer in counts:
+        on_device = jnp.asarray(layer)
+        ways = {"C++": partial(module, layer), "jit": partial(one, on_device)}
+        rows.append([least_us(times_s) for times_s in interleaved_s(ways, repeats=7).values()])
+    on_device = jnp.asarray(counts)
+    at_once = {"C++ at once": lambda: module(counts), "jit at once": lambda: every(on_device)}
+    return dict(zip(("C++", "jit"), np.array(rows).T, strict=True)) | {
+        way: np.array(least_cpu_us(plan) / len(counts)) for way, plan in at_once.items()
+    }
+
+
+def least_us(times_s: np.ndarray) -> float:
+    """The machine only adds to a time."""
+    return float(times_s.min() * 1e6)
+
+
+def least_cpu_us(plan: Callable[[], object], repeats: int = 5) -> float:
+    """Of the whole process: a call of many milliseconds rarely has a core for itself."""
+    times_s = []
+    for _ in range(repeats + 1):
+        start_s = time.process_time()
+        jax.block_until_ready(plan())
+        times_s.append(time.process_time() - start_s)
+    return min(times_s[1:]) * 1e6
+
+
+def eplb_s(layers: np.ndarray, num_ranks: int, replica_slots: int) -> float:
+    """Seconds of EPLB's Python for all layers: one group, one node."""
+    start_s = time.thread_time()
+    rebalance_experts(layers, layers.shape[1] + num_ranks * replica_slots, 1, 1, num_ranks)
+    return time.thread_time() - start_s
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    recorded.add_arguments(parser)
+    loads = recorded.read(parser.parse_args())
+    print("us per layer: median over layers (most)\n")
+    print(
+        "| ranks x experts | S - L | options | loads | C++ | aim | C++, all layers in one call | in jit "
+        "| all layers in one jitted program | EPLB's Python, all layers |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for ranks, experts, slots in SHAPES:
+        aim = AIMS_US.get((ranks, experts, slots), "-")
+        for name, layers in loads.items():
+            layers = layers[:, :experts]
+            theirs = f"{eplb_s(layers, ranks, slots):.2f} s"
+            for label, options in OPTIONS.items():
+                us = measure(layers, ranks, slots, options)
+                one = {way: f"{np.median(us[way]):.0f} ({us[way].max():.0f})" for way in ("C++", "jit")}
+                columns = f"{one['C++']} | {aim} | {us['C++ at once']:.0f} | {one['jit']} | {us['jit at once']:.0f}"
+                print(f"| {ranks} x {experts} | {slots} | {label} | {name} | {columns} | {theirs} |", flush=True)
+    print("\nUltraEP's planner on a GPU, as published: 56-111 us for a layer.")
+
+
+if __name__ == "__main__":
+    main()

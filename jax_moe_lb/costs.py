@@ -1,0 +1,132 @@
+"""What a plan costs beside what it saves, in seconds, at the rates of a topology."""
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Bool
+
+from jax_moe_lb.plan import IntScalar, Plan, load
+from jax_moe_lb.topology import Level, Topology
+from jax_moe_lb.types import AnyArray, host_iota, namespace
+
+if TYPE_CHECKING:
+    Answer = Any
+else:
+    Answer = Bool[AnyArray, ""] | np.bool_
+    """An array in a jitted program, a NumPy number on a host."""
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A model of time: the layer waits for its busiest rank, which computes, and for replicas, which travel.
+
+    A plan takes `max(load)` token copies of `token_s` each, and as many replicas of `replica_s` each as the busiest
+    rank sends or receives, whichever are more; a rank sends and receives at the same time. Whether another plan
+    is better is a comparison of integers: token copies saved, with `min_saved` for as many replicas more. So all
+    ranks, and NumPy and jitted programs, decide alike.
+
+    Rates come from the topology: `flops_per_s`, and the lowest `bytes_per_s` of the levels that a domain spans.
+
+    Args:
+        expert_bytes: what one replica moves, in bytes: the weights of an expert, and in training its gradients, and
+            the weights once more if they travel again for the backward pass.
+        token_flops: what one token copy costs the rank that serves it, in floating-point operations; in training
+            forward and backward, three times the forward pass.
+        planner_s: seconds that the layer waits for the planner; 0, the default, if it plans beside other work.
+    """
+
+    expert_bytes: float
+    token_flops: float
+    planner_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("expert_bytes", self.expert_bytes), ("token_flops", self.token_flops)):
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; expected a finite number above 0")
+        if not 0 <= self.planner_s < math.inf:
+            raise ValueError(f"planner_s is {self.planner_s}; expected a finite number, at least 0")
+
+    def may_pay(self, plan: Plan, topology: Topology) -> Answer:
+        """Whether to plan at all: a plan at the mean, with one replica, would make up for its planner.
+
+        Args:
+            plan: as it is.
+            topology: its rates.
+
+        Returns:
+            A boolean scalar. False: no plan of these slots saves what the planner alone takes.
+
+        Raises:
+            ValueError: a rate is missing.
+        """
+        # Without replicas nothing is saved, unless those that there are may go.
+        there = busiest(plan)
+        replicas = namespace(plan.quota).where(there == 0, np.int32(1), -there)
+        return load(plan).max() - lowest_max_load(plan) >= self._min_saved(replicas, plan, topology, self.planner_s)
+
+    def pays(self, plan: Plan, other: Plan, topology: Topology) -> Answer:
+        """Whether `other` takes less time than `plan`. Its planner has run, so that it costs nothing any more.
+
+        Raises:
+            ValueError: a rate is missing.
+        """
+        replicas = busiest(other) - busiest(plan)
+        return load(plan).max() - load(other).max() >= self._min_saved(replicas, plan, topology)
+
+    def _min_saved(self, replicas: IntScalar, plan: Plan, topology: Topology, once_s: float = 0.0) -> IntScalar:
+        """The fewest token copies that are worth more than so many replicas and a time."""
+        replica_s = self.expert_bytes / slowest_bytes_per_s(topology, plan.domain)
+        token_s = self.token_flops / _rate("Topology.flops_per_s", topology.flops_per_s)
+        most = plan.domain * (plan.slots - plan.num_home)  # all replicas of a domain, sent by one rank
+        table = [min_saved(once_s + number * replica_s, token_s) for number in range(-most, most + 2)]
+        return namespace(plan.quota).asarray(np.array(table, np.int32))[replicas + most]
+
+
+def min_saved(cost_s: float, token_s: float) -> int:
+    """The fewest token copies of `token_s` that are worth more than `cost_s`, within int32."""
+    worth = cost_s / max(token_s, sys.float_info.min)
+    return math.floor(min(max(worth, -INT32_MAX), INT32_MAX - 1)) + 1
+
+
+def slowest_bytes_per_s(topology: Topology, domain: int) -> float:
+    """What a rank can send to any other of its domain of so many ranks, in bytes per second.
+
+    Raises:
+        ValueError: a level inside the domain has no rate.
+    """
+    rates, inner = [math.inf], 1
+    for level in reversed(topology.levels):
+        if inner < domain and level.size > 1:
+            rates.append(_rate(_name(level), level.bytes_per_s))
+        inner *= level.size
+    return min(rates)
+
+
+def busiest(plan: Plan) -> IntScalar:
+    """Replicas that some rank sends or receives: the largest such number, as an int32 scalar."""
+    replicas = plan.placement[:, plan.num_home :]
+    received = (replicas >= 0).sum(1, dtype=np.int32).max()
+    homes = namespace(plan.quota).where(replicas >= 0, replicas // np.int32(plan.num_home), np.int32(-1))
+    sent = (homes[..., None] == host_iota(plan.num_ranks)[None, None]).sum((0, 1), dtype=np.int32).max()
+    return namespace(plan.quota).maximum(received, sent)
+
+
+def lowest_max_load(plan: Plan) -> IntScalar:
+    """What no plan of these domains gets below: the mean of the busiest domain, rounded up."""
+    tokens = load(plan).reshape(-1, plan.domain).sum(1, dtype=np.int32).max()
+    return (tokens - np.int32(1)) // np.int32(plan.domain) + np.int32(1)
+
+
+def _name(level: Level) -> str:
+    return f"Level({level.name!r}).bytes_per_s"
+
+
+def _rate(name: str, value: float | None) -> float:
+    if value is None or not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; expected a finite rate: a cost model compares times")
+    return value
