@@ -23,7 +23,7 @@ import jaxlib
 
 from jax_moe_lb.ops._peer import Route
 from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join, start
-from jax_moe_lb.ops.greedy import greedy
+from jax_moe_lb.ops.greedy import greedy, greedy_planner
 from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
 
 RANKS = 8
@@ -92,7 +92,7 @@ def measure_planned(width: int, inner: int, rows: int, slots: int, repeats: int)
     @jax.jit
     def beside(x: jax.Array, home: jax.Array, quota: jax.Array) -> tuple:
         x, posted = post(placement, quota, home, x, route=route)
-        y, plan, pending = plan_and_copy(posted, gemm(x, home), domain=RANKS, min_tokens=1)
+        y, plan, pending = plan_and_copy(posted, gemm(x, home), planner=greedy_planner(RANKS, 1))
         return y, plan, join(pending, after=y)
 
     @jax.jit

@@ -1,5 +1,7 @@
 """The one executor: routing to counts to plan to weights to tokens to experts and back."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb.experts import Experts
+from jax_moe_lb.homes import check_homes
 from jax_moe_lb.legality import check_routed, ensure, ensure_legal
 from jax_moe_lb.losses import Losses
 from jax_moe_lb.plan import Plan, imbalance, load, plain_plan, straggler, traffic
@@ -20,8 +23,11 @@ from jax_moe_lb.routing import (
 )
 from jax_moe_lb.systems import System
 from jax_moe_lb.topology import Topology
+from jax_moe_lb.transport.direct import Copies, Receipt
 from jax_moe_lb.transport.rounds import combine, serve, to_sending_order
-from jax_moe_lb.types import Counts, State, TokenMask, Tokens, wide_dtype
+from jax_moe_lb.transport.staged import Staged
+from jax_moe_lb.transport.waves import Routed, Ways, serve_in_waves
+from jax_moe_lb.types import Counts, State, TokenMask, Tokens, iota, wide_dtype
 
 CHECKPOINT_NAMES = ("moe_routing", "moe_sent", "moe_served")
 """Names of intermediates for `jax.checkpoint_policies`: the routing, and token copies
@@ -73,6 +79,7 @@ def moe(
     *,
     state: State = (),
     bias: Float[Array, "E"] | None = None,
+    homes: Int[Array, "E"] | None = None,
     mask: TokenMask | None = None,
     losses: Losses = Losses(),
     sequence_length: int | None = None,
@@ -90,6 +97,8 @@ def moe(
         topology: of `Topology.from_mesh`, with the axes that `x` varies over.
         state: of `system.balancer.init`, or what the last call returned.
         bias: added to the router's scores when it chooses experts; not learned.
+        homes: place of each of the router's experts: slot `p % L` of rank `p // L`; `None`: expert `e` at place `e`.
+            What follows the router, statistics included, numbers experts by their place.
         mask: false for padding tokens, which no expert serves and whose output is 0.
         losses: coefficients of the router losses.
         sequence_length: consecutive tokens of a sequence, for the sequence-wise loss.
@@ -104,17 +113,52 @@ def moe(
     """
     _check_arguments(x, kernel, experts, topology)
     routing = route(x, kernel, router, topology, bias, mask)
-    counts = count(routing, kernel.shape[1], topology)
-    start = plain_plan(counts, topology, experts.up.shape[0] + system.replica_slots)
+    by_expert = count(routing, kernel.shape[1], topology)
+    chosen, counts = (routing.experts, by_expert) if homes is None else at_homes(routing.experts, by_expert, homes)
+    # One rank alone has all experts at home.
+    replica_slots = system.replica_slots if topology.num_ranks > 1 else 0
+    start = plain_plan(counts, topology, experts.up.shape[0] + replica_slots)
+    weights = vary_like_tokens(experts, topology)
+    served, state = _serve(x, chosen, weights, counts, start, system, topology, state)
+    y = combine(checkpoint_name(served.copies, "moe_served"), routing.weights, served.receipt)
+    loss = losses(routing, by_expert, topology.expert_axes, sequence_length)
+    return y, _stats(counts, start, served.plan, served.rounds, experts, loss), state
+
+
+class _Served(NamedTuple):
+    """Outputs of the experts in the sending order of `receipt`, and by which plan, in how many rounds."""
+
+    copies: Copies
+    receipt: Receipt
+    plan: Plan
+    rounds: Int[Array, ""]
+
+
+def _serve(
+    x: Tokens,
+    chosen: Int[Array, "T K"],
+    experts: Experts,
+    counts: Counts,
+    start: Plan,
+    system: System,
+    topology: Topology,
+    state: State,
+) -> tuple[_Served, State]:
+    """A plan, and every copy of every token through its expert; in two waves, the first of which needs no plan."""
+    dispatch, plan = system.dispatch, start
+    if isinstance(dispatch, Staged):
+        routed = Routed(chosen, counts, system.balancer.dynamic(start))
+        ways = Ways.of(dispatch, system, start, topology)
+        if ways.planner is None:
+            plan, state = system.balancer.rebalance(counts, start, topology, state)
+        copies, plan, waves = serve_in_waves(x, experts, routed, plan, ways)
+        return _Served(copies, waves.dynamic, plan, waves.rounds), state
     plan, state = system.balancer.rebalance(counts, start, topology, state)
     plan = ensure_legal(plan, counts)
-    receipt = system.dispatch.address(routing.experts, counts, plan, topology)
-    sent = checkpoint_name(to_sending_order(x, receipt, routing.experts.shape[1]), "moe_sent")
-    served = serve(sent, vary_like_tokens(experts, topology), plan, receipt, system, topology)
-    served = checkpoint_name(served, "moe_served")
-    y = combine(served, routing.weights, receipt)
-    loss = losses(routing, counts, topology.expert_axes, sequence_length)
-    return y, _stats(counts, start, plan, receipt.rounds, experts, loss), state
+    receipt = dispatch.address(chosen, counts, plan, topology)
+    sent = checkpoint_name(to_sending_order(x, receipt, chosen.shape[1]), "moe_sent")
+    copies = serve(sent, experts, plan, receipt, system.replicate, dispatch, topology)
+    return _Served(copies, receipt, plan, receipt.rounds), state
 
 
 def route(
@@ -149,6 +193,13 @@ def count(routing: Routing, num_experts: int, topology: Topology) -> Counts:
     counts, wrong = table[:, :num_experts], table[:, num_experts:]
     ok = (wrong[:, 0] == 0).all() & (wrong[:, 3] == 0).all()
     return counts + ensure(ok, check_routed, wrong, np.int32(num_experts))
+
+
+def at_homes(experts: Int[Array, "T K"], counts: Counts, homes: Int[Array, "E"]) -> tuple[Int[Array, "T K"], Counts]:
+    """Experts and counts by place. The router keeps its own numbers: ties, groups and losses stay as they are."""
+    ok = (jnp.sort(homes) == iota(homes.shape[0])).all()
+    places = jnp.where(experts < 0, NO_EXPERT, homes[jnp.maximum(experts, 0)])
+    return places, counts[:, jnp.argsort(homes)] + ensure(ok, check_homes, homes)
 
 
 def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:

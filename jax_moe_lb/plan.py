@@ -91,7 +91,7 @@ def plain_plan(counts: Counts, topology: Topology, slots: int | None = None) -> 
     home = home_experts_per_rank(num_experts, num_ranks)
     slots = home if slots is None else slots
     if not home <= slots <= num_experts:
-        raise ValueError(f"slots is {slots}; expected {home}, the home experts of a rank, to {num_experts}, all experts")
+        raise ValueError(f"slots is {slots}; expected {home}, a rank's home experts, to {num_experts}, all experts")
     placement = np.full((num_ranks, slots), -1, np.int32)
     placement[:, :home] = host_iota(num_experts).reshape(num_ranks, home)
     at_home = host_iota(num_experts)[:, None] // home == host_iota(num_ranks)

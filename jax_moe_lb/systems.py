@@ -18,7 +18,6 @@ from jax_moe_lb.transport.peer_copy import PeerCopy
 from jax_moe_lb.transport.relay import Relay
 from jax_moe_lb.transport.staged import Staged
 
-
 Replicate = Gather | PeerCopy | Relay
 
 
@@ -30,7 +29,8 @@ class System:
         balancer: edits the plan.
         replicate: fills the slots.
         dispatch: moves tokens; its headroom sets the receive buffer.
-        replica_slots: `S - L`, slots per rank beyond those of the home experts.
+        replica_slots: `S - L`, slots per rank beyond those of the home experts; at most `E - L`; one rank alone
+            has none.
     """
 
     balancer: Balancer = field(default_factory=Plain)
@@ -54,8 +54,8 @@ def greedy(replica_slots: int = 2, headroom: float = 1.05) -> System:
 
 
 def ultraep(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """UltraEP's planner: every rank of a domain under one limit near the mean, planned for every microbatch."""
-    return System(UltraEP(), dispatch=Direct(headroom), replica_slots=replica_slots)
+    """UltraEP's planner: every rank of a domain under one limit near the mean, planned for every microbatch; relays."""
+    return System(UltraEP(), Relay(), Direct(headroom), replica_slots)
 
 
 def exact(replica_slots: int = 2, headroom: float = 1.05) -> System:

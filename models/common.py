@@ -55,10 +55,20 @@ class Block(nnx.Module):
         mesh: of the expert and data axes.
         topology: of `Topology.from_mesh(mesh)`.
         system: how load is balanced.
+        relocatable: whether experts can move between ranks.
         rngs: random numbers for the parameters.
     """
 
-    def __init__(self, config: ModelConfig, *, mesh: Mesh, topology: Topology, system: System, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        mesh: Mesh,
+        topology: Topology,
+        system: System,
+        relocatable: bool = False,
+        rngs: nnx.Rngs,
+    ) -> None:
         top_k = TopK(config.experts_per_token)
         self.attention_norm = nnx.RMSNorm(config.embed_dim, rngs=rngs)
         self.attention = Attention(config, rngs=rngs)
@@ -71,6 +81,7 @@ class Block(nnx.Module):
             mesh=mesh,
             topology=topology,
             system=system,
+            relocatable=relocatable,
             rngs=rngs,
         )
 
@@ -89,14 +100,26 @@ class LanguageModel(nnx.Module):
         mesh: of the expert and data axes.
         topology: of `Topology.from_mesh(mesh)`.
         system: how load is balanced.
+        relocatable: whether experts can move between ranks.
         rngs: random numbers for the parameters.
     """
 
-    def __init__(self, config: ModelConfig, *, mesh: Mesh, topology: Topology, system: System, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        mesh: Mesh,
+        topology: Topology,
+        system: System,
+        relocatable: bool = False,
+        rngs: nnx.Rngs,
+    ) -> None:
         self.embed = nnx.Embed(NUM_BYTES, config.embed_dim, rngs=rngs)
-        self.blocks = nnx.List(
-            [Block(config, mesh=mesh, topology=topology, system=system, rngs=rngs) for _ in range(config.num_layers)]
-        )
+
+        def block() -> Block:
+            return Block(config, mesh=mesh, topology=topology, system=system, relocatable=relocatable, rngs=rngs)
+
+        self.blocks = nnx.List([block() for _ in range(config.num_layers)])
         self.norm = nnx.RMSNorm(config.embed_dim, rngs=rngs)
         self.head = nnx.Linear(config.embed_dim, NUM_BYTES, use_bias=False, rngs=rngs)
 

@@ -17,12 +17,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich.console import Console
 
+from jax_moe_lb import moved_experts
 from models.checkpoint import Checkpoints
 from models.data import Corpus
 from models.parallel import make_mesh, make_system, place_batch
 from models.presets import TrainConfig
 from models.progress import StepLine
 from models.recording import Recorder, RunFolder
+from models.relocation import described, next_homes
 from models.report import write_report
 from models.summary import summarise
 from models.training import Programs, make_programs
@@ -86,10 +88,23 @@ def execute(run: Run, console: Console) -> dict:
                 validation_loss = validate(state)
                 recorder.validation(step, validation_loss)
                 line.note(row, validation_loss)
+            if config.relocate_interval is not None and step % config.relocate_interval == 0:
+                state = _moved(run, state, step, recorder)
             if step % config.checkpoint_interval == 0 or step == config.steps:
                 recorder.flush()
                 checkpoints.save(step, state)
     return _finish(run, state, compile_s, time.perf_counter() - started)
+
+
+def _moved(run: Run, state: nnx.State, step: int, recorder: Recorder) -> nnx.State:
+    """The state with experts where the loads so far want them."""
+    topology = run.programs.topology
+    permutation = next_homes(state, run.config, topology)
+    if not moved_experts(permutation, topology).any():
+        return state
+    state = run.programs.move(state, permutation)
+    recorder.relocation(described(step, permutation, state, topology))
+    return state
 
 
 def _resumed(config: TrainConfig, corpus: Corpus, folder: RunFolder, programs: Programs) -> tuple[int, nnx.State]:
@@ -112,7 +127,9 @@ def _fixed(described: dict) -> dict:
     """What a resumed run may not change."""
     config = described["config"]
     names = ("batch_size", "sequence_length", "seed")
-    return config["model"] | {name: config[name] for name in names} | {"data": described["data"]["fingerprint"]}
+    fixed = config["model"] | {name: config[name] for name in names} | {"data": described["data"]["fingerprint"]}
+    # Without it a checkpoint holds no homes.
+    return fixed | {"relocating": config.get("relocate_interval") is not None}
 
 
 def _claim(config: TrainConfig, corpus: Corpus, folder: RunFolder, resume: bool) -> None:

@@ -50,17 +50,26 @@ class ParallelConfig:
         replica_slots: slots per rank beyond the home experts', where the system makes replicas;
             `None`: its default.
         headroom: receive buffer over the mean load; `None`: the system's default.
+        ranks_per_domain: `M`, ranks among which expert weights may move each microbatch; `None`: all of a group.
     """
 
     data_parallel: int = 1
     expert_parallel: int = 8
-    system: str = "greedy"
-    replica_slots: int | None = 3
+    system: str = "exact"
+    replica_slots: int | None = None
     headroom: float | None = None
+    ranks_per_domain: int | None = None
 
     def __post_init__(self) -> None:
         require_positive("data_parallel", self.data_parallel)
         require_positive("expert_parallel", self.expert_parallel)
+        if self.ranks_per_domain is not None:
+            require_positive("ranks_per_domain", self.ranks_per_domain)
+            if self.expert_parallel % self.ranks_per_domain:
+                raise ValueError(
+                    f"ranks_per_domain is {self.ranks_per_domain}; "
+                    f"expected a divisor of expert_parallel {self.expert_parallel}"
+                )
 
     @property
     def num_shards(self) -> int:
@@ -86,6 +95,8 @@ class TrainConfig:
         validation_interval: steps between validations.
         validation_batches: batches of one validation, always the same.
         checkpoint_interval: steps between checkpoints.
+        relocate_interval: steps between moves of experts to other ranks; `None`: homes stay.
+        relocate_min_gain: a layer's experts move only if the load of its busiest domain falls by this fraction.
         max_corpus_bytes: how much of the default text is read.
     """
 
@@ -102,12 +113,18 @@ class TrainConfig:
     validation_interval: int = 25
     validation_batches: int = 4
     checkpoint_interval: int = 100
+    relocate_interval: int | None = None
+    relocate_min_gain: float = 0.02
     max_corpus_bytes: int = 4_000_000
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "sequence_length", "validation_interval", "validation_batches")
         for name in (*counts, "checkpoint_interval", "max_corpus_bytes"):
             require_positive(name, getattr(self, name))
+        if self.relocate_interval is not None:
+            require_positive("relocate_interval", self.relocate_interval)
+        if not 0 <= self.relocate_min_gain < 1:
+            raise ValueError(f"relocate_min_gain is {self.relocate_min_gain}; expected at least 0 and less than 1")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate is {self.learning_rate}; expected a finite number above 0")
         if self.seed < 0:

@@ -33,12 +33,15 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per line: a step or a validation."""
+        """One JSON object per line: a step, a validation or a relocation."""
         return self.path / "metrics.jsonl"
 
     @property
     def counts(self) -> Path:
-        """NumPy arrays of the routing and load of each step, of the first expert-parallel group."""
+        """NumPy arrays of the routing and load of each step, of the first expert-parallel group.
+
+        Experts are numbered by place: the last relocation before a step says which expert was where.
+        """
         return self.path / "counts.npz"
 
     @property
@@ -68,7 +71,7 @@ class RunFolder:
             file.unlink(missing_ok=True)
 
     def rows(self, kind: str, last_step: int | None = None) -> list[dict]:
-        """Lines of `metrics.jsonl` of one kind, `"step"` or `"validation"`, up to a step."""
+        """Lines of `metrics.jsonl` of one kind, `"step"`, `"validation"` or `"relocation"`, up to a step."""
         return [row for row in self._rows(last_step) if row["kind"] == kind]
 
     def keep_until(self, last_step: int) -> None:
@@ -114,6 +117,10 @@ class Recorder:
     def validation(self, step: int, loss: float) -> None:
         """Records a validation, in nats and bits per byte."""
         self._append({"kind": "validation", "step": step, "loss": loss, "loss_bits": loss / math.log(2)})
+
+    def relocation(self, row: dict) -> None:
+        """Records that experts moved; `homes`, `[layers, E]`, are their places in the counts of the steps after."""
+        self._append(row)
 
     def flush(self) -> None:
         """Writes the arrays; the lines are written as they come."""

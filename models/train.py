@@ -27,6 +27,9 @@ def train(
     distributed: Annotated[bool, typer.Option("--distributed", help="One of several processes.")] = False,
     replica_slots: Annotated[int | None, typer.Option(help="Slots per rank beyond its home experts.")] = None,
     headroom: Annotated[float | None, typer.Option(help="Receive buffer over the mean load.")] = None,
+    ranks_per_domain: Annotated[int | None, typer.Option(help="Ranks among which expert weights may move.")] = None,
+    relocate_interval: Annotated[int | None, typer.Option(help="Steps between moves of experts' homes.")] = None,
+    relocate_min_gain: Annotated[float | None, typer.Option(help="Least gain, a fraction, for such a move.")] = None,
     force_balanced: Annotated[bool, typer.Option("--force-balanced", help="Route round robin: the ideal.")] = False,
     steps: Annotated[int | None, typer.Option(help="Steps of the optimizer.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences per step, over all devices.")] = None,
@@ -44,9 +47,10 @@ def train(
         _join_processes()
     console = Console(quiet=distributed and jax.process_index() > 0)
     parallel: dict[str, Any] = {"system": system, "data_parallel": data_parallel, "expert_parallel": expert_parallel}
-    parallel |= {"replica_slots": replica_slots, "headroom": headroom}
+    parallel |= {"replica_slots": replica_slots, "headroom": headroom, "ranks_per_domain": ranks_per_domain}
     sizes: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "sequence_length": sequence_length}
     sizes |= {"learning_rate": learning_rate, "seed": seed}
+    sizes |= {"relocate_interval": relocate_interval, "relocate_min_gain": relocate_min_gain}
     run_dir = Path("runs") / name if run_dir is None else run_dir
     try:
         config = _configured(preset(name), parallel, sizes, force_balanced)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 import optax  # type: ignore[import-untyped]
 from flax import nnx
 from jax import Array
@@ -11,8 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
 from jax_moe_lb import Stats, System, Topology
+from jax_moe_lb.nn.moe import BalancerState
 from models.common import LanguageModel
 from models.presets import TrainConfig
+from models.relocation import moved_state
 
 FINAL_LEARNING_RATE = 0.1
 """Where the cosine ends, as a share of the peak."""
@@ -27,12 +30,16 @@ class Programs:
         init: `() -> state`.
         step: `(state, tokens) -> (state, loss, stats)`; consumes the state.
         evaluate: `(state, tokens) -> loss`.
+        move: `(state, permutation) -> state`, with the experts at other places; consumes the state.
+        topology: of the mesh.
     """
 
     state_shapes: nnx.State
     init: Callable[[], nnx.State]
     step: Wrapped
     evaluate: Callable[[nnx.State, Array], Array]
+    move: Callable[[nnx.State, Array | np.ndarray], nnx.State]
+    topology: Topology
 
 
 def make_programs(config: TrainConfig, mesh: Mesh, system: System) -> Programs:
@@ -41,14 +48,20 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System) -> Programs:
     Raises:
         ValueError: the model does not fit the mesh.
     """
+    topology = Topology.from_mesh(mesh, ranks_per_domain=config.parallel.ranks_per_domain)
+    relocatable = config.relocate_interval is not None
 
     def create() -> tuple[LanguageModel, nnx.Optimizer]:
-        topology, rngs = Topology.from_mesh(mesh), nnx.Rngs(config.seed)
-        model = LanguageModel(config.model, mesh=mesh, topology=topology, system=system, rngs=rngs)
+        rngs = nnx.Rngs(config.seed)
+        model = LanguageModel(
+            config.model, mesh=mesh, topology=topology, system=system, relocatable=relocatable, rngs=rngs
+        )
         return model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)
 
     graphdef, shapes = nnx.split(nnx.eval_shape(create))
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), nnx.get_partition_spec(shapes))
+    shardings = jax.tree.map(
+        lambda variable: _shardings(variable, mesh), shapes, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def step(state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
@@ -57,6 +70,9 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System) -> Programs:
         # optax mixes counts with floats.
         with jax.numpy_dtype_promotion("standard"):
             optimizer.update(model, gradients)
+        if relocatable:
+            for i, block in enumerate(model.blocks):
+                block.moe.update_loads(jax.tree.map(lambda leaf, i=i: leaf[i], stats))
         return nnx.state((model, optimizer)), loss, stats
 
     def evaluate(state: nnx.State, tokens: Array) -> Array:
@@ -67,7 +83,17 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System) -> Programs:
         init=jax.jit(lambda: nnx.state(create()), out_shardings=shardings),
         step=jax.jit(step, out_shardings=(shardings, everywhere, everywhere), donate_argnums=0),
         evaluate=jax.jit(evaluate, out_shardings=everywhere),
+        move=jax.jit(moved_state, out_shardings=shardings, donate_argnums=0),
+        topology=topology,
     )
+
+
+def _shardings(variable: nnx.Variable, mesh: Mesh) -> nnx.Variable:
+    """Where the arrays of a variable lie."""
+    if isinstance(variable, BalancerState):
+        # Any pytree, of which Flax knows no placement: every device has all of it.
+        return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), variable)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), nnx.get_partition_spec(variable))
 
 
 def next_byte_loss(model: LanguageModel, tokens: Array) -> tuple[Array, Stats]:

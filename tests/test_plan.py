@@ -182,8 +182,8 @@ def test_bad_counts_are_refused(counts, message):
         ((4, 6), None, r"num_experts is 6; expected a positive multiple of the 4 ranks"),
         ((4, 0), None, r"num_experts is 0; expected a positive multiple"),
         ((3, 6), None, r"counts has shape \(3, 6\); expected \[R, E\] with R = 4"),
-        ((4, 8), 1, r"slots is 1; expected 2, the home experts of a rank, to 8, all experts"),
-        ((4, 8), 9, r"slots is 9; expected 2, the home experts of a rank, to 8, all experts"),
+        ((4, 8), 1, r"slots is 1; expected 2, a rank's home experts, to 8, all experts"),
+        ((4, 8), 9, r"slots is 9; expected 2, a rank's home experts, to 8, all experts"),
     ],
 )
 def test_bad_shapes_are_refused(shape, slots, message):

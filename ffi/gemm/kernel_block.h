@@ -1,12 +1,14 @@
 // A block out of tiles. Part of kernel.h.
 //
-//   for each panel of columns, kTileVectors vectors wide
-//     for each 2 KB of depth
+//   for each 2 KB of depth
+//     for each panel of columns, kTileVectors vectors wide
 //       pack that piece of b: [2 KB, panel] stays in the cache next to the core
 //       for each tile of rows
 //         out += a @ piece, the tile's sums in registers
 //
-// A piece is read from memory once per block; the next one is fetched meanwhile.
+// A piece is read from memory once per block; the next one is fetched meanwhile. Of `a` the same 2 KB of depth serve
+// all panels from the second-level cache, however deep it is. Where sums go through sums_, which has room for one
+// panel, the two outer loops change places.
 namespace moe_lb {
 namespace MOE_LB_KERNEL {
 
@@ -30,17 +32,17 @@ class BlockKernel {
       : block_(block),
         packed_b_(static_cast<Elem*>(scratch)),
         sums_(reinterpret_cast<Sum*>(packed_b_ + kPieceElems * kPanel)),
-        packed_a_(reinterpret_cast<Elem*>(sums_ + kMaxBlockRows * kPanel)) {}
+        packed_a_(reinterpret_cast<Elem*>(sums_ + kMaxBlockRows * kPanel)),
+        by_depth_(std::is_same_v<Sum, Out> && (block.last_column - block.first_column) % kWidth == 0) {}
 
   void Run() {
-    for (int64_t n = block_.first_column; n < block_.last_column; n += kPanel) {
-      const Panel panel(n, Least(kPanel, block_.last_column - n));
-      int64_t r = 0;
-      do {  // also where depth is 0: the sums are 0 then
-        MultiplyPiece(panel, r, Least(kPieceDepth, block_.depth - r));
-        r += kPieceDepth;
-      } while (r < block_.depth);
-      if (!IsDirect(panel)) CopySums(panel);
+    if (by_depth_) {
+      ForEachPiece([&](int64_t r) { ForEachPanel([&](const Panel& panel) { MultiplyPiece(panel, r); }); });
+    } else {
+      ForEachPanel([&](const Panel& panel) {
+        ForEachPiece([&](int64_t r) { MultiplyPiece(panel, r); });
+        if (!IsDirect(panel)) CopySums(panel);
+      });
     }
   }
 
@@ -55,6 +57,22 @@ class BlockKernel {
     int64_t width;
   };
 
+  template <typename Do>
+  void ForEachPanel(const Do& act) {
+    for (int64_t n = block_.first_column; n < block_.last_column; n += kPanel) {
+      act(Panel(n, Least(kPanel, block_.last_column - n)));
+    }
+  }
+
+  template <typename Do>
+  void ForEachPiece(const Do& act) {
+    int64_t r = 0;
+    do {  // also where depth is 0: the sums are 0 then
+      act(r);
+      r += kPieceDepth;
+    } while (r < block_.depth);
+  }
+
   static int64_t Least(int64_t a, int64_t b) { return a < b ? a : b; }
   static int64_t Elems(int64_t depth) { return (depth + kValuesIn<Elem> - 1) / kValuesIn<Elem>; }
 
@@ -66,7 +84,8 @@ class BlockKernel {
     return block_.b_transposed ? block_.b + n * block_.b_stride + r : block_.b + r * block_.b_stride + n;
   }
 
-  void MultiplyPiece(const Panel& panel, int64_t r, int64_t depth) {
+  void MultiplyPiece(const Panel& panel, int64_t r) {
+    const int64_t depth = Least(kPieceDepth, block_.depth - r);
     const int64_t num_tiles = (block_.rows + kTileRows - 1) / kTileRows;
     Prefetch ahead = NextPiece(panel, r, num_tiles * Elems(depth));
     Tile<Elem> tile{};
@@ -86,12 +105,18 @@ class BlockKernel {
     }
   }
 
-  // The next depth of this panel, or the start of the next panel.
+  // What comes after depth `r` of this panel.
   Prefetch NextPiece(const Panel& panel, int64_t r, int64_t steps) const {
-    const bool same_panel = r + kPieceDepth < block_.depth;
-    const int64_t n = same_panel ? panel.first : panel.first + kPanel;
-    if (n >= block_.last_column) return {};
-    r = same_panel ? r + kPieceDepth : 0;
+    const bool last_panel = panel.first + kPanel >= block_.last_column, last_piece = r + kPieceDepth >= block_.depth;
+    if (last_panel && last_piece) return {};
+    int64_t n = panel.first;
+    if (by_depth_) {
+      n = last_panel ? block_.first_column : n + kPanel;
+      r = last_panel ? r + kPieceDepth : r;
+    } else {
+      n = last_piece ? n + kPanel : n;
+      r = last_piece ? 0 : r + kPieceDepth;
+    }
     const int64_t columns = Least(kPanel, block_.last_column - n);
     const int64_t depth = Least(kPieceDepth, block_.depth - r);
     constexpr int64_t kSize = sizeof(T);
@@ -107,8 +132,8 @@ class BlockKernel {
       tile.a_row_stride = block_.a_row_stride;
       tile.a_depth_stride = block_.a_depth_stride;
     } else {
-      // Where all depth is in one piece the first panel converts it for all.
-      const bool is_there = panel.first > block_.first_column && block_.depth <= kPieceDepth;
+      // The first panel converts it for all, unless other pieces come between.
+      const bool is_there = panel.first > block_.first_column && (by_depth_ || block_.depth <= kPieceDepth);
       const bool by_rows = block_.a_depth_stride == 1;
       if (!is_there && by_rows) PackRows(a, block_.a_row_stride, block_.rows, depth, packed_a_);
       if (!is_there && !by_rows) Pack(a, block_.a_depth_stride, depth, block_.rows, block_.rows, packed_a_);
@@ -154,6 +179,7 @@ class BlockKernel {
   Elem* const packed_b_;  // [kPieceElems, panel width]
   Sum* const sums_;       // [rows, panel width]
   Elem* const packed_a_;  // [rows, elements of depth], or the other way round
+  const bool by_depth_;   // all panels are direct
 };
 
 }  // namespace MOE_LB_KERNEL

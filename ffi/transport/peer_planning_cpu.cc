@@ -117,6 +117,7 @@ XLA_FFI_DEFINE_HANDLER(kPost, PostHandler,
                            .RemainingRets());    // slots [P, ...] of each kind, not written yet; what is passed on
 
 XLA_FFI_DEFINE_HANDLER(kGreedy, PlanAndCopy<GreedyCall>::Run, AndCopy(GreedyBinding()));
+XLA_FFI_DEFINE_HANDLER(kFeplb, PlanAndCopy<FeplbCall>::Run, AndCopy(FeplbBinding()));
 
 }  // namespace
 }  // namespace peer_cpu
@@ -124,7 +125,9 @@ XLA_FFI_DEFINE_HANDLER(kGreedy, PlanAndCopy<GreedyCall>::Run, AndCopy(GreedyBind
 Registrations PeerPlanningRegistrations() {
   using namespace peer_cpu;
   return {{{"moe_lb_peer_post_site", &PostSite::id, &PostSite::info}},
-          {{"moe_lb_copy_post", kPost, kMakePostSite}, {"moe_lb_plan_greedy_and_copy", kGreedy}}};
+          {{"moe_lb_copy_post", kPost, kMakePostSite},
+           {"moe_lb_plan_greedy_and_copy", kGreedy},
+           {"moe_lb_plan_feplb_and_copy", kFeplb}}};
 }
 
 }  // namespace moe_lb

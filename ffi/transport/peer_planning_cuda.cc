@@ -259,6 +259,7 @@ XLA_FFI_DEFINE_HANDLER(kPost, PostHandler,
                            .RemainingRets());    // slots [P, ...] of each kind, not written yet; what is passed on
 
 XLA_FFI_DEFINE_HANDLER(kGreedy, PlanAndCopy<GreedyCall>::Run, OnStream(AndCopy(GreedyBinding())));
+XLA_FFI_DEFINE_HANDLER(kFeplb, PlanAndCopy<FeplbCall>::Run, OnStream(AndCopy(FeplbBinding())));
 
 }  // namespace
 }  // namespace peer_cuda
@@ -266,7 +267,9 @@ XLA_FFI_DEFINE_HANDLER(kGreedy, PlanAndCopy<GreedyCall>::Run, OnStream(AndCopy(G
 Registrations PeerPlanningRegistrations() {
   using namespace peer_cuda;
   return {{{"moe_lb_cuda_peer_post_site", &PostSite::id, &PostSite::info}},
-          {{"moe_lb_copy_post", kPost, kMakePostSite}, {"moe_lb_plan_greedy_and_copy", kGreedy}}};
+          {{"moe_lb_copy_post", kPost, kMakePostSite},
+           {"moe_lb_plan_greedy_and_copy", kGreedy},
+           {"moe_lb_plan_feplb_and_copy", kFeplb}}};
 }
 
 }  // namespace moe_lb

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.losses import Losses
@@ -29,6 +29,14 @@ class BalancerState(nnx.Variable):
 
 class RouterBias(nnx.Variable):
     """The routing bias of each expert; moved by `MoE.update_bias`, never by gradients."""
+
+
+class ExpertHomes(nnx.Variable):
+    """The place of each expert, int32 `[E]`; moved by `relocate`, never by gradients."""
+
+
+class RunningLoads(nnx.Variable):
+    """The running mean of each expert's load, float32 `[E]`; moved by `MoE.update_loads`."""
 
 
 def logical_axis_rules(topology: Topology) -> LogicalAxisRules:
@@ -53,6 +61,7 @@ class MoE(nnx.Module):
         gated: SwiGLU experts; plain GELU ones otherwise.
         shared_mlp_dim: inner width of the shared expert, which every token passes; 0: none.
         use_bias: keep a `RouterBias` (auxiliary-loss-free balancing).
+        relocatable: keep `ExpertHomes` and `RunningLoads`, so that experts can move between ranks (`relocate`).
         losses: coefficients of the router losses, whose sum is `Stats.loss`.
         dtype: of the experts' arithmetic and of replicated weights; `None`: that of the input.
         param_dtype: of the parameters.
@@ -61,7 +70,8 @@ class MoE(nnx.Module):
         rngs: random numbers for the parameters.
 
     Raises:
-        ValueError: `num_experts` is no multiple of the ranks, or the topology is not the mesh's.
+        ValueError: `num_experts` is no multiple of the ranks, the topology is not the mesh's, or a `relocatable` layer
+            has a balancer that remembers where experts are.
     """
 
     def __init__(
@@ -77,6 +87,7 @@ class MoE(nnx.Module):
         gated: bool = True,
         shared_mlp_dim: int = 0,
         use_bias: bool = False,
+        relocatable: bool = False,
         losses: Losses = Losses(),
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
@@ -106,7 +117,14 @@ class MoE(nnx.Module):
             self.shared_gate = param((embed_dim, shared_mlp_dim), ("embed", "mlp")) if gated else None
         self.has_shared = bool(shared_mlp_dim)
         self.bias = RouterBias(jnp.zeros((num_experts,), jnp.float32)) if use_bias else None
+        self.homes = ExpertHomes(jnp.arange(num_experts, dtype=jnp.int32)) if relocatable else None
+        self.loads = RunningLoads(jnp.zeros((num_experts,), jnp.float32)) if relocatable else None
         state = system.balancer.init((topology.num_ranks, num_experts))
+        if relocatable and jax.tree.leaves(state):
+            raise ValueError(
+                f"relocatable is True; expected False with {type(system.balancer).__name__}, "
+                "which remembers the loads of places between steps"
+            )
         groups = self._num_groups()
         stacked = jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * groups), state)
         self.state = BalancerState(stacked) if jax.tree.leaves(state) else None
@@ -140,6 +158,7 @@ class MoE(nnx.Module):
             self.kernel[...],
             experts,
             None if self.bias is None else self.bias[...],
+            None if self.homes is None else self.homes[...],
             state,
             router=self.router,
             system=self.system,
@@ -163,8 +182,24 @@ class MoE(nnx.Module):
         """
         if self.bias is None:
             raise ValueError("use_bias is False; expected True, for update_bias")
+        self.bias[...] = updated_bias(self.bias[...], self._load_by_expert(stats), rate)
+
+    def update_loads(self, stats: Stats, decay: float = 0.9) -> None:
+        """Lets the running loads forget by `decay` and adds those of one step; call it after the optimizer.
+
+        Raises:
+            ValueError: the layer was made without `relocatable`, or `decay` is out of range.
+        """
+        if self.loads is None:
+            raise ValueError("relocatable is False; expected True, for update_loads")
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay is {decay}; expected at least 0 and less than 1")
+        load = self._load_by_expert(stats).astype(jnp.float32)
+        self.loads[...] = decay * self.loads[...] + (1 - decay) * load
+
+    def _load_by_expert(self, stats: Stats) -> Int[Array, "E"]:
         load = stats.counts.reshape(-1, stats.counts.shape[-1]).sum(0, dtype=jnp.int32)
-        self.bias[...] = updated_bias(self.bias[...], load, rate)
+        return load if self.homes is None else load[self.homes[...]]
 
     def _experts(self) -> Experts:
         return Experts(self.up[...], self.down[...], None if self.gate is None else self.gate[...])
@@ -196,6 +231,7 @@ def _sharded_moe(
     kernel: Float[Array, "H E"],
     experts: Experts,
     bias: Float[Array, "E"] | None,
+    homes: Int[Array, "E"] | None,
     state: State,
     *,
     router: Router,
@@ -211,7 +247,13 @@ def _sharded_moe(
     by_group = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
 
     def one_rank(
-        tokens: Array, mask: Array, kernel: Array, experts: Experts, bias: Array | None, state: State
+        tokens: Array,
+        mask: Array,
+        kernel: Array,
+        experts: Experts,
+        bias: Array | None,
+        homes: Array | None,
+        state: State,
     ) -> tuple[Array, Stats, State]:
         state = jax.tree.map(lambda leaf: leaf[0], state)
         y, stats, state = moe(
@@ -223,14 +265,15 @@ def _sharded_moe(
             topology,
             state=state,
             bias=bias,
+            homes=homes,
             mask=mask,
             losses=losses,
             sequence_length=sequence_length,
         )
         return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state))
 
-    specs = (by_token, by_token, PartitionSpec(), by_expert, PartitionSpec(), by_group)
-    args = (tokens, mask, kernel, experts, bias, state)
+    specs = (by_token, by_token, PartitionSpec(), by_expert, PartitionSpec(), PartitionSpec(), by_group)
+    args = (tokens, mask, kernel, experts, bias, homes, state)
     placed = [_place(arg, NamedSharding(mesh, spec), mesh) for arg, spec in zip(args, specs, strict=True)]
     return jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=(by_token, by_group, by_group))(*placed)
 

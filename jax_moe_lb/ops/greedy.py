@@ -6,8 +6,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb._pytree import pytree
-from jax_moe_lb.ops._native import by_platform, like
-from jax_moe_lb.ops._planner import alike, is_on_host, plan_call, plan_on_host
+from jax_moe_lb.ops._planner import HostPlanner, alike, edit
 from jax_moe_lb.types import Placement, Quota, iota
 
 
@@ -37,19 +36,12 @@ def greedy(placement: Placement, quota: Quota, domain: int, min_tokens: int) -> 
     Raises:
         ValueError: shapes that do not fit, or an option out of range.
     """
-    check_greedy(placement.shape, quota.shape, domain, min_tokens)
-    if is_on_host(placement, quota):
-        return plan_on_host("greedy", placement, quota, domain=domain, min_tokens=min_tokens)
+    return edit(greedy_planner(domain, min_tokens), placement, quota)
 
-    def native(placement: Placement, quota: Quota) -> tuple[Placement, Quota]:
-        results = like(placement), like(quota)
-        placement, quota = plan_call("greedy", results, placement, quota, domain=domain, min_tokens=min_tokens)
-        return placement, quota
 
-    def reference(placement: Placement, quota: Quota) -> tuple[Placement, Quota]:
-        return greedy_reference(placement, quota, domain, min_tokens)
-
-    return by_platform(*alike(placement, quota), native=native, reference=reference)
+def greedy_planner(domain: int, min_tokens: int) -> HostPlanner:
+    """`greedy` as a value."""
+    return HostPlanner("greedy", (("domain", domain), ("min_tokens", min_tokens)), greedy_reference, check_greedy)
 
 
 def greedy_reference(placement: Placement, quota: Quota, domain: int, min_tokens: int) -> tuple[Placement, Quota]:

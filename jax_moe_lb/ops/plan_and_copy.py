@@ -2,7 +2,7 @@
 
     x, posted = post(placement, quota, home, x, route=route)  # as soon as the load is known
     y = static_wave(x)
-    y, plan, pending = plan_and_copy(posted, y, domain=..., min_tokens=...)
+    y, plan, pending = plan_and_copy(posted, y, planner=greedy_planner(domain, min_tokens))
     ...                                                        # what needs the plan and not the copies
     slots = join(pending)
 
@@ -32,8 +32,7 @@ from jax_moe_lb.ops._peer import (
     ranks_here,
     vary_alike,
 )
-from jax_moe_lb.ops._planner import alike
-from jax_moe_lb.ops.greedy import check_greedy, greedy_reference
+from jax_moe_lb.ops._planner import HostPlanner, alike
 from jax_moe_lb.types import Placement, Quota
 
 
@@ -113,18 +112,15 @@ def post(placement: Placement, quota: Quota, home: Any, before: Any, *, route: R
     return jax.tree.unflatten(structure, results[len(kinds) :]), posted
 
 
-def plan_and_copy(
-    posted: Posted, after: Any, *, domain: int, min_tokens: int
-) -> tuple[Any, tuple[Placement, Quota], Pending]:
-    """Plans as `ops/greedy.py` does, and starts the copies that the plan asks for.
+def plan_and_copy(posted: Posted, after: Any, *, planner: HostPlanner) -> tuple[Any, tuple[Placement, Quota], Pending]:
+    """Plans, and starts the copies that the plan asks for.
 
     Not differentiable: write one rule for the calls and what is between, with `sum_at_home`.
 
     Args:
         posted: what `post` returned.
         after: a pytree of arrays that are computed before: the static wave.
-        domain: ranks of a domain.
-        min_tokens: a new replica takes at least so many.
+        planner: of `ops/greedy.py` or `ops/feplb.py`.
 
     Returns:
         `after`, the same; placement and quota of the plan; and the copies, for `join`: slot `i` becomes the expert of
@@ -135,7 +131,7 @@ def plan_and_copy(
             the planner's rules, plans that differ between ranks or a rank that does not come in time stop the program
             on all ranks, on a GPU too.
     """
-    check_greedy(posted.placement.shape, posted.quota.shape, domain, min_tokens)
+    options = planner.checked_options(posted.placement, posted.quota)
     home = tuple(jax.tree.leaves(posted.home))
     incoming, tree = jax.tree.flatten(posted.incoming)
     waves, structure = jax.tree.flatten(after)
@@ -146,11 +142,11 @@ def plan_and_copy(
         passed = arrays[kinds:]
         out = tuple(like(array) for array in (placement, quota, ticket, *passed))
         aliases = {3 + kinds + i: 3 + i for i in range(len(passed))}
-        options = {"domain": domain, "min_tokens": min_tokens}
-        return tuple(call("plan_greedy_and_copy", out, placement, quota, ticket, *arrays, aliases=aliases, **options))
+        name = f"plan_{planner.name}_and_copy"
+        return tuple(call(name, out, placement, quota, ticket, *arrays, aliases=aliases, **options))
 
     def reference(placement: Placement, quota: Quota, ticket: Array, *arrays: Array) -> Arrays:
-        placement, quota = greedy_reference(placement, quota, domain, min_tokens)
+        placement, quota = planner.reference(placement, quota, **options)
         wanted = placement[:, num_home:]
         slots = (fetch_reference(array, wanted, num_home, route) for array in arrays[:kinds])
         return placement, quota, ticket, *slots, *arrays[2 * kinds :]

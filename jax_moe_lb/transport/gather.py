@@ -4,12 +4,13 @@ Home experts never travel; see `ops/fetch.py` for how replicas do.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_moe_lb.experts import Experts
-from jax_moe_lb.ops.fetch import Weights, fetch
+from jax_moe_lb.ops.fetch import fetch, fetch_transpose
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
 
@@ -32,13 +33,27 @@ class Gather:
         Raises:
             ValueError: the plan asks for relays.
         """
+        if plan.slots == plan.num_home:
+            return experts
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), experts, self.start(experts, plan, topology))
+
+    def start(self, experts: Experts, plan: Plan, topology: Topology) -> Experts:
+        """The replicas alone, at once; the plan has slots for them.
+
+        Raises:
+            ValueError: the plan asks for relays.
+        """
         if plan.relay is not None:
             raise ValueError("plan.relay is set; expected None, as Gather copies every slot from home")
-        num_home, wanted = plan.num_home, plan.placement[:, plan.num_home :]
-        if wanted.shape[1] == 0:
-            return experts
+        wanted = plan.placement[:, plan.num_home :]
+        return jax.tree.map(lambda home: fetch(home, wanted, plan.num_home, topology.expert_axes), experts)
 
-        def slots(home: Weights) -> Weights:
-            return jnp.concatenate([home, fetch(home, wanted, num_home, topology.expert_axes)])
+    def join(self, pending: Experts, after: Any) -> Experts:
+        """What `start` returned."""
+        del after
+        return pending
 
-        return jax.tree.map(slots, experts)
+    def sum_at_home(self, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
+        """The transpose of `start`."""
+        wanted = plan.placement[:, plan.num_home :]
+        return jax.tree.map(lambda g: fetch_transpose(g, wanted, plan.num_home, topology.expert_axes), gradients)

@@ -9,14 +9,22 @@ from jaxtyping import Array, Float
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
 from jax_moe_lb.plan import Plan
-from jax_moe_lb.systems import System
+from jax_moe_lb.systems import Replicate
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.direct import Copies, Receipt
+from jax_moe_lb.transport.direct import Copies, Direct, Receipt
 from jax_moe_lb.types import Tokens, wide_dtype
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def serve(copies: Copies, experts: Experts, plan: Plan, receipt: Receipt, system: System, topology: Topology) -> Copies:
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def serve(
+    copies: Copies,
+    experts: Experts,
+    plan: Plan,
+    receipt: Receipt,
+    replicate: Replicate,
+    dispatch: Direct,
+    topology: Topology,
+) -> Copies:
     """Every token copy through its expert, wherever the plan put it.
 
     The loop's length is known only at run time, so reverse mode cannot look into it: the
@@ -29,42 +37,53 @@ def serve(copies: Copies, experts: Experts, plan: Plan, receipt: Receipt, system
         copies: in the sending order of `receipt`.
         experts: the home experts of this rank.
         plan: says what the slots hold.
-        receipt: of `system.dispatch.address`.
-        system: how weights and copies travel.
+        receipt: of `dispatch.address`.
+        replicate: how weights travel.
+        dispatch: how copies travel.
         topology: its expert axes.
 
     Returns:
         The experts' outputs in the same order; 0 for copies that go nowhere.
     """
-    slots = system.replicate(experts, plan, topology)
+    slots = replicate(experts, plan, topology)
 
     def one_round(i: Array, out: Copies) -> Copies:
-        rows, group_sizes = system.dispatch.send(copies, receipt, i, topology)
-        return system.dispatch.send_back(grouped_ffn(rows, slots, group_sizes), receipt, i, out, topology)
+        rows, group_sizes = dispatch.send(copies, receipt, i, topology)
+        return dispatch.send_back(grouped_ffn(rows, slots, group_sizes), receipt, i, out, topology)
 
     return jax.lax.fori_loop(0, receipt.rounds, one_round, jnp.zeros_like(copies))
 
 
 def _save(
-    copies: Copies, experts: Experts, plan: Plan, receipt: Receipt, system: System, topology: Topology
+    copies: Copies,
+    experts: Experts,
+    plan: Plan,
+    receipt: Receipt,
+    replicate: Replicate,
+    dispatch: Direct,
+    topology: Topology,
 ) -> tuple[Copies, tuple[Copies, Experts, Plan, Receipt]]:
-    return serve(copies, experts, plan, receipt, system, topology), (copies, experts, plan, receipt)
+    return serve(copies, experts, plan, receipt, replicate, dispatch, topology), (copies, experts, plan, receipt)
 
 
 def _backward(
-    system: System, topology: Topology, saved: tuple[Copies, Experts, Plan, Receipt], upstream: Copies
+    replicate: Replicate,
+    dispatch: Direct,
+    topology: Topology,
+    saved: tuple[Copies, Experts, Plan, Receipt],
+    upstream: Copies,
 ) -> tuple[Copies, Experts, None, None]:
     copies, experts, plan, receipt = saved
     # Or XLA sees that this is what the forward pass did, and keeps the replicas until now instead.
     experts, upstream = jax.lax.optimization_barrier((experts, upstream))
-    slots, sum_at_home = jax.vjp(lambda experts: system.replicate(experts, plan, topology), experts)
+    slots, sum_at_home = jax.vjp(lambda experts: replicate(experts, plan, topology), experts)
 
     def one_round(i: Array, carry: tuple[Copies, Experts]) -> tuple[Copies, Experts]:
         copy_gradients, slot_gradients = carry
-        rows, group_sizes = system.dispatch.send(copies, receipt, i, topology)
-        row_upstream, _ = system.dispatch.send(upstream, receipt, i, topology)
+        rows, group_sizes = dispatch.send(copies, receipt, i, topology)
+        row_upstream, _ = dispatch.send(upstream, receipt, i, topology)
         row_gradients, gradients = grouped_ffn_gradients(rows, slots, group_sizes, row_upstream)
-        copy_gradients = system.dispatch.send_back(row_gradients, receipt, i, copy_gradients, topology)
+        copy_gradients = dispatch.send_back(row_gradients, receipt, i, copy_gradients, topology)
         return copy_gradients, jax.tree.map(jnp.add, slot_gradients, gradients)
 
     zeros = jax.tree.map(lambda w: jnp.zeros_like(w, wide_dtype(w)), slots)

@@ -132,7 +132,9 @@ def test_state_is_carried_through_a_scan():
         np.testing.assert_array_equal(scanned.quota[number], plan.quota)
 
 
-@pytest.mark.parametrize(("balancer", "axis_type"), [(EPLB(every=1), AxisType.Explicit), (LPLB(every=1), AxisType.Auto)])
+@pytest.mark.parametrize(
+    ("balancer", "axis_type"), [(EPLB(every=1), AxisType.Explicit), (LPLB(every=1), AxisType.Auto)]
+)
 def test_the_layer_keeps_the_state(balancer, axis_type):
     """Groups side by side, each with its own history; the outputs are those of plain expert parallelism."""
     mesh = make_mesh((2, 4), ("data", "expert"), axis_type)

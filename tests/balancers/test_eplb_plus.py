@@ -1,4 +1,3 @@
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -53,7 +52,7 @@ def test_domains_are_planned_each_for_itself():
 
 
 def test_means_of_the_published_simulations():
-    """UltraEP's table 3, its row EPLB+: 15 loads of 64 ranks, an eighth of the tokens, top-8; 1.193 when derived again."""
+    """UltraEP's table 3, its row EPLB+: 15 loads of 64 ranks, an eighth of the tokens; 1.193 derived again."""
     results = []
     for case in popular_ranks.CASES:
         counts = popular_ranks.counts(case, seed=0, num_tokens=1024)

@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec
 from jax_moe_lb.ops._native import is_built
 from jax_moe_lb.ops._peer import Route
 from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join, start
-from jax_moe_lb.ops.greedy import greedy, greedy_reference
+from jax_moe_lb.ops.greedy import greedy, greedy_planner, greedy_reference
 from jax_moe_lb.ops.lpt import lpt, lpt_reference
 from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.ops.quota import quota, quota_reference
 from tests.layer import make_mesh
 from tests.ops.test_copy_expert_weights import expected, expected_sums
-from tests.ops.test_plan_and_copy import HOME, OPTIONS, RANKS, assert_equal, load
+from tests.ops.test_plan_and_copy import GREEDY, HOME, OPTIONS, RANKS, assert_equal, load
 
 pytestmark = pytest.mark.gpu
 
@@ -74,7 +74,7 @@ def check_copies(ranks, over_ranks, route, domain):
 
     def planned(home, placement, tokens, x):
         x, posted = post(placement, tokens, home, x, route=route)
-        y, plan, pending = plan_and_copy(posted, x @ x, domain=domain, min_tokens=2)
+        y, plan, pending = plan_and_copy(posted, x @ x, planner=greedy_planner(domain, 2))
         return y, plan, join(pending).astype(jnp.float32)
 
     home, x = weights(ranks), jnp.eye(1024, dtype=jnp.float32)
@@ -111,7 +111,7 @@ def test_a_bad_load_stops_the_program_and_the_next_one_works():
     @jax.jit
     def run(home, placement, tokens):
         x, posted = post(placement, tokens, home, home[0], route=Route(()))
-        return join(plan_and_copy(posted, x, **OPTIONS)[2])
+        return join(plan_and_copy(posted, x, planner=GREEDY)[2])
 
     placement, tokens = load(0)
     with pytest.raises(jax.errors.JaxRuntimeError, match="quota of expert 2, rank 0 is -3"):

@@ -11,8 +11,8 @@ def all_devices():
 
 
 @pytest.fixture(scope="package")
-def greedy_run(tmp_path_factory, all_devices):
+def trained_run(tmp_path_factory, all_devices):
     """The folder of a finished run; not to be written to."""
-    folder = tmp_path_factory.mktemp("runs") / "greedy"
+    folder = tmp_path_factory.mktemp("runs") / "trained"
     run(CONFIG, folder)
     return folder

@@ -4,18 +4,18 @@ import re
 from models.recording import FIGURES, RunFolder
 
 
-def test_report_needs_nothing_else(greedy_run):
-    page = RunFolder(greedy_run).report.read_text()
+def test_report_needs_nothing_else(trained_run):
+    page = RunFolder(trained_run).report.read_text()
     assert not re.search(r"https?://|<link|<script|<iframe|@import|url\(", page)
     sources = re.findall(r'src="([^"]*)"', page)
     assert len(sources) == len(FIGURES)
     images = [base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True) for source in sources]
-    assert images == [path.read_bytes() for path in RunFolder(greedy_run).figures]
+    assert images == [path.read_bytes() for path in RunFolder(trained_run).figures]
     assert all(image.startswith(b"\x89PNG") for image in images)
 
 
-def test_report_states_the_result(greedy_run):
-    folder = RunFolder(greedy_run)
+def test_report_states_the_result(trained_run):
+    folder = RunFolder(trained_run)
     page, validation = folder.report.read_text(), folder.rows("validation")
     headline = re.search(r"<h1>(.*?)</h1>", page).group(1)
     assert f"After 8 steps the model needs {validation[-1]['loss']:.2f} nats" in headline

@@ -10,8 +10,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_moe_lb.ops import _native
 from jax_moe_lb.ops._peer import Route
+from jax_moe_lb.ops._planner import edit
 from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join
-from jax_moe_lb.ops.greedy import greedy
+from jax_moe_lb.ops.feplb import feplb_planner
+from jax_moe_lb.ops.greedy import greedy_planner
 from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
 from tests.layer import make_mesh
 
@@ -20,6 +22,8 @@ ROUTE = Route(("expert",), timeout_s=20.0)
 MESH = make_mesh((RANKS,), ("expert",))
 SPEC, ALL = PartitionSpec("expert"), PartitionSpec()
 OPTIONS = {"domain": 4, "min_tokens": 2}
+GREEDY = greedy_planner(**OPTIONS)
+FEPLB = feplb_planner(domain=4, num_dynamic=2, max_num_dyn=2, tau=1, skip=True)
 
 
 def load(seed=0, ranks=RANKS):
@@ -45,14 +49,14 @@ def static_wave(x):
         return jnp.sin(x @ x.T) @ x
 
 
-def together(home, placement, quota, x, route=ROUTE, options=OPTIONS):
+def together(home, placement, quota, x, route=ROUTE, planner=GREEDY):
     x, posted = post(placement, quota, home, x, route=route)
-    wave, plan, pending = plan_and_copy(posted, static_wave(x), **options)
+    wave, plan, pending = plan_and_copy(posted, static_wave(x), planner=planner)
     return wave, plan, join(pending)
 
 
-def separately(home, placement, quota, x, route=ROUTE, options=OPTIONS):
-    plan = greedy(placement, quota, **options)
+def separately(home, placement, quota, x, route=ROUTE, planner=GREEDY):
+    plan = edit(planner, placement, quota)
     return static_wave(x), plan, copy_expert_weights(home, plan[0][:, HOME:], route=route)
 
 
@@ -71,14 +75,21 @@ def arguments(seed=0):
 # ---- values -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("seed", range(5))
-def test_plan_and_slots_are_those_of_the_separate_calls(seed, dtype):
-    args = weights(dtype=dtype), *load(seed), jnp.ones((RANKS * 2, 6))
-    wave, plan, slots = over_ranks(together)(*args)
-    assert_equal((wave, plan, slots), over_ranks(separately)(*args))
-    assert (np.asarray(plan[0])[:, HOME:] >= 0).any()
-    assert not (np.asarray(plan[1]) == np.asarray(args[2])).all()
+@pytest.mark.parametrize(
+    ("planner", "dtype"),
+    [(GREEDY, "float32"), (GREEDY, "bfloat16"), (FEPLB, "float32")],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_plan_and_slots_are_those_of_the_separate_calls(planner, dtype):
+    got, want = (
+        over_ranks(lambda *args, calls=calls: calls(*args, planner=planner)) for calls in (together, separately)
+    )
+    for seed in range(5):
+        args = weights(dtype=dtype), *load(seed), jnp.ones((RANKS * 2, 6))
+        wave, plan, slots = got(*args)
+        assert_equal((wave, plan, slots), want(*args))
+        assert (np.asarray(plan[0])[:, HOME:] >= 0).any()
+        assert not (np.asarray(plan[1]) == np.asarray(args[2])).all()
 
 
 def test_without_custom_calls(monkeypatch):
@@ -262,32 +273,33 @@ def test_a_post_serves_once_and_in_its_own_run():
     route = Route(())
     home, placement, quota, x = arguments()
     posted = jax.jit(lambda *args: post(*args, (), route=route))(placement, quota, home)[1]
-    late = jax.jit(lambda posted, x: join(plan_and_copy(posted, x, **OPTIONS)[2]))
+    late = jax.jit(lambda posted, x: join(plan_and_copy(posted, x, planner=GREEDY)[2]))
     with pytest.raises(jax.errors.JaxRuntimeError, match="expected one that post gave in this run"):
         jax.block_until_ready(late(posted, x))
 
     @jax.jit
     def twice(home, placement, quota, x):
         x, posted = post(placement, quota, home, x, route=route)
-        x, _, first = plan_and_copy(posted, x, **OPTIONS)
-        return join(first), join(plan_and_copy(posted, x + 1, **OPTIONS)[2])
+        x, _, first = plan_and_copy(posted, x, planner=GREEDY)
+        return join(first), join(plan_and_copy(posted, x + 1, planner=GREEDY)[2])
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="that was not used yet"):
         jax.block_until_ready(twice(home, placement, quota, x))
 
 
 @pytest.mark.parametrize(
-    ("placement", "quota", "options", "message"),
+    ("placement", "quota", "planner", "message"),
     [
-        ((RANKS, HOME), (24, RANKS), OPTIONS, r"placement has shape \(8, 3\)"),
-        ((RANKS, SLOTS), (32, RANKS), OPTIONS, r"quota \(32, 8\) and a rank 3 home experts"),
-        ((RANKS, SLOTS), (24, RANKS), {"domain": 3, "min_tokens": 1}, "domain is 3; expected a divisor of the 8"),
-        ((RANKS, SLOTS), (24, RANKS), {"domain": 4, "min_tokens": 0}, "min_tokens is 0; expected at least 1"),
+        ((RANKS, HOME), (24, RANKS), GREEDY, r"placement has shape \(8, 3\)"),
+        ((RANKS, SLOTS), (32, RANKS), GREEDY, r"quota \(32, 8\) and a rank 3 home experts"),
+        ((RANKS, SLOTS), (24, RANKS), greedy_planner(3, 1), "domain is 3; expected a divisor of the 8"),
+        ((RANKS, SLOTS), (24, RANKS), greedy_planner(4, 0), "min_tokens is 0; expected at least 1"),
+        ((RANKS, SLOTS), (24, RANKS), feplb_planner(4, 0, 1, 1, True), "num_dynamic is 0; expected at least 1"),
     ],
 )
-def test_what_does_not_fit_is_refused_when_traced(placement, quota, options, message):
+def test_what_does_not_fit_is_refused_when_traced(placement, quota, planner, message):
     home, _, _, x = arguments()
-    run = over_ranks(lambda *args: together(*args, options=options))
+    run = over_ranks(lambda *args: together(*args, planner=planner))
     with pytest.raises(ValueError, match=message):
         run(home, jnp.zeros(placement, jnp.int32), jnp.zeros(quota, jnp.int32), x)
 
@@ -295,19 +307,21 @@ def test_what_does_not_fit_is_refused_when_traced(placement, quota, options, mes
 # ---- lowering for a GPU ---------------------------------------------------------------
 
 
-def test_lowering_for_cuda():
-    text = over_ranks(together).trace(*arguments()).lower(lowering_platforms=("cuda",)).as_text()
+@pytest.mark.parametrize("planner", [GREEDY, FEPLB], ids=lambda planner: planner.name)
+def test_lowering_for_cuda(planner):
+    run = over_ranks(lambda *args: together(*args, planner=planner))
+    text = run.trace(*arguments()).lower(lowering_platforms=("cuda",)).as_text()
     if not _native.is_built("cuda"):
         assert "moe_lb_" not in text
         return
     (posted,) = [line for line in text.splitlines() if "@moe_lb_copy_post" in line]
-    (planned,) = [line for line in text.splitlines() if "@moe_lb_plan_greedy_and_copy" in line]
+    (planned,) = [line for line in text.splitlines() if f"@moe_lb_plan_{planner.name}_and_copy" in line]
     assert "@moe_lb_copy_join" in text
     assert "output_operand_alias<output_tuple_indices = [3], operand_index = 5" in posted
     for attribute in ("num_participants = 8", "num_home = 3", f"plan_size = {RANKS * SLOTS + 24 * RANKS}"):
         assert f"{attribute} : i64" in posted
-    assert "domain = 4 : i64" in planned
-    assert "min_tokens = 2 : i64" in planned
+    for name, value in planner.options:
+        assert f"{name} = {str(value).lower() if isinstance(value, bool) else f'{value} : i64'}" in planned
     # Both kinds of slots, the wave and the place.
     for i in range(4):
         assert f"output_operand_alias<output_tuple_indices = [{3 + i}], operand_index = {5 + i}" in planned

@@ -1,0 +1,140 @@
+"""All systems side by side: one layer, forward and backward, on 8 virtual devices of one process.
+
+Run it with `python -m benchmarks.bench_systems`. Every system sees the same microbatches, one after the other, so that
+those that plan by earlier ones have seen some. The bounds are plain expert parallelism, and the same layer with
+force-balanced routing.
+
+Virtual devices share the cores of the machine: the time of a straggler does not show here, only that of what a system
+does besides. `bench_two_ranks` measures the former.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.stages import Compiled
+
+from benchmarks.popular_ranks import Case, popularity
+from benchmarks.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
+from benchmarks.timing import interleaved_s, summary
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import ForceBalanced, Stats, System, plain, use_virtual_cpu_devices
+from jax_moe_lb.routing import Router
+from jax_moe_lb.types import State
+from models.parallel import default_system, system_names
+
+SIZES = Sizes(num_ranks=8, num_tokens=1024, width=256, inner=256, num_experts=32, per_tok=4)
+BATCHES = 8
+"""Microbatches, drawn from the same popularity."""
+
+SETTLING = 3
+"""The first so many count for nothing: a history is empty at first."""
+
+BOUND = "plain, force-balanced routing"
+COLUMNS = (
+    "system",
+    "imbalance",
+    "straggler, tokens",
+    "rounds",
+    "tokens moved MB",
+    "weights moved MB",
+    "temporary MB per rank",
+    "step ms",
+    "over plain",
+)
+
+
+def configurations() -> dict[str, tuple[System, Router]]:
+    """System and router of each row: every function of `jax_moe_lb.systems`, with its defaults, and the bound."""
+    systems = {name: (default_system(name), SIZES.router) for name in system_names()}
+    return systems | {BOUND: (plain(), ForceBalanced(SIZES.router))}
+
+
+def zipf(seed: int) -> np.ndarray:
+    """Logits `[R * T, E]` of the workload of that name; the popularity is the same for all seeds."""
+    (workload,) = (workload for workload in WORKLOADS if workload.name == "zipf")
+    preference = workload.preference(np.random.default_rng(0), SIZES.num_ranks, SIZES.num_experts)[0]
+    return logits_by_popularity(np.exp(preference), SIZES, seed)
+
+
+def popular_ranks(seed: int) -> np.ndarray:
+    """Logits `[R * T, E]` with which the busiest rank has about 1.9 times the mean load."""
+    weights = popularity(Case(SIZES.num_experts, SIZES.num_ranks, 2, 1.9), SIZES.per_tok)
+    return logits_by_popularity(weights, SIZES, seed)
+
+
+def run_batches(step: Compiled, system: System, batches: list, weights: tuple) -> tuple[Stats, State]:
+    """Statistics of the batches that count, stacked, and the balancer's last state."""
+    state, stats = _first_state(system), []
+    for x in batches:
+        _, of_batch, state = step(state, x, *weights)
+        stats.append(jax.device_get(of_batch))
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *stats[SETTLING:]), state
+
+
+def compiled(mesh: Mesh) -> dict[str, Compiled]:
+    """The step of every configuration."""
+    args = (tokens_of(mesh, SIZES, zipf(0)), *weights_of(mesh, SIZES))
+    return {
+        name: jitted_step(mesh, system, router).lower(_first_state(system), *args).compile()
+        for name, (system, router) in configurations().items()
+    }
+
+
+def _first_state(system: System) -> State:
+    return system.balancer.init((SIZES.num_ranks, SIZES.num_experts))
+
+
+def measure(mesh: Mesh, steps: dict[str, Compiled], logits: Callable[[int], np.ndarray]) -> None:
+    """Prints one table."""
+    batches = [tokens_of(mesh, SIZES, logits(seed)) for seed in range(BATCHES)]
+    weights, stats = weights_of(mesh, SIZES), {}
+    calls: dict[str, Callable[[], object]] = {}
+    for name, (system, _) in configurations().items():
+        stats[name], state = run_batches(steps[name], system, batches, weights)
+        calls[name] = functools.partial(steps[name], state, batches[-1], *weights)
+    times_s = interleaved_s(calls, repeats=7)
+    before = stats["plain"]
+    print(
+        f"\nBefore: imbalance {before.imbalance_before.mean():.3f}, straggler {before.straggler_before.mean():.0f}.\n"
+    )
+    print(f"| {' | '.join(COLUMNS)} |")
+    print("|" + "---|" * len(COLUMNS))
+    for name, of in stats.items():
+        cells = [name, f"{of.imbalance_after.mean():.3f}", f"{of.straggler_after.mean():.0f}"]
+        cells += [f"{of.rounds.mean():.1f}", f"{of.rows_moved.mean() * SIZES.width * 4 / 1e6:.1f}"]
+        cells += [f"{of.weight_bytes_moved.mean() / 1e6:.1f}"]
+        cells += [f"{_temporary_bytes(steps[name]) / 1e6:.1f}"]
+        cells += [summary(times_s[name], 1e3, 0), summary(times_s[name] / times_s["plain"])]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _temporary_bytes(step: Compiled) -> int:
+    """Per device."""
+    analysis = step.memory_analysis()
+    if analysis is None:
+        raise RuntimeError("this backend has no memory_analysis; expected one")
+    return analysis.temp_size_in_bytes
+
+
+def main() -> None:
+    """Prints the tables."""
+    use_virtual_cpu_devices(SIZES.num_ranks)
+    mesh = jax.make_mesh((SIZES.num_ranks,), ("expert",), axis_types=(AxisType.Auto,))
+    print(f"{SIZES}, float32; means over {BATCHES - SETTLING} microbatches; an expert is ", end="")
+    print(f"{SIZES.expert_bytes / 1e6:.1f} MB, the mean load {SIZES.num_tokens * SIZES.per_tok} token copies.")
+    steps = compiled(mesh)
+    for logits in (zipf, popular_ranks):
+        print(f"\n{logits.__name__}")
+        measure(mesh, steps, logits)
+    print(
+        "\nTokens moved: to the experts, forward. A step goes this way five times: outputs return, backward tokens and"
+    )
+    print("gradients of outputs go, gradients of tokens return. Weights moved: forward; a step does it three times.")
+    print("Virtual devices share one pool of threads: a straggler does not show in these times.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The tiny preset, trained with every system from the same parameters on the same batches.
+
+Run it with `python -m benchmarks.bench_training_losses`. Whoever serves a token, the losses are those of plain expert
+parallelism but for float32 rounding, which training carries on from step to step.
+"""
+
+import argparse
+import dataclasses
+import time
+
+import jax
+import numpy as np
+
+from benchmarks.timing import summary
+from jax_moe_lb import use_virtual_cpu_devices
+from models.data import Corpus, default_corpus
+from models.parallel import default_system, make_mesh, place_batch, system_names
+from models.presets import TrainConfig, preset
+from models.training import make_programs
+
+
+def train(config: TrainConfig, corpus: Corpus, system: str) -> dict[str, np.ndarray]:
+    """Of each step: loss, mean imbalance over layers before and after, most rounds of a layer, and seconds."""
+    mesh = make_mesh(config.parallel)
+    programs = make_programs(config, mesh, default_system(system))
+    state, rows = programs.init(), []
+    for step in range(1, config.steps + 1):
+        tokens = place_batch(corpus.batch(config.seed, step, config.batch_size, config.sequence_length), mesh)
+        start_s = time.perf_counter()
+        state, loss, stats = programs.step(state, tokens)
+        loss, stats = jax.device_get((loss, stats))
+        seconds = time.perf_counter() - start_s
+        rows.append((loss, stats.imbalance_before.mean(), stats.imbalance_after.mean(), stats.rounds.max(), seconds))
+    names = ("loss", "before", "after", "rounds", "step_s")
+    return dict(zip(names, np.asarray(rows, np.float64).T, strict=True))
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=50)
+    config = dataclasses.replace(preset("tiny"), steps=parser.parse_args().steps)
+    use_virtual_cpu_devices(config.parallel.num_shards)
+    corpus = default_corpus(config.max_corpus_bytes)
+    plain = train(config, corpus, "plain")
+    print("| system | last loss | largest difference | relative | imbalance | most rounds | step ms |")
+    print("|---|---|---|---|---|---|---|")
+    for name in ["plain", *(name for name in system_names() if name != "plain")]:
+        run = plain if name == "plain" else train(config, corpus, name)
+        apart = np.abs(run["loss"] - plain["loss"])
+        cells = [name, f"{run['loss'][-1]:.6f}", f"{apart.max():.1e}", f"{(apart / plain['loss']).max():.1e}"]
+        cells += [f"{run['before'].mean():.2f} -> {run['after'].mean():.2f}", f"{run['rounds'].max():.0f}"]
+        # The first step compiles.
+        cells.append(summary(run["step_s"][1:], 1e3, 0))
+        print(f"| {' | '.join(cells)} |", flush=True)
+    print("\nSystems ran one after the other, on virtual devices that share one pool of threads.")
+
+
+if __name__ == "__main__":
+    main()

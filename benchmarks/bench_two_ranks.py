@@ -1,0 +1,228 @@
+"""A straggler in wall time: one layer on two ranks, each a process with a core of its own.
+
+Run it with `python -m benchmarks.bench_two_ranks` on an idle machine with two cores. The ranks talk over loopback TCP.
+95 % of the token copies want experts of rank 0, 1.9 times the mean load. The bound is the same layer with the same
+tokens and force-balanced routing.
+"""
+
+import argparse
+import faulthandler
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType
+
+from benchmarks.popular_ranks import Case, popularity
+from benchmarks.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
+from benchmarks.timing import summary
+from jax_moe_lb import ForceBalanced, Stats, plain, ultraep, use_virtual_cpu_devices
+
+SIZES = Sizes(num_ranks=2, num_tokens=16384, width=256, inner=1024, num_experts=8, per_tok=2)
+REPLICA_SLOTS = 1
+WANTED_IMBALANCE = 1.87
+"""What the fit of `popularity` is asked for, so that 1.90 is drawn."""
+
+BOUND, PLAN = "plain, force-balanced routing", "ultraep"
+FLAGS = "--xla_cpu_multi_thread_eigen=false"
+KEEP_MEMORY = ":".join(
+    f"glibc.malloc.{option}" for option in ("mmap_max=0", f"trim_threshold={2**36}", "arena_max=1", "hugetlb=1")
+)
+"""Has the allocator keep large buffers, as accelerators do: else every step faults each of their pages in again."""
+
+START_S, STEP_S = 180, 30
+"""What starting and compiling may take, and one step."""
+
+
+def configurations() -> dict:
+    """System and router of each row of the table."""
+    router = SIZES.router
+    return {
+        BOUND: (plain(), ForceBalanced(router)),
+        PLAN: (ultraep(REPLICA_SLOTS), router),
+        "plain": (plain(), router),
+        "plain, room for all in one round": (plain(headroom=2.0), router),
+    }
+
+
+# ---- a rank --------------------------------------------------------------------
+
+
+def run_rank(rank: int, address: str, repeats: int, folder: Path) -> None:
+    """Times every configuration in turn; writes seconds and statistics into the folder."""
+    faulthandler.dump_traceback_later(limit_s(repeats), exit=True)
+    jax.config.update("jax_platforms", "cpu")
+    use_virtual_cpu_devices(1)
+    _join(rank, address)
+    mesh = jax.make_mesh((SIZES.num_ranks,), ("expert",), axis_types=(AxisType.Auto,))
+    weights = popularity(Case(SIZES.num_experts, SIZES.num_ranks, REPLICA_SLOTS, WANTED_IMBALANCE), SIZES.per_tok)
+    args = (tokens_of(mesh, SIZES, logits_by_popularity(weights, SIZES, 0)), *weights_of(mesh, SIZES))
+    steps, rows = {}, {}
+    for name, (system, router) in configurations().items():
+        steps[name] = jitted_step(mesh, system, router).lower((), *args).compile()
+        rows[name] = _statistics(steps[name]((), *args)[1])
+    for _ in range(repeats):
+        for name, step in steps.items():
+            multihost_utils.sync_global_devices("step")
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
+            jax.block_until_ready(step((), *args))
+            rows[name]["wall_s"].append(time.perf_counter() - start_s)
+            rows[name]["cpu_s"].append(time.process_time() - start_cpu_s)
+    report = {"cores": sorted(os.sched_getaffinity(0)), "dense_flops_per_s": dense_flops_per_s(), "rows": rows}
+    (folder / f"{rank}.json").write_text(json.dumps(report))
+    jax.distributed.shutdown()
+
+
+def _statistics(stats: Stats) -> dict:
+    """Of one step, with room for its times."""
+    stats = jax.device_get(stats)
+    return {
+        "imbalance": float(stats.imbalance_after),
+        "rounds": int(stats.rounds),
+        "rows_moved": int(stats.rows_moved),
+        "weight_bytes_moved": float(stats.weight_bytes_moved),
+        "wall_s": [],
+        "cpu_s": [],
+    }
+
+
+def dense_flops_per_s() -> float:
+    """Of one product of an expert's mean load with its matrix, at best, on this process's core."""
+    rows = SIZES.num_tokens * SIZES.per_tok * SIZES.num_ranks // SIZES.num_experts
+    width, inner = SIZES.width, SIZES.inner
+    x, w = jnp.ones((rows, width), jnp.float32), jnp.ones((width, inner), jnp.float32)
+    multiply, times_s = jax.jit(jnp.matmul), []
+    for _ in range(20):
+        start_s = time.perf_counter()
+        jax.block_until_ready(multiply(x, w))
+        times_s.append(time.perf_counter() - start_s)
+    return 2 * rows * width * inner / min(times_s)
+
+
+def _join(rank: int, address: str) -> None:
+    # gloo takes the address that the host name stands for; on a bare machine that may be none.
+    try:
+        socket.gethostbyname(socket.gethostname())
+    except OSError:
+        from jax._src.lib import _jax
+
+        make = _jax.make_gloo_tcp_collectives
+        _jax.make_gloo_tcp_collectives = lambda *args, **kwargs: make(*args, **{**kwargs, "hostname": "127.0.0.1"})
+    jax.distributed.initialize(address, SIZES.num_ranks, rank, heartbeat_timeout_seconds=30)
+
+
+# ---- the parent ----------------------------------------------------------------
+
+
+def limit_s(repeats: int) -> float:
+    """Seconds after which a rank is taken for stuck."""
+    return START_S + STEP_S * (repeats + 1) * len(configurations())
+
+
+def measure(repeats: int) -> list[dict]:
+    """What both ranks report.
+
+    Raises:
+        RuntimeError: a rank failed, or took too long; none is left running.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < SIZES.num_ranks:
+        raise RuntimeError(f"this process may use cores {cores}; expected at least {SIZES.num_ranks}")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [_start(rank, cores, address, repeats, Path(folder)) for rank in range(SIZES.num_ranks)]
+        try:
+            _wait(ranks, limit_s(repeats), Path(folder))
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(SIZES.num_ranks)]
+
+
+def _start(rank: int, cores: list[int], address: str, repeats: int, folder: Path) -> subprocess.Popen:
+    """A process whose threads all inherit one core."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+    environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    environment |= {"XLA_FLAGS": flags, "GLIBC_TUNABLES": KEEP_MEMORY}
+    command = [sys.executable, "-m", "benchmarks.bench_two_ranks", "--repeats", str(repeats)]
+    command += ["--rank", str(rank), "--address", address, "--folder", str(folder)]
+    os.sched_setaffinity(0, {cores[rank]})
+    try:
+        with (folder / f"{rank}.log").open("w") as log:
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def _wait(ranks: list[subprocess.Popen], limit_s: float, folder: Path) -> None:
+    end_s = time.monotonic() + limit_s
+    while any(rank.poll() is None for rank in ranks):
+        failed = [i for i, rank in enumerate(ranks) if rank.poll()]
+        if failed or time.monotonic() > end_s:
+            break
+        time.sleep(0.2)
+    codes = [rank.poll() for rank in ranks]
+    if any(code != 0 for code in codes):
+        logs = "\n".join((folder / f"{i}.log").read_text()[-3000:] for i in range(len(ranks)))
+        raise RuntimeError(f"ranks ended with {codes} (None: still running); expected 0 within {limit_s:.0f} s\n{logs}")
+
+
+def show(reports: list[dict]) -> None:
+    """Prints the table."""
+    columns = ["system", "imbalance", "rounds", "rows moved", "weights moved MB"]
+    columns += ["step ms", "over force-balanced", "CPU ms of rank 0", "of rank 1"]
+    print(f"| {' | '.join(columns)} |")
+    print("|" + "---|" * len(columns))
+    wall_s = {name: _of_ranks(reports, name, "wall_s").max(0) for name in reports[0]["rows"]}
+    for name, row in reports[0]["rows"].items():
+        cells = [name, f"{row['imbalance']:.3f}", str(row["rounds"]), str(row["rows_moved"])]
+        cells += [f"{row['weight_bytes_moved'] / 1e6:.1f}", summary(wall_s[name], 1e3, 0)]
+        cells.append(summary(wall_s[name] / wall_s[BOUND], digits=3))
+        cells += [f"{np.median(cpu_s) * 1e3:.0f}" for cpu_s in _of_ranks(reports, name, "cpu_s")]
+        print(f"| {' | '.join(cells)} |")
+    dense = min(report["dense_flops_per_s"] for report in reports)
+    floor_s = SIZES.flops_per_rank / dense
+    print(f"\nCores: {[report['cores'] for report in reports]}; load averages at the end: {os.getloadavg()}.")
+    print(
+        f"The experts' products are {SIZES.flops_per_rank / 1e9:.0f} GFLOP per rank and step at the mean load, "
+        f"{floor_s * 1e3:.0f} ms at the {dense / 1e9:.0f} GFLOP/s of a dense product on one core: "
+        f"{floor_s / np.median(wall_s[BOUND]):.0%} of the force-balanced step."
+    )
+
+
+def _of_ranks(reports: list[dict], name: str, key: str) -> np.ndarray:
+    """`[R, repeats]` seconds."""
+    return np.asarray([report["rows"][name][key] for report in reports])
+
+
+def main() -> None:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--address", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank is None:
+        # Or the ranks would outlive a parent that is told to stop.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        show(measure(args.repeats))
+    else:
+        run_rank(args.rank, args.address, args.repeats, args.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Moving experts between ranks, with all that belongs to them, between two steps."""
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Int
+
+from jax_moe_lb.homes import checked_permutation
+from jax_moe_lb.types import AnyArray
+
+Params = TypeVar("Params")
+OptState = TypeVar("OptState")
+Path = tuple[str, ...]
+
+WEIGHTS = ("up", "down", "gate")
+"""Parameters of an `MoE` with one line per place; those of its router keep the order of experts."""
+
+HOMES = "homes"
+
+
+def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "layers E"]) -> tuple[Params, OptState]:
+    """Parameters and optimizer state with the experts at their new places; what they compute is the same.
+
+    `MoE` layers are found by their paths: `kernel` `[H, E]` beside `up` and `down` `[E, ...]`. What is permuted: `up`,
+    `down` and `gate`, and in the optimizer state every leaf whose path ends like that of one of them. `homes`
+    follows, so the router's kernel, bias and running loads stay as they are.
+
+    It is arithmetic on arrays, for `jax.jit`: give it `out_shardings` equal to the shardings of its arguments and
+    donate them, and the compiler exchanges the experts between devices.
+
+    Args:
+        params: state of a model, or a tree that holds one: its `MoE` layers are `relocatable`.
+        opt_state: that of any optimizer that keeps one array per parameter.
+        permutation: of `relocation`; layers in the order of their paths in `params`. What is traced is not checked
+            here, but homes are where the layer uses them.
+
+    Raises:
+        ValueError: no layers, layers without homes, a permutation of another shape, or optimizer state of another shape
+            than its parameter.
+    """
+    layers = list(_layers(params))
+    shapes = _shapes(params)
+    if not layers:
+        raise ValueError("params have no MoE layer; expected kernel, up and down beside each other")
+    num_experts = shapes[(*layers[0], "kernel")][1]
+    if permutation.shape != (len(layers), num_experts):
+        raise ValueError(
+            f"permutation has shape {list(permutation.shape)}; "
+            f"expected {[len(layers), num_experts]}, of the layers and their experts"
+        )
+    if not isinstance(permutation, jax.core.Tracer):
+        checked_permutation("permutation", permutation, permutation.shape)
+    orders: dict[Path, Any] = {}
+    for layer, order in zip(layers, permutation, strict=True):
+        if (*layer, HOMES) not in shapes:
+            raise ValueError(f"{'.'.join(layer)} has no homes; expected an MoE made with relocatable=True")
+        orders |= {(*layer, name): order for name in (*WEIGHTS, HOMES) if (*layer, name) in shapes}
+
+    def moved_state(key_path: Any, leaf: Any) -> Any:
+        path = _names(key_path)
+        owner = next((path[i:] for i in range(len(path)) if path[i:] in orders), None)
+        if owner is None:
+            return leaf
+        if leaf.shape != shapes[owner]:
+            raise ValueError(
+                f"{'.'.join(path)} has shape {list(leaf.shape)}; expected that of its parameter, {list(shapes[owner])}"
+            )
+        return leaf[orders[owner]]
+
+    def moved_params(key_path: Any, leaf: Any) -> Any:
+        path = _names(key_path)
+        if path not in orders:
+            return leaf
+        if path[-1] == HOMES:
+            return jnp.argsort(orders[path]).astype(leaf.dtype)[leaf]
+        return leaf[orders[path]]
+
+    return jax.tree.map_with_path(moved_params, params), jax.tree.map_with_path(moved_state, opt_state)
+
+
+def expert_bytes(params: Any, opt_state: Any) -> int:
+    """Bytes that one expert of a layer has in parameters and optimizer state: what moving it costs, on average."""
+    layers = list(_layers(params))
+    owners = {(*layer, name) for layer in layers for name in WEIGHTS}
+    total = 0
+    for key_path, leaf in jax.tree.leaves_with_path((params, opt_state)):
+        path = _names(key_path)
+        if any(path[i:] in owners for i in range(len(path))):
+            total += leaf.size // leaf.shape[0] * leaf.dtype.itemsize
+    return total // max(1, len(layers))
+
+
+def _layers(tree: Any) -> Iterator[Path]:
+    """Paths of the `MoE` layers in it, in its order."""
+    shapes = _shapes(tree)
+    for path, shape in shapes.items():
+        layer, up, down = path[:-1], shapes.get((*path[:-1], "up")), shapes.get((*path[:-1], "down"))
+        if path[-1:] == ("kernel",) and up and down and len(up) == len(down) == 3 and shape[1] == up[0] == down[0]:
+            yield layer
+
+
+def _shapes(tree: Any) -> dict[Path, tuple[int, ...]]:
+    return {_names(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def _names(path: Any) -> Path:
+    """A path as words, without the `value` in which Flax ends that of a variable."""
+    names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+    return names[:-1] if names[-1:] == ("value",) else names

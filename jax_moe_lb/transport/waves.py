@@ -1,0 +1,241 @@
+"""Both waves of `Staged`, forward and backward, beside what plans and copies.
+
+The order in which things depend on each other: `post` and wave 1 need the load alone; then `plan_and_copy`, which
+passes on wave 1; then, with the plan, `address`; then `join` and wave 2.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jax_moe_lb.experts import Experts
+from jax_moe_lb.legality import ensure_legal
+from jax_moe_lb.ops._peer import Route
+from jax_moe_lb.ops._planner import HostPlanner
+from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
+from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
+from jax_moe_lb.plan import Plan
+from jax_moe_lb.systems import Replicate, System
+from jax_moe_lb.topology import Topology
+from jax_moe_lb.transport.direct import Copies, Receipt
+from jax_moe_lb.transport.peer_copy import PeerCopy
+from jax_moe_lb.transport.rounds import to_sending_order
+from jax_moe_lb.transport.staged import Dynamic, Staged, Waves
+from jax_moe_lb.types import Counts, GroupSizes, Rows, Tokens, iota, wide_dtype
+
+
+class Routed(NamedTuple):
+    """What is known before the plan.
+
+    Args:
+        experts: expert of each copy of this rank.
+        counts: the load of all ranks.
+        dynamic: which experts the plan may take from home.
+    """
+
+    experts: Int[Array, "T K"]
+    counts: Counts
+    dynamic: Dynamic
+
+
+class Ways(NamedTuple):
+    """How things travel and plans are made; static.
+
+    Args:
+        dispatch: tokens.
+        replicate: weights.
+        planner: makes the plan when wave 1 is on its way, and between whom weights are then copied; `None`: there is
+            a plan.
+        topology: its expert axes.
+    """
+
+    dispatch: Staged
+    replicate: Replicate
+    planner: tuple[HostPlanner, Route] | None
+    topology: Topology
+
+    @classmethod
+    def of(cls, dispatch: Staged, system: System, plan: Plan, topology: Topology) -> "Ways":
+        """With a planner where it can run beside wave 1.
+
+        Args:
+            dispatch: of the system.
+            system: its strategies.
+            plan: from which the planner starts.
+            topology: its expert axes.
+        """
+        planner = system.balancer.host_planner(plan.domain)
+        if planner is None or not isinstance(system.replicate, PeerCopy) or plan.slots == plan.num_home:
+            return cls(dispatch, system.replicate, None, topology)
+        return cls(dispatch, system.replicate, (planner, system.replicate.route(topology)), topology)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def serve_in_waves(
+    tokens: Tokens, experts: Experts, routed: Routed, plan: Plan, ways: Ways
+) -> tuple[Copies, Plan, Waves]:
+    """Every copy of every token through its expert, wherever the plan puts it.
+
+    Kept for the backward pass are tokens, home weights, plan and receipts. It makes no plan but replays this one, in
+    the same two waves: weights are copied again, beside the first, and gradients of replicas are added at home.
+
+    Args:
+        tokens: of this rank.
+        experts: its home experts.
+        routed: what is known before the plan.
+        plan: the plan, or with a planner what it starts from.
+        ways: see there.
+
+    Returns:
+        The experts' outputs in the sending order of both waves, 0 for copies that go nowhere; the plan, which is
+        legal; who sent what where.
+    """
+    dispatch, replicate, _, topology = ways
+    static = dispatch.address_static(*routed, topology)
+    pending: Any
+    if ways.planner is not None:
+        planner, route = ways.planner
+        # Every exchange of wave 1 reads this, so `post` comes before them.
+        first, posted = post(plan.placement, plan.quota, experts, static.first_sent, route=route)
+        out = _first_wave(tokens, experts, replace(static, first_sent=first), ways)
+        out, tables, pending = plan_and_copy(posted, out, planner=planner)
+        plan = ensure_legal(replace(plan, placement=tables[0], quota=tables[1]), routed.counts, routed.dynamic)
+    else:
+        plan = ensure_legal(plan, routed.counts, routed.dynamic)
+        pending = _start(experts, plan, ways)
+        out = _first_wave(tokens, experts, static, ways)
+    waves = dispatch.address(*routed, plan, static, topology)
+    slots = None if pending is None else replicate.join(pending, out)
+    with jax.named_scope("dynamic_wave"):
+        copies = to_sending_order(tokens, waves.dynamic, routed.experts.shape[1])
+        out = _rounds(copies, waves.dynamic, partial(_by_home_and_slots, experts, slots), out, ways)
+    return out, plan, waves
+
+
+def _first_wave(tokens: Tokens, experts: Experts, receipt: Receipt, ways: Ways) -> Copies:
+    """Outputs of the static copies."""
+    with jax.named_scope("static_wave"):
+        copies = to_sending_order(tokens, receipt, receipt.order.size // tokens.shape[0])
+        return _rounds(
+            copies, receipt, lambda rows, sizes: grouped_ffn(rows, experts, sizes), jnp.zeros_like(copies), ways
+        )
+
+
+def _rounds(
+    copies: Copies, receipt: Receipt, ffn: Callable[[Rows, GroupSizes], Rows], out: Copies, ways: Ways
+) -> Copies:
+    """Writes the outputs of one wave into `out`."""
+    direct, topology = ways.dispatch.direct, ways.topology
+
+    def one_round(i: Array, out: Copies) -> Copies:
+        rows, group_sizes = direct.send(copies, receipt, i, topology)
+        return direct.send_back(ffn(rows, group_sizes), receipt, i, out, topology)
+
+    return jax.lax.fori_loop(0, receipt.rounds, one_round, out)
+
+
+def _by_home_and_slots(home: Experts, slots: Experts | None, rows: Rows, group_sizes: GroupSizes) -> Rows:
+    """Rows of home experts and then of replicas, without a copy of the home weights beside the replicas."""
+    num_home = home.up.shape[0]
+    out = grouped_ffn(rows, home, group_sizes[:num_home])
+    if slots is None:
+        return out
+    shift = group_sizes[:num_home].sum(dtype=jnp.int32)
+    return out + _rolled(grouped_ffn(_rolled(rows, shift), slots, group_sizes[num_home:]), -shift)
+
+
+def _rolled(rows: Rows, shift: Int[Array, ""]) -> Rows:
+    """The rows from `shift` on, then those before."""
+    return rows[(iota(rows.shape[0]) + shift) % rows.shape[0]]
+
+
+def _start(experts: Experts, plan: Plan, ways: Ways) -> Any:
+    return None if plan.slots == plan.num_home else ways.replicate.start(experts, plan, ways.topology)
+
+
+# ---- backward ----------------------------------------------------------------------
+
+
+Saved = tuple[Tokens, Experts, Plan, Waves]
+
+
+def _save(
+    tokens: Tokens, experts: Experts, routed: Routed, plan: Plan, ways: Ways
+) -> tuple[tuple[Copies, Plan, Waves], Saved]:
+    out, plan, waves = serve_in_waves(tokens, experts, routed, plan, ways)
+    return (out, plan, waves), (tokens, experts, plan, waves)
+
+
+def _backward(ways: Ways, saved: Saved, gradients: tuple[Copies, Any, Any]) -> tuple[Tokens, Experts, None, None]:
+    tokens, experts, plan, waves = saved
+    # Or XLA sees that this is what the forward pass did, and keeps the replicas until now instead.
+    experts, upstream = jax.lax.optimization_barrier((experts, gradients[0]))
+    per_tok = waves.dynamic.order.size // tokens.shape[0]
+    copies, by_token = jax.vjp(lambda tokens: to_sending_order(tokens, waves.dynamic, per_tok), tokens)
+    pending = _start(experts, plan, ways)
+
+    def at_home(rows: Rows, group_sizes: GroupSizes, upstream: Rows) -> tuple[Rows, Experts]:
+        return grouped_ffn_gradients(rows, experts, group_sizes, upstream)
+
+    with jax.named_scope("static_wave"):
+        zeros = jnp.zeros_like(copies), _zeros(experts)
+        first = _gradient_rounds(copies, upstream, waves.static, at_home, zeros, ways)
+    slots = None if pending is None else ways.replicate.join(pending, first)
+    with jax.named_scope("dynamic_wave"):
+        anywhere = partial(_gradients_by_home_and_slots, experts, slots)
+        both = first[0], (first[1], None if slots is None else _zeros(slots))
+        copy_gradients, (home, moved) = _gradient_rounds(copies, upstream, waves.dynamic, anywhere, both, ways)
+    if moved is not None:
+        home = jax.tree.map(jnp.add, home, ways.replicate.sum_at_home(moved, plan, ways.topology))
+    return *by_token(copy_gradients), jax.tree.map(lambda g, w: g.astype(w.dtype), home, experts), None, None
+
+
+serve_in_waves.defvjp(_save, _backward)
+
+
+def _gradient_rounds(
+    copies: Copies,
+    upstream: Copies,
+    receipt: Receipt,
+    pull_back: Callable[[Rows, GroupSizes, Rows], tuple[Rows, Any]],
+    carry: tuple[Copies, Any],
+    ways: Ways,
+) -> tuple[Copies, Any]:
+    """Writes the gradients of one wave's copies into the first of `carry`, and adds those of its experts to the second.
+
+    Every round sends the copies again, and the gradients of their outputs.
+    """
+    direct, topology = ways.dispatch.direct, ways.topology
+
+    def one_round(i: Array, carry: tuple[Copies, Any]) -> tuple[Copies, Any]:
+        rows, group_sizes = direct.send(copies, receipt, i, topology)
+        row_upstream, _ = direct.send(upstream, receipt, i, topology)
+        row_gradients, gradients = pull_back(rows, group_sizes, row_upstream)
+        copy_gradients = direct.send_back(row_gradients, receipt, i, carry[0], topology)
+        return copy_gradients, jax.tree.map(jnp.add, carry[1], gradients)
+
+    return jax.lax.fori_loop(0, receipt.rounds, one_round, carry)
+
+
+def _gradients_by_home_and_slots(
+    home: Experts, slots: Experts | None, rows: Rows, group_sizes: GroupSizes, upstream: Rows
+) -> tuple[Rows, tuple[Experts, Experts | None]]:
+    """Of `_by_home_and_slots`."""
+    num_home = home.up.shape[0]
+    out, of_home = grouped_ffn_gradients(rows, home, group_sizes[:num_home], upstream)
+    if slots is None:
+        return out, (of_home, None)
+    shift = group_sizes[:num_home].sum(dtype=jnp.int32)
+    moved, of_slots = grouped_ffn_gradients(
+        _rolled(rows, shift), slots, group_sizes[num_home:], _rolled(upstream, shift)
+    )
+    return out + _rolled(moved, -shift), (of_home, of_slots)
+
+
+def _zeros(experts: Experts) -> Experts:
+    return jax.tree.map(lambda w: jnp.zeros_like(w, wide_dtype(w)), experts)

@@ -1,0 +1,72 @@
+"""Runs whose experts move."""
+
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from models.loop import execute, prepare
+from models.presets import ParallelConfig, TrainConfig
+from models.recording import RunFolder
+from tests.models.small import CONFIG, CORPUS, run
+
+MOVING = dataclasses.replace(
+    CONFIG,
+    parallel=dataclasses.replace(CONFIG.parallel, ranks_per_domain=4),
+    relocate_interval=2,
+    relocate_min_gain=0.0,
+)
+
+
+def losses(folder):
+    return [row["loss"] for row in folder.rows("step")]
+
+
+def by_expert(folder):
+    """Loads of each step and layer, by expert."""
+    with np.load(folder.counts) as arrays:
+        loads = arrays["counts"].sum(2)
+    for row in folder.rows("relocation"):
+        later = slice(row["step"], None)
+        homes = np.asarray(row["homes"])
+        with np.load(folder.counts) as arrays:
+            loads[later] = np.take_along_axis(arrays["counts"].sum(2)[later], homes[None], 2)
+    return loads
+
+
+def test_losses_do_not_change_and_a_resumed_run_finds_its_homes(trained_run, tmp_path):
+    moving = RunFolder(tmp_path / "moving")
+    run(MOVING, moving.path)
+    stayed = RunFolder(trained_run)
+    rows = moving.rows("relocation")
+    assert rows[0]["step"] == 2
+    assert all(row["experts_moved"] > 0 and row["bytes_moved"] % row["experts_moved"] == 0 for row in rows)
+    np.testing.assert_allclose(losses(moving), losses(stayed), rtol=2e-5)
+    # To a few tokens whose two best experts are close.
+    assert np.abs(by_expert(moving) - by_expert(stayed)).sum() < 0.01 * by_expert(stayed).sum()
+
+    killed = RunFolder(tmp_path / "killed")
+    shutil.copytree(moving.path, killed.path)
+    shutil.rmtree(killed.checkpoints / str(MOVING.steps))
+    execute(prepare(MOVING, CORPUS, killed.path, resume=True), Console(quiet=True))
+    assert losses(killed) == losses(moving)
+    assert killed.rows("relocation") == rows
+    with np.load(killed.counts) as resumed, np.load(moving.counts) as straight:
+        np.testing.assert_array_equal(resumed["counts"], straight["counts"])
+
+
+def test_a_run_without_homes_cannot_go_on_with_them(trained_run, tmp_path):
+    folder = shutil.copytree(trained_run, tmp_path / "run")
+    with pytest.raises(ValueError, match="relocating is True; expected False, that of the run to resume"):
+        prepare(MOVING, CORPUS, folder, resume=True)
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="relocate_interval is 0; expected at least 1"):
+        TrainConfig(relocate_interval=0)
+    with pytest.raises(ValueError, match=r"relocate_min_gain is 1.0; expected"):
+        TrainConfig(relocate_min_gain=1.0)
+    with pytest.raises(ValueError, match="ranks_per_domain is 3; expected a divisor of expert_parallel 8"):
+        ParallelConfig(ranks_per_domain=3)
