@@ -12,7 +12,7 @@ NATIVE := CMakeLists.txt $(shell find ffi)
 train: $(VENV)/.installed
 	$(BIN)/python -m models.train --preset tiny $(ARGS)
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -n 2 $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -49,7 +49,7 @@ def main() -> None:
         print(f"refused: {refusal}")
     logging.getLogger("jax").setLevel(logging.CRITICAL)  # which would log the traceback of the callback
     try:
-        HostBalancer(careless).rebalance(counts, before, topology, ())
+        jax.jit(lambda counts: HostBalancer(careless).rebalance(counts, before, topology, ()))(counts)
     except jax.errors.JaxRuntimeError as refusal:
         print(f"refused at run time too: {str(refusal).splitlines()[-1]}")
 

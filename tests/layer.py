@@ -1,6 +1,7 @@
 """One MoE layer over a mesh, next to its dense reference."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -71,14 +72,17 @@ def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma
     )
 
 
-def with_gradients(layer):
-    """Jitted `(x, mask, kernel, experts, target) -> ((y, stats), gradients of x, kernel and experts)`."""
+def with_gradients(layer, optimized=True):
+    """Jitted `(x, mask, kernel, experts, target) -> ((y, stats), gradients of x, kernel and experts)`.
+
+    Compiling takes longer than running: without optimisations, about half as long.
+    """
 
     def loss(x, kernel, experts, mask, target):
         y, stats = layer(x, mask, kernel, experts)
         return (y.astype(target.dtype) * target).sum(), (y, stats)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=None if optimized else {"xla_backend_optimization_level": 0})
     def run(x, mask, kernel, experts, target):
         gradients, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, kernel, experts, mask, target)
         return out, gradients
@@ -87,8 +91,8 @@ def with_gradients(layer):
 
 
 def dense_with_gradients(router):
-    """The same for the dense reference."""
-    return with_gradients(lambda x, mask, kernel, experts: (dense_moe(x, kernel, experts, router, mask), None))
+    """The same for the dense reference, without optimisations."""
+    return with_gradients(lambda x, mask, kernel, experts: (dense_moe(x, kernel, experts, router, mask), None), False)
 
 
 def assert_close(actual, expected, relative):

@@ -30,11 +30,11 @@ ARRAYS = {
 
 OPTIONS = {
     "unknown system": (("--system", "nope"), "--system is 'nope'; expected one of"),
-    "abstract system": (("--system", "base"), "greedy, plain"),
-    "system with arguments": (("--system", "host"), "greedy, plain"),
-    "system of elsewhere": (("--system", "../plan"), "greedy, plain"),
+    "abstract system": (("--system", "base"), "greedy, lplb, plain"),
+    "system with arguments": (("--system", "host"), "greedy, lplb, plain"),
+    "system of elsewhere": (("--system", "../plan"), "greedy, lplb, plain"),
     "no system": ((), "--system"),
-    "slots below home": ((*PLAIN, "--slots", "1"), "slots is 1; expected at least the 2"),
+    "slots below home": ((*PLAIN, "--slots", "1"), "slots is 1; expected 2, a rank's home"),
     "slots beyond experts": ((*PLAIN, "--slots", "99999999999"), "at most the 8 experts"),
     "no slots": ((*PLAIN, "--slots", "0"), "--slots is '0'"),
     "negative slots": ((*PLAIN, "--slots", "-4"), "--slots is '-4'"),
