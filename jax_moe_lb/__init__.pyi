@@ -11,6 +11,7 @@ from .balancers.greedy import Greedy as Greedy
 from .balancers.host import HostBalancer as HostBalancer
 from .balancers.lplb import LPLB as LPLB
 from .balancers.plain import Plain as Plain
+from .balancers.rails import RailS as RailS
 from .balancers.ultraep import UltraEP as UltraEP
 from .costs import Cost as Cost
 from .experts import Experts as Experts
@@ -44,6 +45,7 @@ from .systems import feplb as feplb
 from .systems import greedy as greedy
 from .systems import lplb as lplb
 from .systems import plain as plain
+from .systems import rails as rails
 from .systems import ultraep as ultraep
 from .topology import Level as Level
 from .topology import Topology as Topology
@@ -51,5 +53,6 @@ from .transport.direct import Direct as Direct
 from .transport.gather import Gather as Gather
 from .transport.peer_copy import PeerCopy as PeerCopy
 from .transport.relay import Relay as Relay
+from .transport.spray import Spray as Spray
 from .transport.staged import Staged as Staged
 from .virtual_devices import use_virtual_cpu_devices as use_virtual_cpu_devices

@@ -11,11 +11,14 @@ from jax_moe_lb.balancers.feplb import FEPLB
 from jax_moe_lb.balancers.greedy import Greedy
 from jax_moe_lb.balancers.lplb import LPLB
 from jax_moe_lb.balancers.plain import Plain
+from jax_moe_lb.balancers.rails import RailS
 from jax_moe_lb.balancers.ultraep import UltraEP
 from jax_moe_lb.transport.direct import Direct
+from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.gather import Gather
 from jax_moe_lb.transport.peer_copy import PeerCopy
 from jax_moe_lb.transport.relay import Relay
+from jax_moe_lb.transport.spray import Spray
 from jax_moe_lb.transport.staged import Staged
 
 Replicate = Gather | PeerCopy | Relay
@@ -35,7 +38,7 @@ class System:
 
     balancer: Balancer = field(default_factory=Plain)
     replicate: Replicate = field(default_factory=Gather)
-    dispatch: Direct | Staged = field(default_factory=Direct)
+    dispatch: Dispatch | Staged = field(default_factory=Direct)
     replica_slots: int = 0
 
     def __post_init__(self) -> None:
@@ -86,3 +89,8 @@ def eplb_plus(replica_slots: int = 2, headroom: float = 1.05) -> System:
 def lplb(replica_slots: int = 2, headroom: float = 1.05) -> System:
     """LPLB: a linear program over a fixed graph of replicas, solved on the host."""
     return System(LPLB(), dispatch=Direct(headroom), replica_slots=replica_slots)
+
+
+def rails(headroom: float = 1.05) -> System:
+    """RailS: tokens between domains are sprayed over all rails. Mesh axes must make up the domains."""
+    return System(RailS(), dispatch=Spray(headroom))

@@ -23,7 +23,9 @@ from jax_moe_lb import (
     PeerCopy,
     Plain,
     Plan,
+    RailS,
     Relay,
+    Spray,
     Staged,
     System,
     TopK,
@@ -63,6 +65,7 @@ BALANCERS = {
     FasterMoE: SHADOWS,
     UltraEP: UltraEP(min_tokens=4),
     Exact: Exact(),
+    RailS: RailS(),
     HostBalancer: HostBalancer(swap_halves),
     Chain: Chain((HostBalancer(swap_halves), Greedy(min_tokens=2))),
 }
@@ -80,8 +83,12 @@ SYSTEMS = {
     "lplb": System(LPLB(), replica_slots=1),
     "host": System(BALANCERS[HostBalancer], replica_slots=1),
     "chain": System(BALANCERS[Chain], replica_slots=3),
+    "rails": System(Chain((Greedy(), RailS())), dispatch=Spray(0.6), replica_slots=2),
     "peer copies": System(Greedy(), replicate=PeerCopy(), replica_slots=2),
 }
+ON_RAILS = {"rails"}
+"""Systems that need mesh axes for domains and rails."""
+
 # ranks, ranks per domain, experts, slots
 SHAPES = [(8, 8, 16, 4), (8, 4, 16, 3), (8, 2, 8, 3), (1, 1, 4, 4), (6, 3, 18, 4)]
 
@@ -128,8 +135,10 @@ DTYPES = [("float64", 1e-12, SYSTEMS), ("float32", 1e-5, TRANSPORTS), ("bfloat16
 )
 def test_layer_equals_dense(name, dtype, relative, x64):
     """Outputs and gradients of tokens, router and experts; one compilation for all workloads."""
-    case, mesh = Case(), make_mesh((8,), ("expert",))
-    topology = Topology.from_mesh(mesh, ranks_per_domain=4)
+    sizes, axes = ((2, 4), ("domain", "rail")) if name in ON_RAILS else ((8,), ("expert",))
+    case, mesh = Case(), make_mesh(sizes, axes)
+    rails = 4 if name in ON_RAILS else 1
+    topology = Topology.from_mesh(mesh, axes, ranks_per_domain=4, rails_per_domain=rails)
     kernel, experts = case.params(dtype)
     layer = with_gradients(sharded_moe(mesh, topology, SYSTEMS[name]), optimized=dtype != "float64")
     dense = dense_with_gradients(TopK(2))
