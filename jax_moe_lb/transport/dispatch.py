@@ -61,7 +61,7 @@ class Dispatch(abc.ABC):
             topology: its expert axes.
 
         Returns:
-            A `AnyReceipt` of its own kind, which `send` and `send_back` read.
+            An `AnyReceipt` of its own kind, which `send` and `send_back` read.
 
         Raises:
             ValueError: the plan says something that this dispatch does not do.

@@ -25,7 +25,6 @@ from jax_moe_lb import (
     Plan,
     RailS,
     Relay,
-    Spray,
     Staged,
     System,
     TopK,
@@ -36,6 +35,7 @@ from jax_moe_lb import (
     greedy,
     plain,
     plain_plan,
+    rails,
 )
 from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
@@ -83,7 +83,7 @@ SYSTEMS = {
     "lplb": System(LPLB(), replica_slots=1),
     "host": System(BALANCERS[HostBalancer], replica_slots=1),
     "chain": System(BALANCERS[Chain], replica_slots=3),
-    "rails": System(Chain((Greedy(), RailS())), dispatch=Spray(0.6), replica_slots=2),
+    "rails": rails(0.6),
     "peer copies": System(Greedy(), replicate=PeerCopy(), replica_slots=2),
 }
 ON_RAILS = {"rails"}
@@ -137,8 +137,8 @@ def test_layer_equals_dense(name, dtype, relative, x64):
     """Outputs and gradients of tokens, router and experts; one compilation for all workloads."""
     sizes, axes = ((2, 4), ("domain", "rail")) if name in ON_RAILS else ((8,), ("expert",))
     case, mesh = Case(), make_mesh(sizes, axes)
-    rails = 4 if name in ON_RAILS else 1
-    topology = Topology.from_mesh(mesh, axes, ranks_per_domain=4, rails_per_domain=rails)
+    num_rails = 4 if name in ON_RAILS else 1
+    topology = Topology.from_mesh(mesh, axes, ranks_per_domain=4, rails_per_domain=num_rails)
     kernel, experts = case.params(dtype)
     layer = with_gradients(sharded_moe(mesh, topology, SYSTEMS[name]), optimized=dtype != "float64")
     dense = dense_with_gradients(TopK(2))
