@@ -9,6 +9,7 @@ from .balancers.fastermoe import FasterMoE as FasterMoE
 from .balancers.feplb import FEPLB as FEPLB
 from .balancers.greedy import Greedy as Greedy
 from .balancers.host import HostBalancer as HostBalancer
+from .balancers.hybridep import HybridEP as HybridEP
 from .balancers.lplb import LPLB as LPLB
 from .balancers.plain import Plain as Plain
 from .balancers.rails import RailS as RailS
@@ -19,6 +20,8 @@ from .homes import domain_floor as domain_floor
 from .homes import moved_experts as moved_experts
 from .homes import relocated as relocated
 from .homes import relocation as relocation
+from .hybrid import Domains as Domains
+from .hybrid import hybrid_mesh as hybrid_mesh
 from .legality import check_plan as check_plan
 from .losses import Losses as Losses
 from .pipeline import CHECKPOINT_NAMES as CHECKPOINT_NAMES
@@ -36,6 +39,9 @@ from .routing import GroupLimit as GroupLimit
 from .routing import TopK as TopK
 from .split import Split as Split
 from .split import nearest_first as nearest_first
+from .streams import DomainChoice as DomainChoice
+from .streams import Work as Work
+from .streams import choose_domains as choose_domains
 from .systems import System as System
 from .systems import eplb as eplb
 from .systems import eplb_plus as eplb_plus
@@ -43,14 +49,18 @@ from .systems import exact as exact
 from .systems import fastermoe as fastermoe
 from .systems import feplb as feplb
 from .systems import greedy as greedy
+from .systems import hybridep as hybridep
 from .systems import lplb as lplb
 from .systems import plain as plain
 from .systems import rails as rails
 from .systems import ultraep as ultraep
 from .topology import Level as Level
 from .topology import Topology as Topology
+from .transport.codec import Codec as Codec
 from .transport.direct import Direct as Direct
 from .transport.gather import Gather as Gather
+from .transport.migrate import DomainGather as DomainGather
+from .transport.migrate import Migrate as Migrate
 from .transport.peer_copy import PeerCopy as PeerCopy
 from .transport.relay import Relay as Relay
 from .transport.spray import Spray as Spray

@@ -9,6 +9,7 @@ from jax_moe_lb.balancers.exact import Exact
 from jax_moe_lb.balancers.fastermoe import FasterMoE
 from jax_moe_lb.balancers.feplb import FEPLB
 from jax_moe_lb.balancers.greedy import Greedy
+from jax_moe_lb.balancers.hybridep import HybridEP
 from jax_moe_lb.balancers.lplb import LPLB
 from jax_moe_lb.balancers.plain import Plain
 from jax_moe_lb.balancers.rails import RailS
@@ -16,12 +17,13 @@ from jax_moe_lb.balancers.ultraep import UltraEP
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.gather import Gather
+from jax_moe_lb.transport.migrate import DomainGather
 from jax_moe_lb.transport.peer_copy import PeerCopy
 from jax_moe_lb.transport.relay import Relay
 from jax_moe_lb.transport.spray import Spray
 from jax_moe_lb.transport.staged import Staged
 
-Replicate = Gather | PeerCopy | Relay
+Replicate = Gather | PeerCopy | Relay | DomainGather
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,14 @@ def ultraep(replica_slots: int = 2, headroom: float = 1.05) -> System:
 def exact(replica_slots: int = 2, headroom: float = 1.05) -> System:
     """The lowest maximum load that a search finds, then few replicas; needs the custom calls."""
     return System(Exact(), dispatch=Direct(headroom), replica_slots=replica_slots)
+
+
+def hybridep(replica_slots: int = 2, headroom: float = 1.05) -> System:
+    """HybridEP's plan on any mesh: every rank holds the experts of its domain, as large as the slots allow.
+
+    On a mesh of `hybrid_mesh` use `Migrate` instead, which moves experts before tokens are known, with any system.
+    """
+    return System(HybridEP(), dispatch=Direct(headroom), replica_slots=replica_slots)
 
 
 def feplb(replica_slots: int = 4, headroom: float = 1.05) -> System:

@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["_pytree", "types", "virtual_devices"],
     ["topology", "experts", "split", "_floor_share"],
-    ["plan", "ops", "routing", "history", "repacking"],
+    ["plan", "ops", "routing", "history", "repacking", "hybrid", "streams"],
     ["legality", "losses", "costs", "homes"],
     ["transport.dispatch", "transport.hop", "transport.packing", "transport.relays"],
     [
@@ -27,6 +27,8 @@ LAYERS = [
         "transport.relay",
         "transport.spray",
         "transport.staged",
+        "transport.codec",
+        "transport.migrate",
     ],
     ["systems"],
     ["transport.rounds", "transport.waves"],
