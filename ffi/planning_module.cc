@@ -22,6 +22,7 @@
 #include "ffi/planning/lpt.h"
 #include "ffi/planning/quota.h"
 #include "ffi/planning/relay.h"
+#include "ffi/planning/spray.h"
 #include "ffi/planning/ultraep.h"
 
 namespace py = pybind11;
@@ -255,6 +256,20 @@ py::tuple Exact(const py::array& counts_array, size_t num_slots, int64_t domain,
   });
 }
 
+Int32Array Spray(const py::array& rows_array, const py::array& ticks_array, int64_t domain, int64_t chunks) {
+  const Operand rows("rows", rows_array, "R, R");
+  const Operand ticks("ticks", ticks_array, "N");
+  const Shape layers = Broadcast({&rows, &ticks});
+  const size_t ranks = rows.last(0), columns = rows.last(1), num_rails = ticks.last(0);
+  Int32Array rails = Result(layers, {ranks, columns, num_rails});
+  int32_t* out = rails.mutable_data();
+  ForLayers(layers, [&](size_t layer) {
+    return moe_lb::Spray(In(rows.Layer(layer, layers), ranks, columns), {ticks.Layer(layer, layers), num_rails}, domain,
+                         chunks, Out(out + layer * ranks * columns * num_rails, ranks, columns * num_rails));
+  });
+  return rails;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_planning, module) {
@@ -279,6 +294,8 @@ PYBIND11_MODULE(_planning, module) {
   module.def("relay", &Relay, py::arg("placement"), py::arg("num_home"), py::arg("min_replicas") = 4,
              py::arg("max_relays") = 8, py::arg("min_gain") = 2,
              "Ranks [..., R, S] that the slots of a placement [..., R, S] copy from; see jax_moe_lb.ops.relay");
+  module.def("spray", &Spray, py::arg("rows"), py::arg("ticks"), py::arg("domain"), py::arg("chunks"),
+             "Rows [..., R, R, N] on each rail; see jax_moe_lb.ops.spray");
   module.def("exact", &Exact, py::arg("counts"), py::arg("num_slots"), py::arg("domain"), py::arg("eps") = 0.01,
              py::arg("max_fan_out") = py::none(), py::arg("localize") = true,
              "Placement [..., R, S] and quota [..., E, R] for counts [..., R, E]; see jax_moe_lb.ops.exact");

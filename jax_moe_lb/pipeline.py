@@ -204,9 +204,14 @@ def at_homes(experts: Int[Array, "T K"], counts: Counts, homes: Int[Array, "E"])
 
 def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:
     """The experts, as different values on each data shard: the transpose sums their gradients over the shards."""
-    if not topology.data_axes:
-        return experts
-    return jax.lax.pcast(experts, topology.data_axes, to="varying")
+
+    def vary(leaf: Array) -> Array:
+        # Gathered over some of these axes, they already differ over them.
+        varying = jax.typeof(leaf).manual_axis_type.varying
+        axes = tuple(axis for axis in topology.data_axes if axis not in varying)
+        return jax.lax.pcast(leaf, axes, to="varying") if axes else leaf
+
+    return jax.tree.map(vary, experts)
 
 
 def _stats(

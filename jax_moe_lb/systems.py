@@ -9,16 +9,21 @@ from jax_moe_lb.balancers.exact import Exact
 from jax_moe_lb.balancers.fastermoe import FasterMoE
 from jax_moe_lb.balancers.feplb import FEPLB
 from jax_moe_lb.balancers.greedy import Greedy
+from jax_moe_lb.balancers.hybridep import HybridEP
 from jax_moe_lb.balancers.lplb import LPLB
 from jax_moe_lb.balancers.plain import Plain
+from jax_moe_lb.balancers.rails import RailS
 from jax_moe_lb.balancers.ultraep import UltraEP
 from jax_moe_lb.transport.direct import Direct
+from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.gather import Gather
+from jax_moe_lb.transport.migrate import DomainGather
 from jax_moe_lb.transport.peer_copy import PeerCopy
 from jax_moe_lb.transport.relay import Relay
+from jax_moe_lb.transport.spray import Spray
 from jax_moe_lb.transport.staged import Staged
 
-Replicate = Gather | PeerCopy | Relay
+Replicate = Gather | PeerCopy | Relay | DomainGather
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class System:
 
     balancer: Balancer = field(default_factory=Plain)
     replicate: Replicate = field(default_factory=Gather)
-    dispatch: Direct | Staged = field(default_factory=Direct)
+    dispatch: Dispatch | Staged = field(default_factory=Direct)
     replica_slots: int = 0
 
     def __post_init__(self) -> None:
@@ -63,6 +68,14 @@ def exact(replica_slots: int = 2, headroom: float = 1.05) -> System:
     return System(Exact(), dispatch=Direct(headroom), replica_slots=replica_slots)
 
 
+def hybridep(replica_slots: int = 2, headroom: float = 1.05) -> System:
+    """HybridEP's plan on any mesh: every rank holds the experts of its domain, as large as the slots allow.
+
+    On a mesh of `hybrid_mesh` use `Migrate` instead, which moves experts before tokens are known, with any system.
+    """
+    return System(HybridEP(), dispatch=Direct(headroom), replica_slots=replica_slots)
+
+
 def feplb(replica_slots: int = 4, headroom: float = 1.05) -> System:
     """FEPLB: the busiest experts move, whole, to idle ranks of their domain, while the others are served."""
     return System(FEPLB(), PeerCopy(), Staged(headroom), replica_slots)
@@ -86,3 +99,8 @@ def eplb_plus(replica_slots: int = 2, headroom: float = 1.05) -> System:
 def lplb(replica_slots: int = 2, headroom: float = 1.05) -> System:
     """LPLB: a linear program over a fixed graph of replicas, solved on the host."""
     return System(LPLB(), dispatch=Direct(headroom), replica_slots=replica_slots)
+
+
+def rails(headroom: float = 1.05) -> System:
+    """RailS: tokens between domains are sprayed over all rails. Mesh axes must make up the domains."""
+    return System(RailS(), dispatch=Spray(headroom))

@@ -1,12 +1,14 @@
 """A decoder-only language model whose feed-forward networks are mixtures of experts."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
-from jax_moe_lb import ForceBalanced, Stats, System, TopK, Topology
+from jax_moe_lb import ForceBalanced, Migrate, Stats, System, TopK, Topology
 from jax_moe_lb.nn import MoE
 from models.presets import ModelConfig
 
@@ -55,6 +57,7 @@ class Block(nnx.Module):
         mesh: of the expert and data axes.
         topology: of `Topology.from_mesh(mesh)`.
         system: how load is balanced.
+        migrate: gathers experts inside expert domains first; `None`: they stay at home.
         relocatable: whether experts can move between ranks.
         rngs: random numbers for the parameters.
     """
@@ -66,6 +69,7 @@ class Block(nnx.Module):
         mesh: Mesh,
         topology: Topology,
         system: System,
+        migrate: Migrate | None = None,
         relocatable: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
@@ -81,6 +85,7 @@ class Block(nnx.Module):
             mesh=mesh,
             topology=topology,
             system=system,
+            migrate=migrate,
             relocatable=relocatable,
             rngs=rngs,
         )
@@ -100,6 +105,7 @@ class LanguageModel(nnx.Module):
         mesh: of the expert and data axes.
         topology: of `Topology.from_mesh(mesh)`.
         system: how load is balanced.
+        migrate: gathers experts inside expert domains first; `None`: they stay at home.
         relocatable: whether experts can move between ranks.
         rngs: random numbers for the parameters.
     """
@@ -112,12 +118,14 @@ class LanguageModel(nnx.Module):
         topology: Topology,
         system: System,
         relocatable: bool = False,
+        migrate: Migrate | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         self.embed = nnx.Embed(NUM_BYTES, config.embed_dim, rngs=rngs)
+        options: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system, "migrate": migrate}
 
         def block() -> Block:
-            return Block(config, mesh=mesh, topology=topology, system=system, relocatable=relocatable, rngs=rngs)
+            return Block(config, relocatable=relocatable, rngs=rngs, **options)
 
         self.blocks = nnx.List([block() for _ in range(config.num_layers)])
         self.norm = nnx.RMSNorm(config.embed_dim, rngs=rngs)

@@ -31,6 +31,7 @@ XLA_FFI_DEFINE_HANDLER(kFeplb, OnCpu<FeplbCall>::Run, FeplbBinding());
 XLA_FFI_DEFINE_HANDLER(kFasterMoe, OnCpu<FasterMoeCall>::Run, FasterMoeBinding());
 XLA_FFI_DEFINE_HANDLER(kUltraEp, OnCpu<UltraEpCall>::Run, UltraEpBinding());
 XLA_FFI_DEFINE_HANDLER(kRelay, OnCpu<RelayCall>::Run, RelayBinding());
+XLA_FFI_DEFINE_HANDLER(kSpray, OnCpu<SprayCall>::Run, SprayBinding());
 XLA_FFI_DEFINE_HANDLER(kExact, OnCpu<ExactCall>::Run, ExactBinding());
 
 }  // namespace
@@ -45,6 +46,7 @@ Registrations PlanningRegistrations() {
            {"moe_lb_plan_fastermoe", kFasterMoe},
            {"moe_lb_plan_ultraep", kUltraEp},
            {"moe_lb_plan_relay", kRelay},
+           {"moe_lb_plan_spray", kSpray},
            {"moe_lb_plan_exact", kExact}}};
 }
 

@@ -40,6 +40,7 @@ XLA_FFI_DEFINE_HANDLER(kFeplb, OnCuda<FeplbCall>::Run, OnStream(FeplbBinding()))
 XLA_FFI_DEFINE_HANDLER(kFasterMoe, OnCuda<FasterMoeCall>::Run, OnStream(FasterMoeBinding()));
 XLA_FFI_DEFINE_HANDLER(kUltraEp, OnCuda<UltraEpCall>::Run, OnStream(UltraEpBinding()));
 XLA_FFI_DEFINE_HANDLER(kRelay, OnCuda<RelayCall>::Run, OnStream(RelayBinding()));
+XLA_FFI_DEFINE_HANDLER(kSpray, OnCuda<SprayCall>::Run, OnStream(SprayBinding()));
 XLA_FFI_DEFINE_HANDLER(kExact, OnCuda<ExactCall>::Run, OnStream(ExactBinding()));
 
 constexpr XLA_FFI_TypeInfo kSchedulerInfo = xf::MakeTypeInfo<HostScheduler>();
@@ -56,6 +57,7 @@ Registrations PlanningRegistrations() {
            {"moe_lb_plan_fastermoe", kFasterMoe, kInstantiate},
            {"moe_lb_plan_ultraep", kUltraEp, kInstantiate},
            {"moe_lb_plan_relay", kRelay, kInstantiate},
+           {"moe_lb_plan_spray", kSpray, kInstantiate},
            {"moe_lb_plan_exact", kExact, kInstantiate}}};
 }
 

@@ -19,6 +19,7 @@
 #include "ffi/planning/lpt.h"
 #include "ffi/planning/quota.h"
 #include "ffi/planning/relay.h"
+#include "ffi/planning/spray.h"
 #include "ffi/planning/ultraep.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -260,6 +261,24 @@ inline auto EplbPlusBinding() {
       .Attr<int64_t>("domain")
       .Ret<Matrix>()   // new placement [R, S]
       .Ret<Matrix>()   // quota [E, R]
+      .Ret<Vector>();  // status [1]
+}
+
+// ---- Spray ---------------------------------------------------------------------
+
+inline PlannerCall SprayCall(Matrix rows, Vector ticks, int64_t domain, int64_t chunks, MatrixResult rails) {
+  return {"moe_lb_plan_spray", {In(rows), In(ticks)}, {Out(rails)}, [=](const Operands& in, const Results& out) {
+            return Spray(in[0], in[1].flat(), domain, chunks, out[0]);
+          }};
+}
+
+inline auto SprayBinding() {
+  return xla::ffi::Ffi::Bind()
+      .Arg<Matrix>()  // rows [R, R]
+      .Arg<Vector>()  // ticks [N]
+      .Attr<int64_t>("domain")
+      .Attr<int64_t>("chunks")
+      .Ret<Matrix>()   // rails [R, R * N]
       .Ret<Vector>();  // status [1]
 }
 

@@ -183,4 +183,23 @@ std::string JudgeRelay(const Attributes& attributes, const Operands& call, const
   return "";
 }
 
+std::string JudgeSpray(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets) {
+  const Numbers rows(call.args[0]), ticks(call.args[1]), rails(rets[0]);
+  const int64_t domain = Domain(attributes), num_rails = ticks.columns;
+  for (int64_t from = 0; from < rows.rows(); ++from) {
+    for (int64_t to = 0; to < rows.columns; ++to) {
+      int64_t sum = 0;
+      for (int64_t rail = 0; rail < num_rails; ++rail) {
+        const int32_t on_rail = rails.at(from, to * num_rails + rail);
+        const bool dead = ticks.at(0, rail) == 0 && from / domain != to / domain;
+        if (on_rail < 0 || (dead && on_rail > 0))
+          return Say("from ", from, " to ", to, " rail ", rail, " has ", on_rail);
+        sum += on_rail;
+      }
+      if (sum != rows.at(from, to)) return Say("from ", from, " to ", to, " ", sum, " of ", rows.at(from, to), " rows");
+    }
+  }
+  return "";
+}
+
 }  // namespace moe_lb::testing

@@ -25,4 +25,7 @@ std::string JudgeExact(const Attributes& attributes, const Operands& call, const
 // Of placement [R, S]: a replica copies from home, or from a rank that does and that holds the expert.
 std::string JudgeRelay(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets);
 
+// Of rows [R, R] and ticks [N]: each row is on one rail, and none between domains on a dead one.
+std::string JudgeSpray(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets);
+
 }  // namespace moe_lb::testing

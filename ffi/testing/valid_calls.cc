@@ -173,6 +173,22 @@ Call FasterMoe(Random& random) {
   return call;
 }
 
+Call Spray(Random& random) {
+  const int64_t rails = random.Between(1, 3);
+  const int64_t domain = rails * random.Between(1, 2);
+  const int64_t ranks = domain * random.Between(1, 3);
+  std::vector<int32_t> ticks(static_cast<size_t>(rails), 1);
+  for (int32_t& tick : ticks) tick = static_cast<int32_t>(random.Below(4));
+  ticks[0] = 1;
+  Call call;
+  call.attributes["domain"] = Int(domain);
+  call.attributes["chunks"] = Int(random.Between(1, 8));
+  call.devices.push_back({{IntsBetween(random, {ranks, ranks}, 0, 100), Ints({rails}, ticks)},
+                          {Result(kS32, {ranks, ranks * rails}), kStatus},
+                          {}});
+  return call;
+}
+
 // ---- the exchange of rows ------------------------------------------------------
 
 // The slices that one rank sends and receives, as numbers that fit.
@@ -553,6 +569,7 @@ const std::map<std::string, ValidCalls>& AllValidCalls() {
       {"moe_lb_plan_ultraep", {UltraEp, false, JudgeEdit}},
       {"moe_lb_plan_relay", {Relay, false, JudgeRelay}},
       {"moe_lb_plan_exact", {Exact, false, JudgeExact}},
+      {"moe_lb_plan_spray", {Spray, false, JudgeSpray}},
       {"moe_lb_ragged_exchange", {Exchange}},
       {"moe_lb_copy_start", {CopyStart}},
       {"moe_lb_copy_join", {CopyJoin}},

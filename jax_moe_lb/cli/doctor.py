@@ -73,6 +73,7 @@ OPERATIONS = (
     _planner("fastermoe"),
     _planner("ultraep"),
     _planner("relay"),
+    _planner("spray"),
     Operation(
         "exact",
         "not available",

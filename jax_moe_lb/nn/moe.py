@@ -18,6 +18,7 @@ from jax_moe_lb.plan import home_experts_per_rank
 from jax_moe_lb.routing import Router, updated_bias
 from jax_moe_lb.systems import System
 from jax_moe_lb.topology import Topology
+from jax_moe_lb.transport.migrate import Migrate
 from jax_moe_lb.types import DType, State
 
 LogicalAxisRules = tuple[tuple[str, tuple[str, ...] | str | None], ...]
@@ -39,12 +40,16 @@ class RunningLoads(nnx.Variable):
     """The running mean of each expert's load, float32 `[E]`; moved by `MoE.update_loads`."""
 
 
-def logical_axis_rules(topology: Topology) -> LogicalAxisRules:
+def logical_axis_rules(topology: Topology, migrate: Migrate | None = None) -> LogicalAxisRules:
     """The default table: experts over the expert axes, their weights whole.
 
     Replace entries to shard `embed` or `mlp` over further axes (FSDP): the layer gathers what it needs.
     """
-    return (("exp", topology.expert_axes), ("embed", None), ("mlp", None))
+    return (("exp", _expert_axes(topology, migrate)), ("embed", None), ("mlp", None))
+
+
+def _expert_axes(topology: Topology, migrate: Migrate | None) -> tuple[str, ...]:
+    return topology.expert_axes if migrate is None else migrate.domains.expert_axes
 
 
 class MoE(nnx.Module):
@@ -56,8 +61,10 @@ class MoE(nnx.Module):
         num_experts: `E`, a multiple of the number of ranks.
         router: `TopK`, `ForceBalanced` or a callable like them.
         mesh: of the expert and data axes; Auto or Explicit.
-        topology: of `Topology.from_mesh(mesh, ...)`.
+        topology: of `Topology.from_mesh(mesh, ...)`; with `migrate` its `domains.between`.
         system: the strategies.
+        migrate: gathers the experts of expert domains first; `None`: experts stay at home. With it `mesh` is one of
+            `hybrid_mesh`.
         gated: SwiGLU experts; plain GELU ones otherwise.
         shared_mlp_dim: inner width of the shared expert, which every token passes; 0: none.
         use_bias: keep a `RouterBias` (auxiliary-loss-free balancing).
@@ -84,6 +91,7 @@ class MoE(nnx.Module):
         mesh: Mesh,
         topology: Topology,
         system: System = System(),
+        migrate: Migrate | None = None,
         gated: bool = True,
         shared_mlp_dim: int = 0,
         use_bias: bool = False,
@@ -95,11 +103,13 @@ class MoE(nnx.Module):
         rules: LogicalAxisRules | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        home_experts_per_rank(num_experts, topology.num_ranks)
+        _check_domains(topology, migrate)
+        home_experts_per_rank(num_experts, topology.num_ranks * (migrate.domains.domain_size if migrate else 1))
         _check_mesh(mesh, topology)
+        self.migrate = migrate
         self.router, self.mesh, self.topology, self.system = router, mesh, topology, system
         self.losses, self.dtype = losses, dtype
-        rules = logical_axis_rules(topology) if rules is None else rules
+        rules = logical_axis_rules(topology, migrate) if rules is None else rules
 
         def param(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
             # Initializers take the leading axis of a stack of kernels for a batch: give single ones such an axis.
@@ -162,6 +172,7 @@ class MoE(nnx.Module):
             state,
             router=self.router,
             system=self.system,
+            migrate=self.migrate,
             topology=self.topology,
             mesh=self.mesh,
             losses=self.losses,
@@ -223,7 +234,7 @@ State and bias are in collections of their own, `BalancerState` and `RouterBias`
 @functools.partial(
     jax.jit,
     inline=True,
-    static_argnames=("router", "system", "topology", "mesh", "losses", "sequence_length"),
+    static_argnames=("router", "system", "migrate", "topology", "mesh", "losses", "sequence_length"),
 )
 def _sharded_moe(
     tokens: Float[Array, "C H"],
@@ -236,13 +247,14 @@ def _sharded_moe(
     *,
     router: Router,
     system: System,
+    migrate: Migrate | None,
     topology: Topology,
     mesh: Mesh,
     losses: Losses,
     sequence_length: int | None,
 ) -> tuple[Float[Array, "C H"], Stats, State]:
     """`moe` over the tokens of all ranks; statistics and state have one entry per group."""
-    by_expert = PartitionSpec(topology.expert_axes)
+    by_expert = PartitionSpec(_expert_axes(topology, migrate))
     by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
     by_group = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
 
@@ -259,7 +271,7 @@ def _sharded_moe(
         y, stats, state = moe(
             tokens,
             kernel,
-            experts,
+            experts if migrate is None else migrate(experts),
             router,
             system,
             topology,
@@ -283,6 +295,11 @@ def _place(tree: Any, sharding: jax.sharding.Sharding, mesh: Mesh) -> Any:
     if AxisType.Explicit not in mesh.axis_types:
         return tree
     return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
+
+
+def _check_domains(topology: Topology, migrate: Migrate | None) -> None:
+    if migrate is not None and migrate.domains.between != topology:
+        raise ValueError("topology is not migrate.domains.between; expected that, between whose ranks tokens travel")
 
 
 def _check_mesh(mesh: Mesh, topology: Topology) -> None:

@@ -11,7 +11,7 @@ from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.systems import Replicate
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.direct import Copies, Direct, Receipt
+from jax_moe_lb.transport.dispatch import AnyReceipt, Copies, Dispatch
 from jax_moe_lb.types import Tokens, wide_dtype
 
 
@@ -20,9 +20,9 @@ def serve(
     copies: Copies,
     experts: Experts,
     plan: Plan,
-    receipt: Receipt,
+    receipt: AnyReceipt,
     replicate: Replicate,
-    dispatch: Direct,
+    dispatch: Dispatch,
     topology: Topology,
 ) -> Copies:
     """Every token copy through its expert, wherever the plan put it.
@@ -58,19 +58,19 @@ def _save(
     copies: Copies,
     experts: Experts,
     plan: Plan,
-    receipt: Receipt,
+    receipt: AnyReceipt,
     replicate: Replicate,
-    dispatch: Direct,
+    dispatch: Dispatch,
     topology: Topology,
-) -> tuple[Copies, tuple[Copies, Experts, Plan, Receipt]]:
+) -> tuple[Copies, tuple[Copies, Experts, Plan, AnyReceipt]]:
     return serve(copies, experts, plan, receipt, replicate, dispatch, topology), (copies, experts, plan, receipt)
 
 
 def _backward(
     replicate: Replicate,
-    dispatch: Direct,
+    dispatch: Dispatch,
     topology: Topology,
-    saved: tuple[Copies, Experts, Plan, Receipt],
+    saved: tuple[Copies, Experts, Plan, AnyReceipt],
     upstream: Copies,
 ) -> tuple[Copies, Experts, None, None]:
     copies, experts, plan, receipt = saved
@@ -96,16 +96,16 @@ serve.defvjp(_save, _backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def to_sending_order(tokens: Tokens, receipt: Receipt, per_tok: int) -> Copies:
+def to_sending_order(tokens: Tokens, receipt: AnyReceipt, per_tok: int) -> Copies:
     """The `K = per_tok` copies of each token. Its transpose gathers too, where autodiff would scatter."""
     return tokens[receipt.order // per_tok]
 
 
-def _save_receipt(tokens: Tokens, receipt: Receipt, per_tok: int) -> tuple[Copies, Receipt]:
+def _save_receipt(tokens: Tokens, receipt: AnyReceipt, per_tok: int) -> tuple[Copies, AnyReceipt]:
     return to_sending_order(tokens, receipt, per_tok), receipt
 
 
-def _sum_copies(per_tok: int, receipt: Receipt, upstream: Copies) -> tuple[Tokens, None]:
+def _sum_copies(per_tok: int, receipt: AnyReceipt, upstream: Copies) -> tuple[Tokens, None]:
     by_token = upstream[receipt.place].reshape(-1, per_tok, upstream.shape[1])
     return by_token.sum(1, dtype=wide_dtype(upstream)).astype(upstream.dtype), None
 
@@ -114,7 +114,7 @@ to_sending_order.defvjp(_save_receipt, _sum_copies)
 
 
 @jax.custom_vjp
-def combine(copies: Copies, weights: Float[Array, "T K"], receipt: Receipt) -> Tokens:
+def combine(copies: Copies, weights: Float[Array, "T K"], receipt: AnyReceipt) -> Tokens:
     """The weighted sum of each token's expert outputs, accumulated in the dtype of the weights.
 
     One gather per choice, added as it comes: XLA:CPU then never writes the `[T, K, H]`
@@ -133,12 +133,12 @@ def combine(copies: Copies, weights: Float[Array, "T K"], receipt: Receipt) -> T
 
 
 def _save_copies(
-    copies: Copies, weights: Float[Array, "T K"], receipt: Receipt
-) -> tuple[Tokens, tuple[Copies, Array, Receipt]]:
+    copies: Copies, weights: Float[Array, "T K"], receipt: AnyReceipt
+) -> tuple[Tokens, tuple[Copies, Array, AnyReceipt]]:
     return combine(copies, weights, receipt), (copies, weights, receipt)
 
 
-def _spread(saved: tuple[Copies, Array, Receipt], upstream: Tokens) -> tuple[Copies, Array, None]:
+def _spread(saved: tuple[Copies, Array, AnyReceipt], upstream: Tokens) -> tuple[Copies, Array, None]:
     copies, weights, receipt = saved
     place, upstream = receipt.place.reshape(weights.shape), upstream.astype(weights.dtype)
     of_copy = weights.reshape(-1)[receipt.order][:, None]

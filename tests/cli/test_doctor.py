@@ -28,6 +28,7 @@ from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.ops.quota import quota
 from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
 from jax_moe_lb.ops.relay import relay
+from jax_moe_lb.ops.spray import spray
 from jax_moe_lb.ops.ultraep import ultraep
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
@@ -41,6 +42,7 @@ OPERATIONS = (
     "fastermoe",
     "ultraep",
     "relay",
+    "spray",
     "exact",
     "ragged_all_to_all",
     "grouped_ffn",
@@ -103,6 +105,7 @@ def operation(name):
         ),
         "ultraep": (lambda *plan: ultraep(*plan, RANKS, eps=0.01, min_tokens=1), (placement, full_quota)),
         "relay": (lambda placement: relay(placement, 2, 4, 8, 2), (placement,)),
+        "spray": (lambda *rows: spray(*rows, RANKS, 16), (integers(2 * RANKS, 2 * RANKS), integers(RANKS))),
         "exact": (lambda counts: exact(counts, 4, RANKS), (integers(RANKS, 2 * RANKS),)),
         "ragged_all_to_all": (sharded(exchange, 1), (floats(8 * RANKS, 4), integers(RANKS))),
         "grouped_ffn": (lambda *args: grouped_ffn(*args), (floats(32, 4), experts(2), integers(2))),

@@ -16,6 +16,7 @@ from jax_moe_lb.ops.greedy import greedy, greedy_reference
 from jax_moe_lb.ops.lpt import lpt, lpt_reference
 from jax_moe_lb.ops.quota import quota, quota_reference
 from jax_moe_lb.ops.relay import relay, relay_reference
+from jax_moe_lb.ops.spray import spray, spray_reference
 from jax_moe_lb.ops.ultraep import ultraep, ultraep_reference
 
 Arrays = tuple[np.ndarray, ...]
@@ -85,6 +86,13 @@ def draw_popular(rng, num_ranks, slots):
     return placement
 
 
+def draw_rows(rng, num_ranks, num_rails):
+    """Rows from rank to rank, and rails of which some are slow or dead."""
+    ticks = rng.choice(np.array([0, 1, 1, 2, 3, 32767]), num_rails)
+    ticks[rng.integers(num_rails)] = 1
+    return draw_tokens(rng, (num_ranks, num_ranks), rng.choice([5, 200, 10**6])), ticks.astype(np.int32)
+
+
 PLANNERS = {
     "eplb_plus": Planner(
         partial(eplb_plus, domain=3),
@@ -133,6 +141,12 @@ PLANNERS = {
         partial(feplb_reference, domain=3, num_dynamic=2, max_num_dyn=2, tau=5, skip=False),
         partial(_planning.feplb, domain=3, num_dynamic=2, max_num_dyn=2, tau=5, skip=False),
         lambda rng: draw_plan(rng, 6, 3, 5, 3, empty=0.7),
+    ),
+    "spray": Planner(
+        partial(spray, domain=4, chunks=5),
+        partial(spray_reference, domain=4, chunks=5),
+        partial(_planning.spray, domain=4, chunks=5),
+        lambda rng: draw_rows(rng, 12, 4),
     ),
     "fastermoe": Planner(
         partial(fastermoe, domain=3, min_saved=3),

@@ -1,0 +1,139 @@
+"""Does training bear encoded experts? `python -m benchmarks.bench_codec --steps 200 --out runs/codec`.
+
+The tiny language model over 8 virtual devices in 2 domains of 4, so three of four experts that a rank serves
+are decoded ones: plain (ratio 1), and ratios 10 and 50 with and without the shared expert, each from several seeds.
+Writes `codec.csv` (loss of every step), `codec.md` (final gaps) and `codec.png`.
+
+The mean and the encoding are those of the weights of the step. Encoding ahead, after the optimizer, gives the same bits
+(`tests/transport/test_codec.py`).
+"""
+
+import argparse
+import csv
+import dataclasses
+import itertools
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_moe_lb import Codec, Domains, Migrate, Topology, hybrid_mesh, plain, use_virtual_cpu_devices
+from models.common import LanguageModel
+from models.data import Corpus, default_corpus
+from models.parallel import make_mesh
+from models.presets import TrainConfig, preset
+from models.training import make_optimizer, next_byte_loss
+
+CODECS = {
+    "ratio 1": Codec(),
+    "ratio 10, shared": Codec(10.0),
+    "ratio 10, alone": Codec(10.0, shared=False),
+    "ratio 50, shared": Codec(50.0),
+    "ratio 50, alone": Codec(50.0, shared=False),
+}
+AVERAGED_STEPS = 20
+"""The final loss is the mean of so many steps, and of as many seeds."""
+
+
+def train(config: TrainConfig, mesh: Mesh, migrate: Migrate, corpus: Corpus) -> tuple[list[float], float]:
+    """Loss of every step, and of the validation text in the end."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    spread = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+    def create() -> tuple[LanguageModel, nnx.Optimizer]:
+        model = LanguageModel(
+            config.model,
+            mesh=mesh,
+            topology=migrate.domains.between,
+            system=plain(2.0),
+            migrate=migrate,
+            rngs=nnx.Rngs(config.seed),
+        )
+        return model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)
+
+    graphdef, shapes = nnx.split(nnx.eval_shape(create))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), nnx.get_partition_spec(shapes))
+
+    def step(state, tokens):
+        model, optimizer = nnx.merge(graphdef, state)
+        (loss, _), gradients = nnx.value_and_grad(next_byte_loss, has_aux=True)(model, tokens)
+        optimizer.update(model, gradients)
+        return nnx.state((model, optimizer)), loss
+
+    run = jax.jit(step, out_shardings=(shardings, everywhere), donate_argnums=0)
+    evaluate = jax.jit(lambda state, tokens: next_byte_loss(nnx.merge(graphdef, state)[0], tokens)[0])
+    state, losses = jax.jit(lambda: nnx.state(create()), out_shardings=shardings)(), []
+    for number in range(1, config.steps + 1):
+        tokens = corpus.batch(config.seed, number, config.batch_size, config.sequence_length)
+        state, loss = run(state, jax.device_put(tokens, spread))
+        losses.append(float(loss))
+    batches = corpus.validation_batches(config.validation_batches, config.batch_size, config.sequence_length)
+    return losses, float(np.mean([float(evaluate(state, jax.device_put(batch, spread))) for batch in batches]))
+
+
+def table(results: dict[tuple[str, int], tuple[list[float], float]], codecs: list[str], seeds: list[int]) -> str:
+    """Final losses, and gaps to ratio 1 seed by seed, as Markdown."""
+    lines = ["| codec | training loss | gap | validation loss | gap | largest gap |", "|---|---|---|---|---|---|"]
+    ends = {key: (float(np.mean(losses[-AVERAGED_STEPS:])), last) for key, (losses, last) in results.items()}
+    for name in codecs:
+        mine = np.asarray([ends[name, seed] for seed in seeds])
+        gaps = mine - np.asarray([ends[codecs[0], seed] for seed in seeds])
+        (loss, validation), (gap, validation_gap) = mine.mean(0), gaps.mean(0)
+        numbers = f"{loss:.4f} | {gap:+.4f} | {validation:.4f} | {validation_gap:+.4f} | {gaps[:, 1].max():+.4f}"
+        lines.append(f"| {name} | {numbers} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(results: dict[tuple[str, int], tuple[list[float], float]], codecs: list[str], path: Path) -> None:
+    """Loss curves, one colour per codec, one line per seed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for (name, seed), (losses, _) in results.items():
+        colour = f"C{codecs.index(name)}"
+        axes.plot(np.arange(1, len(losses) + 1), losses, color=colour, lw=0.8, label=None if seed else name)
+    axes.set(xlabel="step", ylabel="training loss in nats per byte")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--domain-size", type=int, default=4)
+    parser.add_argument(
+        "--codecs", nargs="*", default=list(CODECS), choices=list(CODECS), help="the first is the reference"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/codec"))
+    given = parser.parse_args()
+    use_virtual_cpu_devices(8)
+    base = preset("tiny")
+    whole = make_mesh(base.parallel)
+    mesh = hybrid_mesh(whole, {"expert": given.domain_size})
+    domains = Domains.from_mesh(mesh, Topology.from_mesh(whole))
+    corpus, results = default_corpus(base.max_corpus_bytes), {}
+    given.out.mkdir(parents=True, exist_ok=True)
+    for name, seed in itertools.product(given.codecs, range(given.seeds)):
+        config = dataclasses.replace(base, steps=given.steps, seed=seed)
+        results[name, seed] = train(config, mesh, Migrate(domains, CODECS[name]), corpus)
+        print(
+            f"{name}, seed {seed}: {results[name, seed][0][-1]:.4f}, validation {results[name, seed][1]:.4f}",
+            flush=True,
+        )
+    with open(given.out / "codec.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["codec", "seed", "step", "loss"])
+        for (name, seed), (losses, _) in results.items():
+            writer.writerows([name, seed, step, loss] for step, loss in enumerate(losses, 1))
+    text = table(results, given.codecs, list(range(given.seeds)))
+    (given.out / "codec.md").write_text(text)
+    print(text)
+    plot(results, given.codecs, given.out / "codec.png")
+
+
+if __name__ == "__main__":
+    main()

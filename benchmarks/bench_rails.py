@@ -1,0 +1,238 @@
+"""RailS in a model of NICs: how evenly rails are loaded, and what that is worth. No network, no simulator.
+
+Run it with `python -m benchmarks.bench_rails`.
+
+The time of an all-to-all is that of its busiest NIC; switches and the links inside a domain are never the bottleneck.
+Domains have as many GPUs as NICs. The lower bound is theorem 3's: the busiest domain, as a sender or receiver, evenly
+over its rails.
+"""
+
+import numpy as np
+
+from benchmarks.timing import interleaved_s, summary
+from jax_moe_lb.balancers.rails import ticks_of
+from jax_moe_lb.ops.lpt import lpt
+from jax_moe_lb.ops.spray import spray
+
+MEMBERS = DOMAINS = 8
+RANKS = MEMBERS * DOMAINS
+SEEDS = 5
+MEAN_ROWS = 4000
+"""Of a flow from GPU to GPU: in rows, so that plans are of whole numbers."""
+
+
+# ---- workloads ------------------------------------------------------------------------
+
+
+def sparse(rng: np.random.Generator, sparsity: float) -> np.ndarray:
+    """Flows of random sizes (gamma of shape 2), less this fraction of them. `[R, R]` rows, 0 inside domains."""
+    rows = MEAN_ROWS / 2 * rng.gamma(2, size=(RANKS, RANKS)) * (rng.random((RANKS, RANKS)) >= sparsity)
+    return between_domains_only(rows)
+
+
+def popular(rng: np.random.Generator, exponent: float) -> np.ndarray:
+    """Every GPU routes tokens to two of as many experts as GPUs, of which some are popular (Zipf)."""
+    share = rng.permutation(np.arange(1.0, RANKS + 1) ** -exponent)
+    tokens = MEAN_ROWS * RANKS
+    return between_domains_only(rng.multinomial(tokens, share / share.sum(), RANKS))
+
+
+def mixtral(rng: np.random.Generator, spread: float) -> np.ndarray:
+    """Eight experts, two of them for each token, on the GPUs of two domains of four; routing differs between GPUs."""
+    logits = spread * rng.normal(size=(8, 1, 8)) + rng.gumbel(size=(8, 4096, 8))
+    chosen = np.argsort(-logits, -1)[:, :, :2].reshape(8, -1)
+    return np.stack([np.bincount(row, minlength=8) for row in chosen]).astype(np.int32)
+
+
+def between_domains_only(rows: np.ndarray) -> np.ndarray:
+    domain = np.arange(RANKS) // MEMBERS
+    return np.where(domain[:, None] == domain, 0, rows).astype(np.int32)
+
+
+# ---- who sends what on which rail: [R, R, N] -------------------------------------------
+
+
+def on_rail(rows: np.ndarray, rail: np.ndarray, num_rails: int) -> np.ndarray:
+    """Whole flows, each on its rail."""
+    return rows[:, :, None] * (rail[:, :, None] == np.arange(num_rails))
+
+
+def by_source(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarray:
+    """By the NIC of the GPU that sends."""
+    del rng
+    return on_rail(rows, np.broadcast_to(np.arange(len(rows))[:, None] % members, rows.shape), members)
+
+
+def by_receiver(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarray:
+    """By the NIC of the GPU that receives, as without a plan."""
+    del rng
+    return on_rail(rows, np.broadcast_to(np.arange(len(rows)) % members, rows.shape), members)
+
+
+def hashed(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarray:
+    """Every flow by a NIC of its own choice, as ECMP does."""
+    return on_rail(rows, rng.integers(0, members, rows.shape), members)
+
+
+def pooled(rows: np.ndarray, members: int, rng: np.random.Generator, parts: float = np.inf) -> np.ndarray:
+    """LPT over all that a domain sends: whole flows, or in chunks of the mean flow over `parts`."""
+    del rng
+    rails = np.zeros((*rows.shape, members), np.int32)
+    chunk = rows[rows > 0].mean() / parts if np.isfinite(parts) else rows.max() + 1
+    for first in range(0, len(rows), members):
+        items = _cut(rows, np.arange(first, first + members), np.arange(len(rows)), int(max(chunk, 1)))
+        _pack(rails, items, members)
+    return rails
+
+
+def per_destination(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarray:
+    """LPT over what a domain sends to another, in chunks of a quarter of the mean flow, without turns."""
+    del rng
+    rails = np.zeros((*rows.shape, members), np.int32)
+    chunk = int(max(rows[rows > 0].mean() / 4, 1))
+    for first in range(0, len(rows), members):
+        for to in range(0, len(rows), members):
+            _pack(rails, _cut(rows, np.arange(first, first + members), np.arange(to, to + members), chunk), members)
+    return rails
+
+
+def _cut(rows: np.ndarray, sources: np.ndarray, targets: np.ndarray, chunk: int) -> list[tuple[int, int, int]]:
+    items = []
+    for source in sources:
+        for target in targets:
+            full, rest = divmod(int(rows[source, target]), chunk)
+            items += [(chunk, source, target)] * full + ([(rest, source, target)] if rest else [])
+    return items
+
+
+def _pack(rails: np.ndarray, items: list[tuple[int, int, int]], num_rails: int) -> None:
+    if items:
+        size, source, target = np.array(items).T
+        rail = lpt(size.astype(np.int32), num_rails, len(items))
+        np.add.at(rails, (source, target, np.asarray(rail)), size)
+
+
+def rails_of(rows: np.ndarray, members: int, rng: np.random.Generator, chunks: int = 16) -> np.ndarray:
+    """The library's."""
+    del rng
+    return np.asarray(spray(rows, np.ones(members, np.int32), members, chunks))
+
+
+PLANS = {
+    "source's NIC": by_source,
+    "receiver's NIC": by_receiver,
+    "hashed": hashed,
+    "LPT, whole flows": pooled,
+    "LPT, pooled": lambda rows, members, rng: pooled(rows, members, rng, 4),
+    "LPT per destination": per_destination,
+    "RailS": rails_of,
+}
+
+
+# ---- what comes of it -----------------------------------------------------------------
+
+
+def loads(rails: np.ndarray, members: int) -> tuple[np.ndarray, np.ndarray]:
+    """What each NIC sends and receives, `[D, N]`."""
+    num_domains = len(rails) // members
+    total = rails.reshape(num_domains, members, num_domains, members, -1).sum((1, 3), dtype=np.int64)
+    total = total * ~np.eye(num_domains, dtype=bool)[:, :, None]
+    return total.sum(1), total.sum(0)
+
+
+def bound(rows: np.ndarray, members: int) -> float:
+    """The busiest domain's rows over its rails."""
+    sent, received = loads(rows[:, :, None], members)
+    return max(sent.max(), received.max()) / members
+
+
+def over_bound(plan, draw, members: int = MEMBERS) -> np.ndarray:
+    """The busiest NIC as a sender, as a receiver, and of both, over the bound: means over seeds."""
+    ratios = []
+    for seed in range(SEEDS):
+        rng = np.random.default_rng(seed)
+        rows = draw(rng)
+        sent, received = loads(plan(rows, members, rng), members)
+        ratios.append(np.array([sent.max(), received.max(), max(sent.max(), received.max())]) / bound(rows, members))
+    return np.mean(ratios, 0)
+
+
+def table_of_plans() -> None:
+    """How evenly NICs send / receive."""
+    print("Busiest NIC over the bound, sending / receiving; 8 domains of 8, means of 5 seeds")
+    print(f"{'':22}" + "".join(f"{s:>14}" for s in (0, 0.8, 0.95)))
+    for name, plan in PLANS.items():
+        cells = [over_bound(plan, lambda rng, s=s: sparse(rng, s)) for s in (0, 0.8, 0.95)]
+        print(f"{name:22}" + "".join(f"{f'{a:.2f} / {b:.2f}':>14}" for a, b, _ in cells))
+
+
+WORKLOADS = {
+    "sparsity 0": (lambda rng: sparse(rng, 0.0), MEMBERS),
+    "sparsity 0.8": (lambda rng: sparse(rng, 0.8), MEMBERS),
+    "sparsity 0.95": (lambda rng: sparse(rng, 0.95), MEMBERS),
+    "sparsity 0.99": (lambda rng: sparse(rng, 0.99), MEMBERS),
+    "popular 0.6": (lambda rng: popular(rng, 0.6), MEMBERS),
+    "popular 1.2": (lambda rng: popular(rng, 1.2), MEMBERS),
+    "Mixtral, even": (lambda rng: mixtral(rng, 0.3), 4),
+    "Mixtral, skewed": (lambda rng: mixtral(rng, 1.5), 4),
+}
+BASELINES = ("source's NIC", "receiver's NIC", "hashed")
+
+
+def table_of_times() -> None:
+    """Completion time against that of plans that do not balance."""
+    print("\nCompletion time of RailS, and bus bandwidth, against")
+    print(f"{'':18}" + "".join(f"{name:>22}" for name in BASELINES) + f"{'over the bound':>18}")
+    for name, (draw, members) in WORKLOADS.items():
+        ours = over_bound(rails_of, draw, members)[2]
+        cells = [over_bound(PLANS[base], draw, members)[2] for base in BASELINES]
+        texts = [f"{100 * (ours / cell - 1):+.0f} %, {100 * (cell / ours - 1):+.0f} %" for cell in cells]
+        print(f"{name:18}" + "".join(f"{text:>22}" for text in texts) + f"{ours:>18.3f}")
+
+
+def table_of_chunks() -> None:
+    """What more chunks cost and bring."""
+    rows = sparse(np.random.default_rng(0), 0.8)
+    small = (rows / 40).astype(np.int32)
+    every = (1, 2, 4, 8, 16, 32, 64, 256)
+    times = interleaved_s({chunks: (lambda c=chunks: rails_of(rows, MEMBERS, None, c)) for chunks in every}, repeats=9)
+    print("\nChunks of each pair of domains on each rail; sparsity 0.8; planning in C++ for 64 ranks, us")
+    print(f"{'chunks':>8}{'time / bound':>16}{'100 rows a flow':>18}{'messages a NIC':>16}  us")
+    for chunks in every:
+        *_, time = over_bound(lambda *args, c=chunks: rails_of(*args, c), lambda rng: sparse(rng, 0.8))
+        few = max(load.max() for load in loads(rails_of(small, MEMBERS, None, chunks), MEMBERS))
+        messages = _messages(rows, chunks)
+        few /= bound(small, MEMBERS)
+        print(f"{chunks:>8}{time:>16.3f}{few:>18.3f}{messages:>16.0f}  {summary(times[chunks], 1e6)}")
+
+
+def _messages(rows: np.ndarray, chunks: int) -> float:
+    """Chunks and rests that a NIC sends, on average."""
+    blocks = rows.reshape(DOMAINS, MEMBERS, DOMAINS, MEMBERS).swapaxes(1, 2).reshape(-1, MEMBERS**2)
+    chunk = np.maximum(blocks.sum(1) // MEMBERS // chunks, 1)[:, None]
+    return (-(-blocks // chunk)).sum() / RANKS
+
+
+def table_of_rails() -> None:
+    """Slow and dead rails, with and without their speeds."""
+    print("\nOne rail of eight slower: time over that of the best split, told / not told its speed")
+    rows = sparse(np.random.default_rng(0), 0.8)
+    for name, speeds in (("half as fast", (2,) * 7 + (1,)), ("a tenth", (10,) * 7 + (1,)), ("dead", (1,) * 7 + (0,))):
+        ticks = np.array(ticks_of(speeds), np.int32)
+        seconds = np.array([1 / speed if speed else np.inf for speed in speeds]) * max(speeds)
+        best = bound(rows, MEMBERS) * MEMBERS / sum(1 / seconds)
+        told = [load * np.where(load > 0, seconds, 0) for load in loads(spray(rows, ticks, MEMBERS, 16), MEMBERS)]
+        even = [load * seconds for load in loads(rails_of(rows, MEMBERS, None), MEMBERS)]
+        print(f"{name:14} {max(t.max() for t in told) / best:.3f} / {max(e.max() for e in even) / best:.3f}")
+
+
+def main() -> None:
+    """All tables."""
+    table_of_plans()
+    table_of_times()
+    table_of_chunks()
+    table_of_rails()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""HybridEP: every rank of a domain holds all experts of the domain."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.plan import Plan
+from jax_moe_lb.topology import Topology
+from jax_moe_lb.types import AnyArray, Counts, State
+
+
+@dataclass(frozen=True)
+class HybridEP(Balancer):
+    """Tokens go only to ranks of equal offset in other domains; experts only to the other ranks of their domain.
+
+    A token copy of rank `d M + o` for an expert at home in domain `d'` is served by rank `d' M + o`, which holds the
+    expert. The placement is the same for every microbatch, so experts can travel before tokens are known. It
+    saves bytes; loads may get worse or better.
+
+    The plan's domain becomes that of the experts, so a balancer after it (`Chain`) plans inside it.
+
+    Args:
+        domain_size: `M`, ranks of a domain, a divisor of the plan's domain, with at least `L * M` slots on each rank;
+            `None`: the largest such number. `choose_domains` models which is fastest.
+    """
+
+    domain_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.domain_size is not None and self.domain_size < 1:
+            raise ValueError(f"domain_size is {self.domain_size}; expected at least 1")
+
+    def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
+        """The same placement for all counts, and the quota that follows.
+
+        Raises:
+            ValueError: the domain size does not divide the plan's domain, or a rank has too few slots.
+        """
+        del topology
+        size = self._size(plan)
+        placement = _placement(plan, size)
+        # What equal offsets want of a domain's experts, their rank in that domain serves.
+        num_domains = plan.num_ranks // size
+        wanted = counts.reshape(num_domains, size, plan.num_experts).sum(0, dtype=np.int32).T
+        served = wanted[:, None, :] * _at_home(plan, size)[:, :, None]
+        # The zero gives the constant the manual axes of the plan.
+        placement = placement + plan.placement * 0
+        quota = served.reshape(plan.num_experts, plan.num_ranks)
+        return replace(plan, placement=placement, quota=quota, relay=None, rails=None, domain=size), state
+
+    def _size(self, plan: Plan) -> int:
+        admitted = [m for m in range(1, plan.domain + 1) if plan.domain % m == 0 and m * plan.num_home <= plan.slots]
+        if self.domain_size is None:
+            return admitted[-1]
+        if self.domain_size not in admitted:
+            raise ValueError(
+                f"domain_size is {self.domain_size}; expected a divisor of the plan's domain of {plan.domain} ranks "
+                f"whose {self.domain_size * plan.num_home} experts fit into the {plan.slots} slots of a rank"
+            )
+        return self.domain_size
+
+
+def _placement(plan: Plan, size: int) -> AnyArray:
+    """Home experts first, then those of the domain's other ranks in their order, then empty slots."""
+    home, placement = plan.num_home, np.full(plan.placement.shape, -1, np.int32)
+    experts = np.arange(plan.num_experts, dtype=np.int32).reshape(-1, home)
+    for rank in range(plan.num_ranks):
+        first = rank // size * size
+        others = [other for other in range(first, first + size) if other != rank]
+        placement[rank, : size * home] = experts[[rank, *others]].reshape(-1)
+    return placement
+
+
+def _at_home(plan: Plan, size: int) -> AnyArray:
+    """Whether an expert lives in a domain, `[E, R / M]`, as 0 and 1."""
+    domains = np.arange(plan.num_experts, dtype=np.int32)[:, None] // (plan.num_home * size)
+    return (domains == np.arange(plan.num_ranks // size, dtype=np.int32)[None]).astype(np.int32)

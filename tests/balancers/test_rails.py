@@ -1,0 +1,200 @@
+"""RailS: what a domain sends, in chunks over its rails; and what that does to those who receive it."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import RailS, Topology, check_plan, plain_plan
+from jax_moe_lb.balancers.rails import best_chunks, rows_between, ticks_of
+from jax_moe_lb.ops.spray import spray
+from tests.ops.planner_cases import STOPPED
+
+EQUAL = np.ones(4, np.int32)
+
+
+def topology(num_ranks, members, num_rails):
+    return replace(Topology.flat(num_ranks, members), rails_per_domain=num_rails)
+
+
+def draw(seed, num_ranks=16, scale=400, sparsity=0.5):
+    """Rows from rank to rank, skewed, with many pairs that have none."""
+    rng = np.random.default_rng(seed)
+    rows = scale * rng.gamma(0.5, size=(num_ranks, num_ranks)) * (rng.random((num_ranks, num_ranks)) > sparsity)
+    return rows.astype(np.int32)
+
+
+def between_domains(rails, members):
+    """`[D, D, N]`, rows from domain to domain on each rail; 0 inside a domain."""
+    num_domains = rails.shape[0] // members
+    total = rails.reshape(num_domains, members, num_domains, members, -1).sum((1, 3))
+    return total * ~np.eye(num_domains, dtype=bool)[:, :, None]
+
+
+# ---- theorem 3 ------------------------------------------------------------------------
+
+
+def test_even_sending_alone_does_not_make_receiving_even():
+    """Theorem 3 as worded. Domain 0 has as much for domain 1 as for domain 2, and two rails: one for each."""
+    fractions = np.zeros((3, 3, 2))
+    fractions[0, 1] = 1, 0
+    fractions[0, 2] = 0, 1
+    rows = np.zeros((3, 3))
+    rows[0, 1:] = 10
+    sent, received = (rows[:, :, None] * fractions).sum(1), (rows[:, :, None] * fractions).sum(0)
+    np.testing.assert_array_equal(sent[0], [10, 10])
+    np.testing.assert_array_equal(received[1], [10, 0])
+
+
+def test_even_sending_to_each_destination_makes_receiving_even():
+    """The form that is true: for every source and destination the rows are even over the rails."""
+    rng = np.random.default_rng(0)
+    rows = rng.gamma(0.5, size=(6, 6)) * (1 - np.eye(6))
+    on_rails = rows[:, :, None] * np.full(4, 1 / 4)
+    np.testing.assert_allclose(on_rails.sum(1), rows.sum(1)[:, None].repeat(4, 1) / 4)
+    np.testing.assert_allclose(on_rails.sum(0), rows.sum(0)[:, None].repeat(4, 1) / 4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("chunks", [1, 8, 64])
+def test_whole_rows_come_within_a_chunk_of_it(seed, chunks):
+    """Graham's bound, for each pair of domains, and so for what every NIC sends and receives."""
+    rows = draw(seed)
+    rails = spray(rows, EQUAL, 4, chunks)
+    pairs = between_domains(rails, 4)
+    total = pairs.sum(2)
+    chunk = np.maximum(total // 4 // chunks, 1)
+    assert (pairs <= (total / 4 + 3 / 4 * chunk)[:, :, None]).all()
+    for axis in (0, 1):
+        share = total.sum(axis) / 4
+        assert (pairs.sum(axis) <= (share * (1 + 1 / chunks) + 4)[:, None]).all()
+    np.testing.assert_array_equal(rails.sum(2), rows)
+
+
+def test_a_pooled_plan_leaves_receivers_uneven():
+    """All that a domain sends in one queue, as a reader of the paper may do it: what it sends is even."""
+    rows = draw(1, sparsity=0.9)
+    load, received = np.zeros((4, 4)), np.zeros((4, 4))
+    for source in range(4):
+        flows = [(rows[a, t], t // 4) for a in range(4 * source, 4 * source + 4) for t in range(16) if t // 4 != source]
+        for size, domain in sorted(flows, reverse=True):
+            rail = load[source].argmin()
+            load[source, rail] += size
+            received[domain, rail] += size
+    pairs = between_domains(spray(rows, EQUAL, 4, 16), 4)
+
+    def uneven(load):
+        return (load.max(1) / load.mean(1)).max()
+
+    assert uneven(received) > 1.3
+    assert uneven(pairs.sum(0)) < 1.07
+    assert uneven(pairs.sum(1)) < 1.07
+
+
+# ---- rails ----------------------------------------------------------------------------
+
+
+def test_a_domain_is_planned_from_its_own_rows():
+    rows, others = draw(2), draw(3)
+    others[4:8] = rows[4:8]
+    np.testing.assert_array_equal(spray(rows, EQUAL, 4, 16)[4:8], spray(others, EQUAL, 4, 16)[4:8])
+
+
+def test_slow_and_dead_rails_carry_what_they_can():
+    rows = draw(4, scale=4000)
+    ticks = np.array(ticks_of((4, 4, 1, 0)), np.int32)
+    assert ticks.tolist() == [1, 1, 4, 0]
+    pairs = between_domains(spray(rows, ticks, 4, 64), 4)
+    assert (pairs[:, :, 3] == 0).all()
+    done, ideal = (pairs * ticks).max(2), pairs.sum(2) / (1 + 1 + 1 / 4)
+    assert (done <= 1.1 * ideal + 4).all()
+
+
+def test_rests_of_small_flows_do_not_gather_on_one_rail():
+    """One row from each domain to each other: the first rail in turn differs."""
+    rows = np.zeros((16, 16), np.int32)
+    rows[::4, ::4] = 1
+    pairs = between_domains(spray(rows, EQUAL, 4, 16), 4)
+    assert (pairs.sum(0) <= 1).all()
+    assert (pairs.sum(1) <= 1).all()
+
+
+@pytest.mark.parametrize(("members", "num_rails"), [(4, 4), (4, 2)])
+def test_plans_are_legal_and_the_same_on_a_host_and_in_a_program(members, num_rails):
+    hardware = topology(8, members, num_rails)
+
+    @jax.jit
+    def rebalance(counts):
+        return RailS().rebalance(counts, plain_plan(counts, hardware), hardware, ())[0]
+
+    for workload in WORKLOADS:
+        counts = workload.counts(0, 8, 50, 16, 2)
+        plan = RailS().rebalance(counts, plain_plan(counts, hardware), hardware, ())[0]
+        check_plan(plan, counts)
+        assert isinstance(plan.rails, np.ndarray)
+        np.testing.assert_array_equal(rebalance(counts).rails, plan.rails)
+        np.testing.assert_array_equal(plan.rails.sum(2), rows_between(counts, plan))
+
+
+def test_chunks_where_every_chunk_is_a_message():
+    """Any other number takes longer."""
+    share, rate, message_s = 16e6, 50e9, 1.25e-6
+    assert best_chunks(share, rate, message_s) == 16
+    cost = {chunks: share / rate / chunks + chunks * message_s for chunks in range(1, 100)}
+    assert min(cost, key=cost.__getitem__) == 16
+    assert best_chunks(1.0, 50e9, 1e-6) == 1
+
+
+# ---- refusals -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunks": 0}, r"chunks is 0; expected 1 to 4096"),
+        ({"speeds": (1, -2)}, r"speeds of rail 1 is -2; expected at least 0"),
+        ({"speeds": (0, 0)}, r"speeds is \(0, 0\); expected a rail that is not dead"),
+        ({"speeds": (997, 991, 983)}, r"expected at most 32767 times the slowest: round them"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        RailS(**options)
+
+
+def test_topologies_that_do_not_fit_are_named():
+    counts = np.ones((8, 8), np.int32)
+    for hardware, balancer, message in (
+        (topology(8, 4, 3), RailS(), r"rails_per_domain is 3; expected a divisor of the 4 ranks of a domain"),
+        (topology(8, 4, 4), RailS(speeds=(1, 1)), r"speeds has 2 rails; expected the 4 of Topology.rails_per_domain"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            balancer.rebalance(counts, plain_plan(counts, hardware), hardware, ())
+    for rows, ticks, options, message in (
+        (np.ones((6, 6), np.int32), EQUAL, (4, 1), r"domain is 4; expected a divisor .* shape \(6, 6\)"),
+        (np.ones((8, 8), np.int32), EQUAL[:3], (4, 1), r"ticks has 3 rails; expected a divisor of the 4 ranks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            spray(rows, ticks, *options)
+
+
+def test_bad_values_stop_the_program():
+    rows = np.zeros((8, 8), np.int32)
+    rows[1, 6] = -5
+    with pytest.raises(STOPPED, match=r"rows from rank 1 to 6 is -5; expected at least 0"):
+        jax.block_until_ready(jax.jit(lambda r, t: spray(r, t, 4, 16))(rows, EQUAL))
+    with pytest.raises(STOPPED, match=r"ticks is 0 for all 4 rails; expected one that is not dead"):
+        jax.block_until_ready(jax.jit(lambda r, t: spray(r, t, 4, 16))(rows * 0, EQUAL * 0))
+
+
+def test_a_balancer_after_it_that_moves_tokens_is_found_out():
+    """Its rails are of another plan: they no longer add up."""
+    hardware = topology(8, 4, 4)
+    counts = np.full((8, 8), 9, np.int32)
+    plan = RailS().rebalance(counts, plain_plan(counts, hardware, 2), hardware, ())[0]
+    placement, quota = plan.placement.copy(), plan.quota.copy()
+    placement[1, 1], quota[0, 0], quota[0, 1] = 0, 0, 72
+    with pytest.raises(ValueError, match=r"plan.rails from rank 0 to rank 0 sums to 9 tokens; expected the 0"):
+        check_plan(replace(plan, placement=placement, quota=quota), counts)

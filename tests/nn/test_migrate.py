@@ -1,0 +1,44 @@
+"""The Flax layer with expert domains."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_moe_lb import Codec, Domains, Migrate, TopK, Topology, greedy, hybrid_mesh
+from jax_moe_lb.nn import MoE
+from tests.layer import assert_close, make_mesh
+
+
+def test_a_layer_with_domains_equals_one_without():
+    """Beside a data axis, on an Explicit mesh; replicas inside each offset's group."""
+    base = make_mesh((2, 4), ("data", "expert"), AxisType.Explicit)
+    topology = Topology.from_mesh(base)
+    mesh = hybrid_mesh(base, {"expert": 2})
+    domains = Domains.from_mesh(mesh, topology)
+    options = {"system": greedy(), "rngs": nnx.Rngs(0)}
+    layer = MoE(16, 24, 8, TopK(2), mesh=mesh, topology=domains.between, migrate=Migrate(domains), **options)
+    options["rngs"] = nnx.Rngs(0)
+    reference = MoE(16, 24, 8, TopK(2), mesh=base, topology=topology, **options)
+    x = jax.random.normal(jax.random.key(1), (16, 4, 16))
+
+    @nnx.jit
+    def run(layer, x):
+        return nnx.value_and_grad(lambda layer: jnp.square(layer(x)[0]).mean())(layer)
+
+    def placed(mesh):
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+
+    assert_close(run(layer, placed(mesh)), run(reference, placed(base)), 1e-5)
+    assert layer.up.get_value().sharding.spec[0] == ("expert_domain", "expert_offset")
+
+
+def test_the_topology_of_another_mesh_is_refused():
+    base = make_mesh((4,), ("expert",))
+    mesh = hybrid_mesh(base, {"expert": 2})
+    migrate = Migrate(Domains.from_mesh(mesh, Topology.from_mesh(base)), Codec(2.0))
+    with pytest.raises(ValueError, match=r"topology is not migrate.domains.between"):
+        MoE(16, 24, 8, TopK(2), mesh=mesh, topology=Topology.from_mesh(base), migrate=migrate, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="num_experts is 6; expected a positive multiple of the 4 ranks"):
+        MoE(16, 24, 6, TopK(2), mesh=mesh, topology=migrate.domains.between, migrate=migrate, rngs=nnx.Rngs(0))

@@ -1,0 +1,176 @@
+"""Experts in fewer bytes: what travels, what arrives, and whose gradients come home."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jax_moe_lb import Codec, Domains, Experts, Migrate, Topology, hybrid_mesh
+from jax_moe_lb.transport.codec import average
+from tests.layer import make_mesh
+
+
+def alike(num_experts=4, seed=0, spread=0.1):
+    """Experts that differ little from each other."""
+    rng = np.random.default_rng(seed)
+
+    def weights(*shape):
+        return jnp.asarray(rng.normal(size=shape) + spread * rng.normal(size=(num_experts, *shape)), "float32")
+
+    return Experts(weights(6, 10), weights(10, 6), weights(6, 10))
+
+
+def mean_of(experts):
+    return jax.tree.map(lambda w: w.mean(0), experts)
+
+
+def distance(a, b):
+    squares = jax.tree.map(lambda x, y: jnp.square(x - y).sum(), a, b)
+    return float(np.sqrt(sum(jax.tree.leaves(squares))))
+
+
+def domains_on(mesh, **domain_sizes):
+    axes = tuple(domain_sizes)
+    split = hybrid_mesh(mesh, domain_sizes)
+    return split, Domains.from_mesh(split, Topology.from_mesh(mesh, axes))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_are_those_of_values_and_indices(dtype):
+    shapes = ((2, 40, 50), (2, 50, 40))
+    experts = Experts(*(jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype) for shape in shapes))
+    for ratio in (1.5, 100.0):
+        codec = Codec(ratio)
+        encoded = codec.encode(experts, None)[0]
+        travels = sum(leaf.nbytes for leaf in jax.tree.leaves(encoded))
+        assert travels == codec.encoded_bytes(experts) <= experts.nbytes / ratio
+        assert travels > experts.nbytes / ratio - 4 * (experts.up.dtype.itemsize + 2)
+    assert Codec().encoded_bytes(experts) == experts.nbytes
+    # An index of up to 65536 entries takes two bytes, one of more takes four.
+    assert Codec(2.0).num_kept(1 << 16, 4) == (1 << 16) * 4 // (2 * 6)
+    assert Codec(2.0).num_kept((1 << 16) + 8, 4) == ((1 << 16) + 8) * 4 // (2 * 8)
+    assert Codec(100.0).num_kept(10, 4) == 1
+
+
+def test_the_largest_entries_arrive_and_the_rest_is_the_mean():
+    experts = alike()
+    mean, codec = mean_of(experts), Codec(4.0)
+    encoded, left_out = codec.encode(experts, mean)
+    decoded = codec.decode(encoded, mean, experts)
+    residual, count = np.asarray(experts.up - mean.up[None]).reshape(4, -1), codec.num_kept(60, 4)
+    for expert in range(4):
+        kept = np.sort(np.argsort(-np.abs(residual[expert]))[:count])
+        np.testing.assert_array_equal(np.sort(encoded.indices[0][expert]), kept)
+        want = np.array(mean.up).reshape(-1)
+        want[kept] += residual[expert][kept]
+        np.testing.assert_allclose(decoded.up[expert].reshape(-1), want, rtol=1e-6, atol=1e-7)
+    jax.tree.map(lambda w, d, e: np.testing.assert_allclose(w, d + e, atol=1e-6), experts, decoded, left_out)
+
+
+def test_errors_fall_with_more_bytes_and_with_the_mean():
+    experts = alike()
+    mean = mean_of(experts)
+
+    def error(codec, mean):
+        return distance(experts, codec.decode(codec.encode(experts, mean)[0], mean, experts))
+
+    shared = [error(Codec(ratio), mean) for ratio in (50.0, 5.0, 1.6)]
+    alone = [error(Codec(ratio), None) for ratio in (50.0, 5.0, 1.6)]
+    assert shared == sorted(shared, reverse=True)
+    assert alone == sorted(alone, reverse=True)
+    assert all(a > 3 * b for a, b in zip(alone, shared, strict=True))
+
+
+def test_error_feedback_sends_everything_in_the_end():
+    experts = alike()
+    mean, codec = mean_of(experts), Codec(10.0)
+
+    def step(error, _):
+        encoded, error = codec.encode(experts, mean, error)
+        return error, codec.decode(encoded, mean, experts)
+
+    zeros = jax.tree.map(jnp.zeros_like, experts)
+    _, decoded = jax.lax.scan(step, zeros, None, 400)
+    over_time = jax.tree.map(lambda d: d.mean(0), decoded)
+    once = codec.decode(codec.encode(experts, mean)[0], mean, experts)
+    assert distance(over_time, experts) < 0.1 * distance(once, experts)
+
+
+def on_mesh(mesh, domains, function, *args, out=None):
+    spec = PartitionSpec(domains.expert_axes)
+    specs = (spec,) * len(args)
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=spec if out is None else out))(*args)
+
+
+def test_own_experts_stay_exact_and_all_gradients_come_home():
+    """Two datacenters of two nodes, domains across all four; one expert on each rank."""
+    mesh, domains = domains_on(make_mesh((2, 2), ("dc", "node")), dc=2, node=2)
+    experts, ratio = alike(), 5.0
+    target = jax.tree.map(
+        lambda w: jnp.asarray(np.random.default_rng(9).normal(size=(16, *w.shape[1:])), "float32"), experts
+    )
+    codec = Codec(ratio)
+
+    def loss_gradients(codec):
+        def run(home, target):
+            def loss(home):
+                held = Migrate(domains, codec)(home)
+                return sum(jax.tree.leaves(jax.tree.map(lambda h, t: (h * t).sum(), held, target)))
+
+            return jax.grad(loss)(home), Migrate(domains, codec)(home)
+
+        return on_mesh(mesh, domains, run, experts, target)
+
+    gradients, held = loss_gradients(codec)
+    want_gradients, exact = loss_gradients(Codec())
+    jax.tree.map(np.testing.assert_array_equal, gradients, want_gradients)
+    mean = mean_of(experts)
+    decoded = codec.decode(codec.encode(experts, mean)[0], mean, experts)
+    for rank in range(4):
+        want = np.array(decoded.up)
+        want[rank] = experts.up[rank]
+        np.testing.assert_allclose(held.up[4 * rank : 4 * rank + 4], want, atol=1e-6)
+        np.testing.assert_array_equal(exact.up[4 * rank : 4 * rank + 4], experts.up)
+        np.testing.assert_array_equal(held.up[4 * rank + rank], experts.up[rank])
+
+
+def test_packing_ahead_is_packing_on_the_way():
+    mesh, domains = domains_on(make_mesh((4,), ("gpu",)), gpu=2)
+    migrate = Migrate(domains, Codec(5.0))
+
+    def ahead(home):
+        return migrate(home, migrate.pack(home)[0])
+
+    experts = alike(8)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        on_mesh(mesh, domains, ahead, experts),
+        on_mesh(mesh, domains, migrate, experts),
+    )
+    # The mean of all experts, of other domains, too, is equal on all ranks.
+    mean = on_mesh(mesh, domains, lambda home: average(home, domains.expert_axes), experts, out=PartitionSpec())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), mean, mean_of(experts))
+
+
+def test_an_older_mean_does():
+    """The all-reduce of the mean may run beside the backward pass: the mean is that of the weights before the step."""
+    mesh, domains = domains_on(make_mesh((4,), ("gpu",)), gpu=2)
+    migrate = Migrate(domains, Codec(2.0))
+    before, after = alike(8), jax.tree.map(lambda w: w + 0.01, alike(8))
+
+    def run(before, after):
+        return migrate(after, migrate.pack(after, migrate.average(before))[0])
+
+    held = on_mesh(mesh, domains, run, before, after)
+    fresh = on_mesh(mesh, domains, migrate, after)
+    both = jax.tree.map(
+        lambda w: np.asarray(w).reshape(2, 2, 2, *w.shape[1:]).repeat(2, 1).reshape(16, *w.shape[1:]), after
+    )
+    assert distance(held, both) < 1.2 * distance(fresh, both)
+
+
+def test_impossible_ratios_are_named():
+    for ratio in (0.5, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"Codec.ratio is .*; expected a finite number, at least 1"):
+            Codec(ratio)

@@ -1,0 +1,115 @@
+"""Experts on their way before tokens are known."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jax_moe_lb import Domains, Experts, Migrate, TopK, Topology, hybrid_mesh, moe, plain
+from jax_moe_lb.transport.migrate import scan_prefetched
+from tests.layer import assert_close, make_mesh
+from tests.oracle import dense_moe
+
+LAYERS, WIDTH, NUM_EXPERTS = 3, 8, 8
+
+
+def setting():
+    base = make_mesh((4,), ("gpu",))
+    mesh = hybrid_mesh(base, {"gpu": 2})
+    domains = Domains.from_mesh(mesh, Topology.from_mesh(base, "gpu"))
+    rng = np.random.default_rng(0)
+    x, kernels, up, down = (
+        jnp.asarray(0.5 * rng.normal(size=shape), "float32")
+        for shape in [
+            (32, WIDTH),
+            (LAYERS, WIDTH, NUM_EXPERTS),
+            (LAYERS, NUM_EXPERTS, WIDTH, 6),
+            (LAYERS, NUM_EXPERTS, 6, WIDTH),
+        ]
+    )
+    return mesh, domains, x, kernels, Experts(up, down)
+
+
+def training_step(mesh, domains, gather_again):
+    def block(x, kernel, held):
+        y, stats, _ = moe(jnp.tanh(x), kernel, held, TopK(2), plain(4.0), domains.between)
+        return x + y, stats.load_after
+
+    def run(x, kernels, experts):
+        x, loads = scan_prefetched(block, x, kernels, experts, Migrate(domains), gather_again=gather_again)
+        return x, loads[None]
+
+    by_rank, stacked = PartitionSpec(domains.expert_axes), PartitionSpec(None, domains.expert_axes)
+    specs, out_specs = (by_rank, PartitionSpec(), stacked), (by_rank, PartitionSpec(domains.between.data_axes))
+    return with_gradients(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out_specs))
+
+
+def dense(x, kernels, experts):
+    for layer in range(LAYERS):
+        mine = Experts(experts.up[layer], experts.down[layer])
+        x = x + dense_moe(jnp.tanh(x), kernels[layer], mine, TopK(2))
+    return x, None
+
+
+def with_gradients(layers):
+    def loss(x, kernels, experts):
+        y, loads = layers(x, kernels, experts)
+        return jnp.square(y).sum(), (y, loads)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+
+
+@pytest.mark.parametrize("gather_again", [False, True])
+def test_prefetched_layers_equal_dense_ones_and_gathers_do_not_wait(gather_again):
+    mesh, domains, *args = setting()
+    program = training_step(mesh, domains, gather_again).lower(*args).compile()
+    (_, (y, loads)), gradients = program(*args)
+    (_, (want, _)), want_gradients = with_gradients(dense)(*args)
+    assert_close((y, gradients), (want, want_gradients), 1e-5)
+    assert loads.shape == (2, LAYERS, 2)
+    # In the loops over layers, forward and backward, gathers come from an iteration's weights alone: from no product,
+    # no exchange, no counts.
+    bodies = [body for body in computations(program.as_text()) if gathers_of_experts(body) and is_body(body)]
+    assert len(bodies) == 1 + gather_again
+    for body in bodies:
+        for name in gathers_of_experts(body):
+            assert not ancestors(name, body) & {"dot", "custom-call", "all-to-all", "sort", "conditional", "while"}
+
+
+INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
+
+
+def computations(hlo):
+    """Each computation of a module as name -> (type, operation, operands)."""
+    for text in hlo.split("\n\n"):
+        found = {}
+        for line in text.splitlines():
+            if match := INSTRUCTION.match(line):
+                name, kind, operation, rest = match.groups()
+                found[name] = (kind, operation, re.findall(r"%([\w.\-]+)", rest.split("), ")[0]))
+        yield found
+
+
+def gathers_of_experts(body):
+    return [name for name, (kind, operation, _) in body.items() if operation == "all-gather" and kind.startswith("f32")]
+
+
+def is_body(body):
+    """Of a loop that exchanges tokens."""
+    operations = [operation for _, operation, _ in body.values()]
+    return operations.count("parameter") == 1 and {"while", "all-to-all"} <= set(operations)
+
+
+def ancestors(name, body):
+    """Operations that `name` waits for inside its computation."""
+    seen, todo, operations = set(), [name], set()
+    while todo:
+        for operand in body[todo.pop()][2]:
+            if operand in body and operand not in seen:
+                seen.add(operand)
+                todo.append(operand)
+                operations.add(body[operand][1])
+    return operations

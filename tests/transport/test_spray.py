@@ -1,0 +1,278 @@
+"""Spraying over rails: the same rows in the same places as direct dispatch, whatever the plan says of rails."""
+
+import functools
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import Chain, Direct, Greedy, Plan, RailS, Spray, System, Topology, plain_plan
+from jax_moe_lb.balancers.rails import rows_between
+from jax_moe_lb.ops import ragged_all_to_all as exchange_module
+from jax_moe_lb.transport.relays import by_own_rail, by_relay
+from jax_moe_lb.transport.rounds import to_sending_order
+from tests.layer import Case, make_mesh, sharded_moe, with_gradients
+from tests.ops.planner_cases import STOPPED
+from tests.oracle import random_plan
+
+BY_NAME = {workload.name: workload for workload in WORKLOADS}
+RANKS, TOKENS, PER_TOK, EXPERTS, SLOTS = 8, 12, 2, 16, 4
+DOMAIN = 4  # of the plan; those of the rails may be others
+MAX_ROUNDS = 40
+HEADROOM = 0.4  # several rounds, and of these some in several steps
+# mesh sizes, ranks per domain, rails
+LAYOUTS = {
+    "two ranks at each rail": ((2, 4), 4, 2),
+    "four domains, of two axes": ((2, 2, 2), 2, 2),
+    "one domain, of two axes": ((2, 4), 8, 8),
+}
+
+
+def layout(name):
+    sizes, members, num_rails = LAYOUTS[name]
+    axes = ("dc", "node", "gpu")[-len(sizes) :]
+    mesh = make_mesh(sizes, axes)
+    return mesh, Topology.from_mesh(mesh, axes, ranks_per_domain=members, rails_per_domain=num_rails)
+
+
+def exchange(dispatch, mesh, topology):
+    """Jitted `(x, experts, counts, plan) -> (rows of every round, their group sizes, what came back, steps)`."""
+
+    def one_rank(x, experts, counts, plan):
+        receipt = dispatch.address(experts, counts, plan, topology)
+        copies = to_sending_order(x, receipt, PER_TOK)
+        capacity = dispatch.capacity(copies.shape[0])
+
+        def one_round(i, carry):
+            all_rows, all_sizes, out = carry
+            rows, sizes = dispatch.send(copies, receipt, i, topology)
+            slot = jnp.repeat(jnp.arange(SLOTS), sizes, total_repeat_length=capacity)
+            served = rows * (slot[:, None] + 2).astype(rows.dtype)
+            out = dispatch.send_back(served, receipt, i, out, topology)
+            return all_rows.at[i].set(rows), all_sizes.at[i].set(sizes), out
+
+        rows = jnp.zeros_like(copies, shape=(MAX_ROUNDS, capacity, copies.shape[1]))
+        sizes = jnp.zeros_like(receipt.order, shape=(MAX_ROUNDS, SLOTS))
+        carry = jax.lax.fori_loop(0, receipt.rounds, one_round, (rows, sizes, jnp.zeros_like(copies)))
+        steps = getattr(receipt, "steps", receipt.rounds * 0 + 1)
+        return jax.tree.map(lambda a: a[None], (*carry, receipt.rounds, steps))
+
+    ranks, whole = PartitionSpec(topology.expert_axes), PartitionSpec()
+    specs = (ranks, ranks, whole, whole)
+    outs = (ranks, ranks, ranks, whole, whole)
+    return jax.jit(jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=outs))
+
+
+@functools.cache
+def direct():
+    mesh = make_mesh((RANKS,), ("expert",))
+    return exchange(Direct(HEADROOM), mesh, Topology.from_mesh(mesh))
+
+
+@functools.cache
+def spray(name):
+    return exchange(Spray(HEADROOM), *layout(name))
+
+
+def draw(rng, skew):
+    """Tokens, their experts, counts, and a legal plan."""
+    share = np.exp(skew * rng.normal(size=(RANKS, 1, EXPERTS)) + rng.gumbel(size=(RANKS, TOKENS, EXPERTS)))
+    experts = np.argsort(-share, -1)[..., :PER_TOK].astype(np.int32)
+    experts[rng.random(experts.shape) < 0.1] = -1
+    counts = np.stack([np.bincount(e[e >= 0], minlength=EXPERTS) for e in experts.reshape(RANKS, -1)]).astype(np.int32)
+    placement, quota = random_plan(rng, counts, SLOTS, DOMAIN)
+    x = rng.normal(size=(RANKS * TOKENS, 3)).astype(np.float32)
+    return x, experts.reshape(-1, PER_TOK), counts, Plan(placement, quota, domain=DOMAIN)
+
+
+def any_rails(rng, rows, num_rails, how):
+    """Rows on rails: at random, or all on one."""
+    if how == "random":
+        return (
+            rng.multinomial(rows.ravel(), rng.dirichlet(np.ones(num_rails))).reshape(*rows.shape, -1).astype(np.int32)
+        )
+    return (rows[..., None] * (np.arange(num_rails) == num_rails - 1)).astype(np.int32)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@settings(max_examples=15, deadline=None)
+@example(seed=0, skew=10.0, how="one rail")
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    skew=st.sampled_from([0.0, 1.0, 10.0]),
+    how=st.sampled_from(["random", "one rail", "balanced"]),
+)
+def test_every_row_is_where_direct_dispatch_puts_it(name, seed, skew, how):
+    run, (_, topology) = spray(name), layout(name)
+    rng = np.random.default_rng(seed)
+    x, experts, counts, plan = draw(rng, skew)
+    want = direct()(x, experts, counts, plan)
+    if how == "balanced":
+        sprayed = RailS().rebalance(counts, plan, topology, ())[0]
+    else:
+        sprayed = replace(plan, rails=any_rails(rng, rows_between(counts, plan), topology.rails_per_domain, how))
+    got = run(x, experts, counts, sprayed)
+    for a, b in zip(got[:4], want[:4], strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert int(got[3][0]) <= MAX_ROUNDS
+    assert (np.asarray(got[2]) != 0).sum() == 3 * counts.sum()
+    assert run._cache_size() == 1
+
+
+def all_to_the_other_domain():
+    """Every token of a rank goes to the ranks of the other domain, evenly."""
+    rng = np.random.default_rng(0)
+    experts = np.arange(RANKS * TOKENS * PER_TOK).reshape(RANKS, -1) % 8 + 8 * (np.arange(RANKS)[:, None] < 4)
+    counts = np.stack([np.bincount(e, minlength=EXPERTS) for e in experts]).astype(np.int32)
+    x = rng.normal(size=(RANKS * TOKENS, 3)).astype(np.float32)
+    plan = plain_plan(counts, Topology.flat(RANKS, 4), SLOTS)
+    return x, experts.reshape(-1, PER_TOK).astype(np.int32), counts, plan
+
+
+def test_a_balanced_plan_takes_one_step_and_a_single_rail_more():
+    """The relays' buffers hold `A` rows; one rail alone would need four times as many, so parts of an eighth fit."""
+    mesh = make_mesh((2, 4), ("node", "gpu"))
+    topology = Topology.from_mesh(mesh, ("node", "gpu"), rails_per_domain=4)
+    whole = PartitionSpec()
+
+    def one_rank(experts, counts, plan):
+        receipt = Spray(1.05).address(experts, counts, plan, topology)
+        return receipt.rounds, receipt.steps
+
+    specs = (PartitionSpec(("node", "gpu")), whole, whole)
+    run = jax.jit(jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=whole))
+    _, experts, counts, plan = all_to_the_other_domain()
+    balanced = RailS().rebalance(counts, plan, topology, ())[0]
+    assert tuple(map(int, run(experts, counts, balanced))) == (1, 1)
+    one_rail = any_rails(None, rows_between(counts, plan), 4, "one rail")
+    assert tuple(map(int, run(experts, counts, replace(plan, rails=one_rail)))) == (1, 7)
+
+
+def test_without_rails_rows_travel_along_the_receivers_rail():
+    topology = Topology(Topology.flat(RANKS).levels, 4, rails_per_domain=2)
+    rows = jnp.asarray(np.random.default_rng(0).integers(0, 9, (RANKS, RANKS)), jnp.int32)
+    rails = np.asarray(rows)[:, :, None] * (np.arange(RANKS)[:, None] % 4 // 2 == np.arange(2))
+    np.testing.assert_array_equal(by_own_rail(rows, topology), by_relay(jnp.asarray(rails, jnp.int32), topology))
+
+
+def test_the_layer_equals_that_of_direct_dispatch_to_the_bit():
+    """Outputs, statistics and gradients; beside data parallelism."""
+    case, mesh = Case(), make_mesh((2, 2, 2), ("data", "domain", "rail"))
+    topology = Topology.from_mesh(mesh, ("domain", "rail"), rails_per_domain=2)
+    x, mask = case.tokens(BY_NAME["zipf"], 8, "float32")
+    kernel, experts = case.params("float32")
+    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
+    systems = (
+        System(Greedy(), dispatch=Direct(HEADROOM), replica_slots=2),
+        System(Chain((Greedy(), RailS())), dispatch=Spray(HEADROOM), replica_slots=2),
+    )
+    want, got = (
+        with_gradients(sharded_moe(mesh, topology, system))(x, mask, kernel, experts, target) for system in systems
+    )
+    assert int(got[0][1].rounds.max()) > 1
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
+
+
+# ---- what crosses between domains -----------------------------------------------------
+
+
+def replica_groups(line):
+    """The groups of an XLA collective, in each of its notations: listed, as a transposed grid, by mesh axes."""
+    text = line.split("replica_groups=")[1]
+    if text.startswith("{"):
+        return [numbers(group) for group in re.findall(r"\{([\d, ]+)\}", text.split("}}")[0] + "}")]
+    if text.startswith("["):
+        shape, dims, order = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()
+        ids = np.arange(np.prod(numbers(dims))).reshape(numbers(dims))
+        return ids.transpose(numbers(order) if order else None).reshape(numbers(shape)).tolist()
+    sizes, chosen = re.match(r"mesh\[(.*?)\] \{(.*?)\}", text).groups()
+    names, sizes = zip(*re.findall(r"'(\w+)'=(\d+)", sizes), strict=True)
+    along = [names.index(name) for name in re.findall(r"'(\w+)'", chosen)]
+    ids = np.moveaxis(np.arange(RANKS).reshape([int(size) for size in sizes]), along, range(-len(along), 0))
+    return ids.reshape(-1, np.prod([int(sizes[axis]) for axis in along])).tolist()
+
+
+def numbers(text):
+    return [int(number) for number in text.split(",")]
+
+
+def kind(groups, members):
+    """Whether the groups are domains, or ranks of equal offset."""
+    inside = all(len({r // members for r in group}) == 1 for group in groups)
+    along = all(len({r % members for r in group}) == 1 for group in groups)
+    return "inside a domain" if inside else "along a rail" if along else "anywhere"
+
+
+def test_no_row_leaves_its_rail_between_domains_in_a_compiled_program(monkeypatch):
+    """There and back, out of XLA's collectives. All else that travels are integers."""
+    monkeypatch.setattr(exchange_module, "moves_in_process", lambda: False)
+    mesh, topology = layout("two ranks at each rail")
+    x, experts, counts, plan = draw(np.random.default_rng(1), 1.0)
+    sprayed = RailS().rebalance(counts, plan, topology, ())[0]
+    program = exchange(Spray(HEADROOM), mesh, topology).lower(x, experts, counts, sprayed).compile()
+    found = []
+    for line in program.as_text().splitlines():
+        collective = re.search(r" = (.*?) (all-[a-z-]+|collective-[a-z-]+|reduce-scatter)\(", line)
+        if collective and "f32[" in collective[1]:
+            assert collective[2] == "all-to-all", line
+            found.append(kind(replica_groups(line), 4))
+    assert sorted(found) == ["along a rail"] * 2 + ["inside a domain"] * 6
+    for a, b in zip(program(x, experts, counts, sprayed)[:4], direct()(x, experts, counts, plan)[:4], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_no_row_leaves_its_rail_between_domains_on_a_gpu(monkeypatch):
+    """A whole layer, forward and backward, as it is lowered for one: all exact-size exchanges."""
+    for module in ("jax_moe_lb.pipeline", "jax_moe_lb.transport.spray"):
+        monkeypatch.setattr(f"{module}.ensure", lambda ok, *_: ok.astype(jnp.int32) * 0)
+    monkeypatch.setattr("jax_moe_lb.pipeline.ensure_legal", lambda plan, *_: plan)
+    mesh, topology = layout("two ranks at each rail")
+    case = Case()
+    layer = with_gradients(sharded_moe(mesh, topology, System(RailS(), dispatch=Spray())))
+    x, mask = case.tokens(BY_NAME["zipf"], 8, "float32")
+    text = layer.trace(x, mask, *case.params("float32"), x).lower(lowering_platforms=("cuda",)).as_text()
+    groups = re.findall(r"ragged_all_to_all.*?replica_groups = dense<\[(.*?)\]> :", text)
+    found = [kind([numbers(group) for group in re.findall(r"\[([\d, ]+)\]", each)], 4) for each in groups]
+    # There and back; and, backward, copies and gradients there, and gradients back.
+    assert sorted(found) == ["along a rail"] * 5 + ["inside a domain"] * 15
+
+
+# ---- refusals -------------------------------------------------------------------------
+
+
+def test_axes_that_make_up_no_domain_are_refused():
+    mesh = make_mesh((8,), ("expert",))
+    topology = Topology.from_mesh(mesh, ranks_per_domain=4, rails_per_domain=4)
+    with pytest.raises(ValueError, match=r"ranks_per_domain is 4 on mesh axes \('expert',\) of sizes \(8,\); expected"):
+        exchange(Spray(), mesh, topology)(*all_to_the_other_domain())
+    mesh, topology = layout("two ranks at each rail")
+    with pytest.raises(ValueError, match=r"ranks_per_domain is 1 on mesh axes .* of at least 2 ranks"):
+        exchange(Spray(), mesh, replace(topology, ranks_per_domain=1, rails_per_domain=1))(*all_to_the_other_domain())
+
+
+def test_rails_that_do_not_fit_are_refused():
+    mesh, topology = layout("two ranks at each rail")
+    x, experts, counts, plan = all_to_the_other_domain()
+    with pytest.raises(ValueError, match=r"plan.rails has 4 rails; expected the 2 of Topology.rails_per_domain"):
+        exchange(Spray(), mesh, topology)(x, experts, counts, replace(plan, rails=np.zeros((8, 8, 4), np.int32)))
+    with pytest.raises(ValueError, match=r"rails_per_domain is 3; expected a divisor of the 4 ranks of a domain"):
+        exchange(Spray(), mesh, replace(topology, rails_per_domain=3))(x, experts, counts, plan)
+    with pytest.raises(ValueError, match=r"headroom is 0.0; expected a finite number above 0"):
+        Spray(0.0)
+
+
+def test_rails_that_lose_a_row_stop_the_program():
+    x, experts, counts, plan = all_to_the_other_domain()
+    plan = RailS().rebalance(counts, plan, layout("two ranks at each rail")[1], ())[0]
+    rails = plan.rails.copy()
+    rails[1, 6, 0] += 1
+    with pytest.raises(STOPPED, match=r"plan.rails from rank 1 to rank 6 sums to 7 tokens; expected the 6"):
+        jax.block_until_ready(spray("two ranks at each rail")(x, experts, counts, replace(plan, rails=rails)))
