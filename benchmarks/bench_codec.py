@@ -117,18 +117,15 @@ def main() -> None:
     domains = Domains.from_mesh(mesh, Topology.from_mesh(whole))
     corpus, results = default_corpus(base.max_corpus_bytes), {}
     given.out.mkdir(parents=True, exist_ok=True)
-    for name, seed in itertools.product(given.codecs, range(given.seeds)):
-        config = dataclasses.replace(base, steps=given.steps, seed=seed)
-        results[name, seed] = train(config, mesh, Migrate(domains, CODECS[name]), corpus)
-        print(
-            f"{name}, seed {seed}: {results[name, seed][0][-1]:.4f}, validation {results[name, seed][1]:.4f}",
-            flush=True,
-        )
     with open(given.out / "codec.csv", "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["codec", "seed", "step", "loss"])
-        for (name, seed), (losses, _) in results.items():
+        for seed, name in itertools.product(range(given.seeds), given.codecs):
+            config = dataclasses.replace(base, steps=given.steps, seed=seed)
+            losses, last = results[name, seed] = train(config, mesh, Migrate(domains, CODECS[name]), corpus)
             writer.writerows([name, seed, step, loss] for step, loss in enumerate(losses, 1))
+            file.flush()
+            print(f"{name}, seed {seed}: {losses[-1]:.4f}, validation {last:.4f}", flush=True)
     text = table(results, given.codecs, list(range(given.seeds)))
     (given.out / "codec.md").write_text(text)
     print(text)
