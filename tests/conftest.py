@@ -12,6 +12,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Before anything imports the package, and for as long as the tests run.
 install_import_hook("jax_moe_lb", "beartype.beartype")
 
+# Compiling takes longer than running here; without optimisations, two thirds as long.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+
 from jax_moe_lb import use_virtual_cpu_devices  # noqa: E402 (after the hook)
 
 use_virtual_cpu_devices(8)

@@ -1,7 +1,6 @@
 """One MoE layer over a mesh, next to its dense reference."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -72,17 +71,14 @@ def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma
     )
 
 
-def with_gradients(layer, optimized=True):
-    """Jitted `(x, mask, kernel, experts, target) -> ((y, stats), gradients of x, kernel and experts)`.
-
-    Compiling takes longer than running: without optimisations, about half as long.
-    """
+def with_gradients(layer):
+    """Jitted `(x, mask, kernel, experts, target) -> ((y, stats), gradients of x, kernel and experts)`."""
 
     def loss(x, kernel, experts, mask, target):
         y, stats = layer(x, mask, kernel, experts)
         return (y.astype(target.dtype) * target).sum(), (y, stats)
 
-    @partial(jax.jit, compiler_options=None if optimized else {"xla_backend_optimization_level": 0})
+    @jax.jit
     def run(x, mask, kernel, experts, target):
         gradients, out = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, kernel, experts, mask, target)
         return out, gradients
@@ -91,8 +87,8 @@ def with_gradients(layer, optimized=True):
 
 
 def dense_with_gradients(router):
-    """The same for the dense reference, without optimisations."""
-    return with_gradients(lambda x, mask, kernel, experts: (dense_moe(x, kernel, experts, router, mask), None), False)
+    """The same for the dense reference."""
+    return with_gradients(lambda x, mask, kernel, experts: (dense_moe(x, kernel, experts, router, mask), None))
 
 
 def assert_close(actual, expected, relative):

@@ -145,7 +145,7 @@ def test_layer_equals_dense(name, dtype, relative, x64):
     num_rails = 4 if name in ON_RAILS else 1
     topology = Topology.from_mesh(mesh, axes, ranks_per_domain=4, rails_per_domain=num_rails)
     kernel, experts = case.params(dtype)
-    layer = with_gradients(sharded_moe(mesh, topology, SYSTEMS[name]), optimized=dtype != "float64")
+    layer = with_gradients(sharded_moe(mesh, topology, SYSTEMS[name]))
     dense = dense_with_gradients(TopK(2))
     for workload in WORKLOADS:
         x, mask = case.tokens(workload, 8, dtype)

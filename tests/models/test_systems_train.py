@@ -43,12 +43,10 @@ def losses(system, params):
     """`[STEPS]`, and the largest imbalance of any step, as routed and as served."""
     mesh = make_mesh(TRAINING.parallel)
     programs = make_programs(TRAINING, mesh, default_system(system))
-    state, rows, compiled = start(programs, params), [], None
+    state, rows = start(programs, params), []
     for step in range(1, STEPS + 1):
         tokens = place_batch(CORPUS.batch(TRAINING.seed, step, TRAINING.batch_size, TRAINING.sequence_length), mesh)
-        # Compiled without optimisations, which take longer than these steps.
-        compiled = compiled or programs.step.lower(state, tokens).compile({"xla_backend_optimization_level": 0})
-        state, loss, stats = compiled(state, tokens)
+        state, loss, stats = programs.step(state, tokens)
         rows.append(jax.device_get((loss, stats.imbalance_before.max(), stats.imbalance_after.max())))
     return np.asarray(rows, np.float64).T
 
