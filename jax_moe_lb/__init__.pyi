@@ -13,6 +13,8 @@ from .balancers.hybridep import HybridEP as HybridEP
 from .balancers.lplb import LPLB as LPLB
 from .balancers.plain import Plain as Plain
 from .balancers.rails import RailS as RailS
+from .balancers.rails import interface_rows as interface_rows
+from .balancers.rails import rows_between as rows_between
 from .balancers.ultraep import UltraEP as UltraEP
 from .costs import Cost as Cost
 from .experts import Experts as Experts

@@ -45,7 +45,7 @@ class Topology:
     Args:
         levels: outermost first; the product of their sizes is `R`.
         ranks_per_domain: `M`, the ranks among which expert weights may move; divides `R`.
-        rails_per_domain: `N`, network interfaces of a domain.
+        rails_per_node: `N`, network interfaces of a node: of `ranks_per_node` ranks.
         expert_axes: the mesh axes that make up the group, outermost first; empty for a
             topology that only plans.
         data_axes: the mesh axes over which tokens, but not experts, are split.
@@ -54,7 +54,7 @@ class Topology:
 
     levels: tuple[Level, ...]
     ranks_per_domain: int
-    rails_per_domain: int = 1
+    rails_per_node: int = 1
     expert_axes: tuple[str, ...] = ()
     data_axes: tuple[str, ...] = ()
     flops_per_s: float | None = None
@@ -65,7 +65,7 @@ class Topology:
             names = [level.name for level in self.levels]
             raise ValueError(f"Topology.levels are {names}; expected some of {LEVEL_NAMES}, in this order")
         _require_positive("Topology.ranks_per_domain", self.ranks_per_domain)
-        _require_positive("Topology.rails_per_domain", self.rails_per_domain)
+        _require_positive("Topology.rails_per_node", self.rails_per_node)
         if self.num_ranks % self.ranks_per_domain:
             raise ValueError(
                 f"Topology.ranks_per_domain is {self.ranks_per_domain}; "
@@ -78,6 +78,14 @@ class Topology:
     def num_ranks(self) -> int:
         """`R`."""
         return math.prod(level.size for level in self.levels)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that share the rails: those inside the innermost level, or a domain where that is smaller.
+
+        Expert weights may move further, over the rails, where `ranks_per_domain` says so.
+        """
+        return min(self.levels[-1].size, self.ranks_per_domain)
 
     @property
     def num_domains(self) -> int:
@@ -97,7 +105,7 @@ class Topology:
         expert_axis: str | tuple[str, ...] = "expert",
         *,
         ranks_per_domain: int | None = None,
-        rails_per_domain: int = 1,
+        rails_per_node: int = 1,
         bytes_per_s: tuple[float, ...] | None = None,
         latency_s: tuple[float, ...] | None = None,
         flops_per_s: float | None = None,
@@ -109,7 +117,7 @@ class Topology:
             expert_axis: one name, or up to three, outermost first: they become the
                 innermost of the levels dc, node, gpu. A level without an axis has size 1.
             ranks_per_domain: `M`; the size of the innermost axis by default.
-            rails_per_domain: `N`.
+            rails_per_node: `N`.
             bytes_per_s: bandwidth per axis, in bytes per second, in the order of `expert_axis`.
             latency_s: one-way latency per axis, in seconds, likewise.
             flops_per_s: speed of one rank, in floating-point operations per second.
@@ -132,7 +140,7 @@ class Topology:
         return cls(
             levels=levels,
             ranks_per_domain=levels[-1].size if ranks_per_domain is None else ranks_per_domain,
-            rails_per_domain=rails_per_domain,
+            rails_per_node=rails_per_node,
             expert_axes=axes,
             data_axes=tuple(axis for axis in mesh.axis_names if axis not in axes),
             flops_per_s=flops_per_s,

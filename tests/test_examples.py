@@ -23,6 +23,11 @@ PRINTED = {
         r"refused: plan\.quota of expert 3 sums to \d+ tokens; expected the \d+ of counts",
         r"refused at run time too: .*plan\.quota of expert 3 sums to",
     ),
+    "three_levels": (
+        r"loss: plain (\d\.\d{5})\d -> (\d\.\d{5})\d, three levels \1\d -> \2\d",
+        r"HybridEP: 48 KiB of experts",
+        rf"Exact in dc 0: imbalance 1\.[4-9]\d -> {BALANCED}\n.*\nExact in dc 1: imbalance 1\.[4-9]\d -> {BALANCED}",
+    ),
     "replay_trace": (rf"mean +1\.[4-9]\d+ +{BALANCED}",),
 }
 
@@ -48,6 +53,12 @@ def test_quickstart_systems_learn_the_same():
     before, after, before_balanced, after_balanced = losses
     assert after < before
     assert (before_balanced, after_balanced) == pytest.approx((before, after), abs=2e-5)
+
+
+def test_three_levels_relieve_the_busiest_interface():
+    rows = re.findall(r"busiest interface (\d+) -> (\d+) rows", run("three_levels").stdout)
+    assert len(rows) == 2
+    assert all(int(after) < int(before) for before, after in rows)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

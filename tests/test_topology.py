@@ -36,7 +36,7 @@ def test_a_topology_is_a_static_argument():
         ((), {}, r"expert_axis is \(\); expected one to three different"),
         ("expert", {"ranks_per_domain": 3}, r"ranks_per_domain is 3; expected a divisor of the 4 ranks"),
         ("expert", {"ranks_per_domain": 0}, r"ranks_per_domain is 0; expected at least 1"),
-        ("expert", {"rails_per_domain": 0}, r"rails_per_domain is 0; expected at least 1"),
+        ("expert", {"rails_per_node": 0}, r"rails_per_node is 0; expected at least 1"),
         ("expert", {"bytes_per_s": (1.0, 2.0)}, r"bytes_per_s has 2 values; expected one per expert axis"),
         ("expert", {"bytes_per_s": (0.0,)}, r"bytes_per_s is 0.0; expected > 0"),
         ("expert", {"latency_s": (-1.0,)}, r"latency_s is -1.0; expected >= 0"),

@@ -19,7 +19,7 @@ from jax_moe_lb.types import AnyArray, Counts, State, iota, namespace
 class RailS(Balancer):
     """Puts the token copies between domains on rails, and changes nothing else: use it last, with `Spray`.
 
-    A domain is `Topology.ranks_per_domain` ranks with `Topology.rails_per_domain` rails; its plan follows from what its
+    A domain is `Topology.ranks_per_node` ranks with `Topology.rails_per_node` rails; its plan follows from what its
     own ranks send. For every other domain on its own, so that the other one's rails are loaded evenly too, the copies
     are cut into chunks, which go, largest first, to the rail that is done with them first.
 
@@ -45,14 +45,14 @@ class RailS(Balancer):
         Raises:
             ValueError: the rails do not divide the ranks of a domain, or there are not as many as speeds.
         """
-        members, num_rails = topology.ranks_per_domain, topology.rails_per_domain
+        members, num_rails = topology.ranks_per_node, topology.rails_per_node
         if members % num_rails:
             raise ValueError(
-                f"Topology.rails_per_domain is {num_rails}; expected a divisor of the {members} ranks of a domain"
+                f"Topology.rails_per_node is {num_rails}; expected a divisor of the {members} ranks of a domain"
             )
         speeds = (1,) * num_rails if self.speeds is None else self.speeds
         if len(speeds) != num_rails:
-            raise ValueError(f"speeds has {len(speeds)} rails; expected the {num_rails} of Topology.rails_per_domain")
+            raise ValueError(f"speeds has {len(speeds)} rails; expected the {num_rails} of Topology.rails_per_node")
         rows = rows_between(counts, plan)
         ticks = namespace(rows).asarray(np.array(ticks_of(speeds), np.int32))
         return replace(plan, rails=spray(rows, ticks, members, self.chunks)), state
@@ -109,3 +109,17 @@ def rows_between(counts: Counts, plan: Plan) -> Int[AnyArray, "R R"]:
     if isinstance(counts, np.ndarray) and isinstance(plan.quota, np.ndarray):
         return np.stack([row(rank) for rank in range(plan.num_ranks)])
     return jax.lax.map(row, iota(plan.num_ranks), batch_size=min(plan.num_ranks, 8))
+
+
+def interface_rows(rails: Int[AnyArray, "R R N"], ranks_per_node: int) -> tuple[AnyArray, AnyArray]:
+    """Token copies that every network interface sends to other nodes and receives from them, `[R / M, N]` each.
+
+    Args:
+        rails: of a plan.
+        ranks_per_node: of the topology.
+    """
+    num_ranks, _, num_rails = rails.shape
+    nodes = num_ranks // ranks_per_node
+    rows = rails.reshape(nodes, ranks_per_node, nodes, ranks_per_node, num_rails).sum((1, 3), dtype=np.int32)
+    far = rows * (1 - namespace(rails).eye(nodes, dtype=np.int32))[:, :, None]
+    return far.sum(1, dtype=np.int32), far.sum(0, dtype=np.int32)

@@ -107,15 +107,15 @@ def rail_axes(topology: Topology) -> tuple[tuple[str, ...], tuple[str, ...]]:
     Raises:
         ValueError: no innermost axes make up a domain of at least two ranks, or its ranks cannot share the rails.
     """
-    members, rails, axes = topology.ranks_per_domain, topology.rails_per_domain, topology.expert_axes
+    members, rails, axes = topology.ranks_per_node, topology.rails_per_node, topology.expert_axes
     if members % rails:
-        raise ValueError(f"Topology.rails_per_domain is {rails}; expected a divisor of the {members} ranks of a domain")
+        raise ValueError(f"Topology.rails_per_node is {rails}; expected a divisor of the {members} ranks of a domain")
     sizes = [level.size for level in topology.levels][-len(axes) :]
     for first in range(len(axes)):
         if math.prod(sizes[first:]) == members > 1:
             return axes[:first], axes[first:]
     raise ValueError(
-        f"Topology.ranks_per_domain is {members} on mesh axes {axes} of sizes {tuple(sizes)}; "
+        f"Topology.ranks_per_node is {members} on mesh axes {axes} of sizes {tuple(sizes)}; "
         "expected the innermost axes to make up a domain, of at least 2 ranks, to spray over its rails"
     )
 
@@ -128,11 +128,9 @@ def by_relay(rails: Int[Array, "R R N"], topology: Topology) -> Int[Array, "R R 
     Raises:
         ValueError: another number of rails than the topology has.
     """
-    members, num_rails = topology.ranks_per_domain, topology.rails_per_domain
+    members, num_rails = topology.ranks_per_node, topology.rails_per_node
     if rails.shape[2] != num_rails:
-        raise ValueError(
-            f"plan.rails has {rails.shape[2]} rails; expected the {num_rails} of Topology.rails_per_domain"
-        )
+        raise ValueError(f"plan.rails has {rails.shape[2]} rails; expected the {num_rails} of Topology.rails_per_node")
     rank, offset = iota(rails.shape[0]), iota(members)
     sharing = members // num_rails
     takes = rank[:, None] % sharing == offset[None] % sharing
@@ -143,7 +141,7 @@ def by_relay(rails: Int[Array, "R R N"], topology: Topology) -> Int[Array, "R R 
 
 def by_own_rail(rows: Int[Array, "R R"], topology: Topology) -> Int[Array, "R R M"]:
     """All rows by the relay of the receiver's own offset."""
-    members = topology.ranks_per_domain
+    members = topology.ranks_per_node
     own = iota(rows.shape[0])[:, None] % members == iota(members)[None]
     return jnp.where(own[None], rows[:, :, None], 0)
 
@@ -163,7 +161,7 @@ def relays_of(rows: Int[Array, "R R M"], me: Int[Array, ""]) -> Relays:
 
 def fullest(relays: Relays, window: Window, topology: Topology) -> Int[Array, ""]:
     """The most rows that this rank holds as a relay."""
-    me, members = jax.lax.axis_index(topology.expert_axes), topology.ranks_per_domain
+    me, members = jax.lax.axis_index(topology.expert_axes), topology.ranks_per_node
     far = iota(topology.num_ranks) // members != me // members
     offset = me % members
     _, leaving = relays.leaving.within(window)
@@ -186,7 +184,7 @@ def find_way(
         topology: its domains are made up of mesh axes; see `rail_axes`.
     """
     outer, inner = rail_axes(topology)
-    me, members = jax.lax.axis_index(topology.expert_axes), topology.ranks_per_domain
+    me, members = jax.lax.axis_index(topology.expert_axes), topology.ranks_per_node
     domain, offset = me // members, me % members
     left, leaving = relays.leaving.within(window)
     entered, entering = relays.entering.within(window)

@@ -26,6 +26,7 @@ from jax_moe_lb import (
     Plan,
     RailS,
     Relay,
+    Spray,
     Staged,
     System,
     TopK,
@@ -88,10 +89,12 @@ SYSTEMS = {
     "chain": System(BALANCERS[Chain], replica_slots=3),
     "rails": rails(0.6),
     "hybridep": hybridep(),
-    "exact inside expert domains": System(Chain((HybridEP(), Exact())), replica_slots=2),
+    "exact inside expert domains, sprayed": System(
+        Chain((HybridEP(2), Exact(), RailS())), dispatch=Spray(), replica_slots=4
+    ),
     "peer copies": System(Greedy(), replicate=PeerCopy(), replica_slots=2),
 }
-ON_RAILS = {"rails"}
+ON_RAILS = {"rails", "exact inside expert domains, sprayed"}
 """Systems that need mesh axes for domains and rails."""
 
 # ranks, ranks per domain, experts, slots
@@ -143,7 +146,7 @@ def test_layer_equals_dense(name, dtype, relative, x64):
     sizes, axes = ((2, 4), ("domain", "rail")) if name in ON_RAILS else ((8,), ("expert",))
     case, mesh = Case(), make_mesh(sizes, axes)
     num_rails = 4 if name in ON_RAILS else 1
-    topology = Topology.from_mesh(mesh, axes, ranks_per_domain=4, rails_per_domain=num_rails)
+    topology = Topology.from_mesh(mesh, axes, ranks_per_domain=4, rails_per_node=num_rails)
     kernel, experts = case.params(dtype)
     layer = with_gradients(sharded_moe(mesh, topology, SYSTEMS[name]))
     dense = dense_with_gradients(TopK(2))

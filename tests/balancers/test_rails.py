@@ -16,7 +16,7 @@ EQUAL = np.ones(4, np.int32)
 
 
 def topology(num_ranks, members, num_rails):
-    return replace(Topology.flat(num_ranks, members), rails_per_domain=num_rails)
+    return replace(Topology.flat(num_ranks, members), rails_per_node=num_rails)
 
 
 def draw(seed, num_ranks=16, scale=400, sparsity=0.5):
@@ -167,8 +167,8 @@ def test_bad_options_are_named(options, message):
 def test_topologies_that_do_not_fit_are_named():
     counts = np.ones((8, 8), np.int32)
     for hardware, balancer, message in (
-        (topology(8, 4, 3), RailS(), r"rails_per_domain is 3; expected a divisor of the 4 ranks of a domain"),
-        (topology(8, 4, 4), RailS(speeds=(1, 1)), r"speeds has 2 rails; expected the 4 of Topology.rails_per_domain"),
+        (topology(8, 4, 3), RailS(), r"rails_per_node is 3; expected a divisor of the 4 ranks of a domain"),
+        (topology(8, 4, 4), RailS(speeds=(1, 1)), r"speeds has 2 rails; expected the 4 of Topology.rails_per_node"),
     ):
         with pytest.raises(ValueError, match=message):
             balancer.rebalance(counts, plain_plan(counts, hardware), hardware, ())

@@ -39,7 +39,7 @@ def layout(name):
     sizes, members, num_rails = LAYOUTS[name]
     axes = ("dc", "node", "gpu")[-len(sizes) :]
     mesh = make_mesh(sizes, axes)
-    return mesh, Topology.from_mesh(mesh, axes, ranks_per_domain=members, rails_per_domain=num_rails)
+    return mesh, Topology.from_mesh(mesh, axes, ranks_per_domain=members, rails_per_node=num_rails)
 
 
 def exchange(dispatch, mesh, topology):
@@ -117,7 +117,7 @@ def test_every_row_is_where_direct_dispatch_puts_it(name, seed, skew, how):
     if how == "balanced":
         sprayed = RailS().rebalance(counts, plan, topology, ())[0]
     else:
-        sprayed = replace(plan, rails=any_rails(rng, rows_between(counts, plan), topology.rails_per_domain, how))
+        sprayed = replace(plan, rails=any_rails(rng, rows_between(counts, plan), topology.rails_per_node, how))
     got = run(x, experts, counts, sprayed)
     for a, b in zip(got[:4], want[:4], strict=True):
         np.testing.assert_array_equal(a, b)
@@ -139,7 +139,7 @@ def all_to_the_other_domain():
 def test_a_balanced_plan_takes_one_step_and_a_single_rail_more():
     """The relays' buffers hold `A` rows; one rail alone would need four times as many, so parts of an eighth fit."""
     mesh = make_mesh((2, 4), ("node", "gpu"))
-    topology = Topology.from_mesh(mesh, ("node", "gpu"), rails_per_domain=4)
+    topology = Topology.from_mesh(mesh, ("node", "gpu"), rails_per_node=4)
     whole = PartitionSpec()
 
     def one_rank(experts, counts, plan):
@@ -156,7 +156,7 @@ def test_a_balanced_plan_takes_one_step_and_a_single_rail_more():
 
 
 def test_without_rails_rows_travel_along_the_receivers_rail():
-    topology = Topology(Topology.flat(RANKS).levels, 4, rails_per_domain=2)
+    topology = Topology(Topology.flat(RANKS).levels, 4, rails_per_node=2)
     rows = jnp.asarray(np.random.default_rng(0).integers(0, 9, (RANKS, RANKS)), jnp.int32)
     rails = np.asarray(rows)[:, :, None] * (np.arange(RANKS)[:, None] % 4 // 2 == np.arange(2))
     np.testing.assert_array_equal(by_own_rail(rows, topology), by_relay(jnp.asarray(rails, jnp.int32), topology))
@@ -165,7 +165,7 @@ def test_without_rails_rows_travel_along_the_receivers_rail():
 def test_the_layer_equals_that_of_direct_dispatch_to_the_bit():
     """Outputs, statistics and gradients; beside data parallelism."""
     case, mesh = Case(), make_mesh((2, 2, 2), ("data", "domain", "rail"))
-    topology = Topology.from_mesh(mesh, ("domain", "rail"), rails_per_domain=2)
+    topology = Topology.from_mesh(mesh, ("domain", "rail"), rails_per_node=2)
     x, mask = case.tokens(BY_NAME["zipf"], 8, "float32")
     kernel, experts = case.params("float32")
     target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
@@ -250,21 +250,21 @@ def test_no_row_leaves_its_rail_between_domains_on_a_gpu(monkeypatch):
 
 def test_axes_that_make_up_no_domain_are_refused():
     mesh = make_mesh((8,), ("expert",))
-    topology = Topology.from_mesh(mesh, ranks_per_domain=4, rails_per_domain=4)
-    with pytest.raises(ValueError, match=r"ranks_per_domain is 4 on mesh axes \('expert',\) of sizes \(8,\); expected"):
+    topology = Topology.from_mesh(mesh, ranks_per_domain=4, rails_per_node=4)
+    with pytest.raises(ValueError, match=r"ranks_per_node is 4 on mesh axes \('expert',\) of sizes \(8,\); expected"):
         exchange(Spray(), mesh, topology)(*all_to_the_other_domain())
     mesh, topology = layout("two ranks at each rail")
-    with pytest.raises(ValueError, match=r"ranks_per_domain is 1 on mesh axes .* of at least 2 ranks"):
-        exchange(Spray(), mesh, replace(topology, ranks_per_domain=1, rails_per_domain=1))(*all_to_the_other_domain())
+    with pytest.raises(ValueError, match=r"ranks_per_node is 1 on mesh axes .* of at least 2 ranks"):
+        exchange(Spray(), mesh, replace(topology, ranks_per_domain=1, rails_per_node=1))(*all_to_the_other_domain())
 
 
 def test_rails_that_do_not_fit_are_refused():
     mesh, topology = layout("two ranks at each rail")
     x, experts, counts, plan = all_to_the_other_domain()
-    with pytest.raises(ValueError, match=r"plan.rails has 4 rails; expected the 2 of Topology.rails_per_domain"):
+    with pytest.raises(ValueError, match=r"plan.rails has 4 rails; expected the 2 of Topology.rails_per_node"):
         exchange(Spray(), mesh, topology)(x, experts, counts, replace(plan, rails=np.zeros((8, 8, 4), np.int32)))
-    with pytest.raises(ValueError, match=r"rails_per_domain is 3; expected a divisor of the 4 ranks of a domain"):
-        exchange(Spray(), mesh, replace(topology, rails_per_domain=3))(x, experts, counts, plan)
+    with pytest.raises(ValueError, match=r"rails_per_node is 3; expected a divisor of the 4 ranks of a domain"):
+        exchange(Spray(), mesh, replace(topology, rails_per_node=3))(x, experts, counts, plan)
     with pytest.raises(ValueError, match=r"headroom is 0.0; expected a finite number above 0"):
         Spray(0.0)
 

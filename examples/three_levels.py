@@ -1,0 +1,57 @@
+"""Three levels at once: experts travel between datacenters, loads are level inside them, tokens take all rails."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType
+
+import jax_moe_lb as lb
+from jax_moe_lb.nn import MoE
+
+jax.config.update("jax_platforms", "cpu")
+lb.use_virtual_cpu_devices(8)
+
+# Two datacenters of two nodes of two GPUs, each with a network interface. Weights may move inside a datacenter.
+BASE = jax.make_mesh((2, 2, 2), ("dc", "node", "gpu"), axis_types=(AxisType.Auto,) * 3)
+WHOLE = lb.Topology.from_mesh(BASE, ("dc", "node", "gpu"), ranks_per_domain=4, rails_per_node=2)
+# HybridEP: both datacenters hold all experts, so that no token leaves its own.
+MESH = lb.hybrid_mesh(BASE, {"dc": 2, "node": 1, "gpu": 1})
+MIGRATE = lb.Migrate(lb.Domains.from_mesh(MESH, WHOLE), lb.Codec())
+BALANCER = lb.Chain((lb.Exact(), lb.RailS()))
+
+
+def gradient_step(mesh, topology, system, migrate, x):
+    """The loss of a layer before and after a step of gradient descent, and its statistics."""
+    layer = MoE(32, 64, 16, lb.TopK(2), mesh=mesh, topology=topology, system=system, migrate=migrate, rngs=nnx.Rngs(0))
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+
+    def loss(params):
+        y, stats = nnx.merge(graph, params, rest)(x)
+        return jnp.square(y - jnp.roll(x, 1, axis=1)).mean(), stats
+
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (before, stats), gradients = step(params)
+    return before, step(jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients))[0][0], stats, layer
+
+
+def main() -> None:
+    """The same step with plain expert parallelism and with all three; what each of them did."""
+    common, own = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(common, (32,)) + jax.random.normal(own, (2048, 32))
+    before, after, _, _ = gradient_step(BASE, WHOLE, lb.plain(), None, x)
+    system, inside = lb.System(BALANCER, dispatch=lb.Spray(), replica_slots=2), MIGRATE.domains.between
+    loss, stepped, stats, layer = gradient_step(MESH, inside, system, MIGRATE, x)
+    print(f"loss: plain {before:.6f} -> {after:.6f}, three levels {loss:.6f} -> {stepped:.6f}")
+    experts_bytes = layer.up.get_value().nbytes + layer.down.get_value().nbytes + layer.gate.get_value().nbytes
+    print(f"HybridEP: {experts_bytes / 8 / 1024:.0f} KiB of experts to each rank between datacenters, 0 tokens")
+    for dc, counts in enumerate(np.asarray(stats.counts)):
+        print(f"Exact in dc {dc}: imbalance {stats.imbalance_before[dc]:.2f} -> {stats.imbalance_after[dc]:.2f}")
+        plan, _ = BALANCER.rebalance(counts, lb.plain_plan(counts, inside, slots=4 + 2), inside, ((), ()))
+        own_rail = lb.rows_between(counts, plan)[:, :, None] * (np.arange(4)[:, None] % 2 == np.arange(2))
+        rows = [int(np.max(lb.interface_rows(rails, 2))) for rails in (own_rail, plan.rails)]
+        print(f"RailS in dc {dc}: busiest interface {rows[0]} -> {rows[1]} rows")
+
+
+if __name__ == "__main__":
+    main()
