@@ -26,6 +26,7 @@ from .hybrid import Domains as Domains
 from .hybrid import hybrid_mesh as hybrid_mesh
 from .legality import check_plan as check_plan
 from .losses import Losses as Losses
+from .measure import measured_s as measured_s
 from .pipeline import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from .pipeline import Stats as Stats
 from .pipeline import moe as moe

@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module imports only from lower layers, or from its own.
 LAYERS = [
-    ["_pytree", "types", "virtual_devices"],
+    ["_pytree", "types", "virtual_devices", "measure"],
     ["topology", "experts", "split", "_floor_share"],
     ["plan", "ops", "routing", "history", "repacking", "hybrid", "streams"],
     ["legality", "losses", "costs", "homes"],

@@ -1,9 +1,13 @@
 """The model of expert domains, against the paper's tables and against itself."""
 
+import time
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_moe_lb import Level, Topology, Work, choose_domains
+from jax_moe_lb import Level, Topology, Work, choose_domains, measured_s
 from jax_moe_lb.streams import choose_level, closed_form, latency
 
 # Table IV prints B as "128 Gbps". With 128 gigabits per second the model's optima are not the published ones; with 128
@@ -95,3 +99,16 @@ def test_bad_input_is_named():
         choose_domains(MIX_1, Topology((Level("dc", 4),), 4))
     with pytest.raises(ValueError, match=r"bytes_per_s is 0\.0; expected > 0"):
         Level("dc", 4, bytes_per_s=0.0)
+
+
+def test_what_a_model_computes_is_measured():
+    def before(x):
+        def wait(x):
+            time.sleep(0.02)
+            return x
+
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    assert 0.02 <= measured_s(before, jnp.ones(3), repeats=1) < 1
+    with pytest.raises(ValueError, match="repeats is 0; expected at least 1"):
+        measured_s(before, jnp.ones(3), repeats=0)
