@@ -30,9 +30,9 @@ ARRAYS = {
 
 OPTIONS = {
     "unknown system": (("--system", "nope"), "--system is 'nope'; expected one of"),
-    "abstract system": (("--system", "base"), "greedy, lplb, plain"),
-    "system with arguments": (("--system", "host"), "greedy, lplb, plain"),
-    "system of elsewhere": (("--system", "../plan"), "greedy, lplb, plain"),
+    "abstract system": (("--system", "base"), "greedy, hybridep, lplb, plain, rails"),
+    "system with arguments": (("--system", "host"), "greedy, hybridep, lplb, plain, rails"),
+    "system of elsewhere": (("--system", "../plan"), "greedy, hybridep, lplb, plain, rails"),
     "no system": ((), "--system"),
     "slots below home": ((*PLAIN, "--slots", "1"), "slots is 1; expected 2, a rank's home"),
     "slots beyond experts": ((*PLAIN, "--slots", "99999999999"), "at most the 8 experts"),
