@@ -26,7 +26,7 @@ def planned(draw):
     return counts, Plan(placement, quota, domain=members)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(planned())
 def test_nearest_first_is_the_split_rule(case):
     counts, plan = case
