@@ -2,6 +2,8 @@
 
 The tiny language model over 8 virtual devices in 2 domains of 4, so three of four experts that a rank serves
 are decoded ones: plain (ratio 1), and ratios 10 and 50 with and without the shared expert, each from several seeds.
+With `--upcycled` all experts of a layer start as copies of one, as when a dense model becomes a mixture of experts:
+they resemble each other more than experts that start as independent random numbers.
 Writes `codec.csv` (loss of every step), `codec.md` (final gaps) and `codec.png`.
 
 The mean and the encoding are those of the weights of the step. Encoding ahead, after the optimizer, gives the same bits
@@ -15,6 +17,7 @@ import itertools
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -37,7 +40,17 @@ AVERAGED_STEPS = 20
 """The final loss is the mean of so many steps, and of as many seeds."""
 
 
-def train(config: TrainConfig, mesh: Mesh, migrate: Migrate, corpus: Corpus) -> tuple[list[float], float]:
+def copies_of_one(model: LanguageModel) -> None:
+    """Has all experts of a layer begin as its first."""
+    for block in model.blocks:
+        for weights in (block.moe.up, block.moe.gate, block.moe.down):
+            first = weights.get_value()[:1]
+            weights.set_value(jnp.broadcast_to(first, weights.get_value().shape))
+
+
+def train(
+    config: TrainConfig, mesh: Mesh, migrate: Migrate, corpus: Corpus, upcycled: bool
+) -> tuple[list[float], float]:
     """Loss of every step, and of the validation text in the end."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     spread = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -51,6 +64,8 @@ def train(config: TrainConfig, mesh: Mesh, migrate: Migrate, corpus: Corpus) -> 
             migrate=migrate,
             rngs=nnx.Rngs(config.seed),
         )
+        if upcycled:
+            copies_of_one(model)
         return model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)
 
     graphdef, shapes = nnx.split(nnx.eval_shape(create))
@@ -87,15 +102,16 @@ def table(results: dict[tuple[str, int], tuple[list[float], float]], codecs: lis
 
 
 def plot(results: dict[tuple[str, int], tuple[list[float], float]], codecs: list[str], path: Path) -> None:
-    """Loss curves, one colour per codec, one line per seed."""
+    """Loss curves, means over ten steps, one colour per codec, one line per seed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for (name, seed), (losses, _) in results.items():
         colour = f"C{codecs.index(name)}"
-        axes.plot(np.arange(1, len(losses) + 1), losses, color=colour, lw=0.8, label=None if seed else name)
-    axes.set(xlabel="step", ylabel="training loss in nats per byte")
+        smooth = np.convolve(losses, np.full(10, 0.1), "valid")
+        axes.plot(np.arange(10, len(losses) + 1), smooth, color=colour, lw=0.8, label=None if seed else name)
+    axes.set(xlabel="step", ylabel="training loss in nats per byte", yscale="log")
     axes.legend()
     figure.savefig(path, dpi=150)
 
@@ -108,6 +124,7 @@ def main() -> None:
     parser.add_argument(
         "--codecs", nargs="*", default=list(CODECS), choices=list(CODECS), help="the first is the reference"
     )
+    parser.add_argument("--upcycled", action="store_true", help="experts of a layer start as copies of one")
     parser.add_argument("--out", type=Path, default=Path("runs/codec"))
     given = parser.parse_args()
     use_virtual_cpu_devices(8)
@@ -122,7 +139,9 @@ def main() -> None:
         writer.writerow(["codec", "seed", "step", "loss"])
         for seed, name in itertools.product(range(given.seeds), given.codecs):
             config = dataclasses.replace(base, steps=given.steps, seed=seed)
-            losses, last = results[name, seed] = train(config, mesh, Migrate(domains, CODECS[name]), corpus)
+            losses, last = results[name, seed] = train(
+                config, mesh, Migrate(domains, CODECS[name]), corpus, given.upcycled
+            )
             writer.writerows([name, seed, step, loss] for step, loss in enumerate(losses, 1))
             file.flush()
             print(f"{name}, seed {seed}: {losses[-1]:.4f}, validation {last:.4f}", flush=True)
