@@ -112,7 +112,7 @@ class Fabric:
 
 
 def rail_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
-    """One path for each rail: inside the sender's domain to the GPU at the rail, along it, and on inside the receiver's.
+    """One path for each rail: to the GPU of the sender's domain at the rail, along it, and on inside the receiver's.
 
     The hops inside domains are left out where source or target is at the rail. Bytes do not wait at a relay: all links
     of the path carry them at one rate. Inside a domain all paths are the one that uses no NIC.

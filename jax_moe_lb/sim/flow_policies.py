@@ -1,7 +1,8 @@
 """Who decides on the paths of an exchange: a plan, a hash, or a transport that reacts to congestion.
 
-What a transport may choose is given to it as a function: `spine_paths`, its GPU's own NIC to the receiver's own over any
-spine, as transports in a data centre have it; or `rail_paths`, any rail, as if it could spread over all NICs of a domain.
+What a transport may choose is given to it as a function: `spine_paths`, its GPU's own NIC to the receiver's own over
+any spine, as transports in a data centre have it; or `rail_paths`, any rail, as if it could spread over all NICs of a
+domain.
 """
 
 from dataclasses import dataclass
@@ -13,8 +14,7 @@ from jax_moe_lb.balancers.rails import rows_between
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.sim.flow_paths import Fabric, PathsOf, rail_paths
 from jax_moe_lb.sim.flows import Flows, Policy, Seen
-from jax_moe_lb.types import Counts
-
+from jax_moe_lb.types import AnyArray, Counts
 
 # ---- what is sent ----------------------------------------------------------------------
 
@@ -22,9 +22,9 @@ from jax_moe_lb.types import Counts
 def planned_flows(counts: Counts, plan: Plan, fabric: Fabric, row_bytes: int) -> Flows:
     """A flow for each pair of GPUs and rail, as `plan.rails` says; without it, on the receiver's own rail.
 
-    With the plan of `RailS` this is RailS, without rails what `Direct` stands for, and what NCCL's PXN does: the hop to
-    the right rail inside the sender's domain. All that a GPU sends to another on one rail is one message, whose share of a
-    link does not depend on its size.
+    Nobody reacts to congestion. With the plan of `RailS` this is RailS. Without rails it is what `Direct` stands for,
+    and what NCCL does with PXN: the hop to the right rail inside the sender's domain. All that a GPU sends to another
+    on one rail is one message, whose share of a link does not depend on its size.
 
     Left out: chunks one after the other, and so the wait for the first of them at each relay; what copying through a
     relay costs a GPU beside the bandwidth of its port.
@@ -34,8 +34,12 @@ def planned_flows(counts: Counts, plan: Plan, fabric: Fabric, row_bytes: int) ->
         plan: legal for `counts`, of NumPy arrays.
         fabric: of as many GPUs.
         row_bytes: of a token copy.
+
+    Raises:
+        ValueError: counts of another number of GPUs.
     """
     num_gpus = fabric.num_gpus
+    _check_size("counts", counts, fabric)
     if plan.rails is None:
         own = np.arange(num_gpus)[:, None] % fabric.gpus_per_domain == np.arange(fabric.gpus_per_domain)
         rails = rows_between(counts, plan)[:, :, None] * own
@@ -48,44 +52,39 @@ def planned_flows(counts: Counts, plan: Plan, fabric: Fabric, row_bytes: int) ->
 
 
 def hashed_flows(
-    counts: Counts, plan: Plan, fabric: Fabric, row_bytes: int, paths: PathsOf, lanes: int, seed: int
+    rows: Int[np.ndarray, "R R"], fabric: Fabric, row_bytes: int, paths: PathsOf, lanes: int, seed: int
 ) -> Flows:
     """A flow for each pair of GPUs, each of its lanes on a path drawn at random.
 
+    With one lane, and nobody to react, this is ECMP, which hashes a flow's addresses and ports once; a draw stands for
+    the hash, so none is worse than a fair one. It is also how the transports below start.
+
     Args:
-        counts: `[R, E]`.
-        plan: legal for `counts`, of NumPy arrays; its rails do not count.
+        rows: token copies from GPU to GPU, as `rows_between` has them.
         fabric: of as many GPUs.
         row_bytes: of a token copy.
         paths: `spine_paths` or `rail_paths`.
         lanes: of each flow, at least 1.
         seed: of the draw.
+
+    Raises:
+        ValueError: rows of another number of GPUs, or no lane.
     """
+    _check_size("rows", rows, fabric)
     if lanes < 1:
         raise ValueError(f"lanes is {lanes}; expected at least 1")
-    rows = rows_between(counts, plan)
     source, target = np.nonzero(np.where(np.eye(fabric.num_gpus, dtype=bool), 0, rows))
     choices = paths(fabric, source, target)
     drawn = np.random.default_rng(seed).integers(choices.shape[1], size=(source.size, lanes))
     return Flows(rows[source, target] * float(row_bytes), choices, drawn)
 
 
+def _check_size(name: str, array: AnyArray, fabric: Fabric) -> None:
+    if len(array) != fabric.num_gpus:
+        raise ValueError(f"{name} are of {len(array)} GPUs; expected the {fabric.num_gpus} of the fabric")
+
+
 # ---- who reacts ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Static(Policy):
-    """Nobody: paths stay as they are. With one lane hashed, ECMP; with planned flows, RailS or `Direct`.
-
-    ECMP hashes a flow's addresses and ports once; here the hash is a fair die.
-    """
-
-    def react(
-        self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
-    ) -> Int[np.ndarray, "n W"]:
-        """The same paths."""
-        del flows, seen, rng
-        return path
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class MinRtt(Policy):
     """Like MPTCP's default scheduler: the next chunk takes the path on which a byte waits least.
 
     A lane stands for a chunk on its way. Once a round each flow moves one lane, the one that waits longest, to the path
-    of the shortest wait, if it is shorter; ties at random. All see the queues of the last round, and so do move together.
+    of the shortest wait, if it is shorter; ties at random. All see the queues of the last round, and so move together.
 
     Left out: smoothing, windows of each path, and that chunks of different flows end at different times.
     """

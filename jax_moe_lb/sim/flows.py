@@ -5,9 +5,9 @@ paths max-min fairly, so every lane counts the same. A flow's lanes draw on the 
 exchange is done when the last has ended.
 
 Rates change when flows end, and when a policy moves lanes to other paths, which it may do once a round. Thousands of
-flows end one by one, so time goes in steps of a round or less: what ends within a step ends with it, at a lower rate, and
-others share what this frees. So no link is ever above its rate and no byte is lost, and with a shorter round the result
-tends to that of one step for every end; a round of 0 is that.
+flows end one by one, so time goes in steps of a round or less: what would end within a step is slowed down to end with
+it, and others share what this frees. No link is ever above its rate, and no byte is lost. The shorter the round, the
+closer the result is to that of one step for every end, which a round of 0 gives.
 """
 
 import abc
@@ -99,31 +99,33 @@ class Policy(abc.ABC):
         """
 
 
-def simulate(flows: Flows, fabric: Fabric, policy: Policy, round_s: float, seed: int) -> Outcome:
+def simulate(flows: Flows, fabric: Fabric, policy: Policy | None, round_s: float, seed: int) -> Outcome:
     """Sends everything.
 
     Args:
         flows: see `Flows`.
         fabric: whose links they use.
-        policy: see `Policy`.
-        round_s: how long a policy waits before it reacts, and the longest step in which flows end together; 0: every
-            end is a step, and the policy never reacts.
+        policy: see `Policy`; `None`: all lanes stay on their paths.
+        round_s: how long a policy waits before it reacts, and the longest step in which flows end together; 0, only
+            without a policy: every end is a step.
         seed: of what a policy leaves to chance.
 
     Raises:
-        ValueError: a round below 0, or a flow without bytes.
+        ValueError: a round below 0, or of 0 with a policy, or a flow without bytes.
     """
     if not 0 <= round_s < math.inf:
         raise ValueError(f"round_s is {round_s}; expected a finite number of seconds, at least 0")
+    if policy is not None and not round_s:
+        raise ValueError(f"round_s is 0; expected more for {policy}, which reacts once a round")
     if not (flows.num_bytes > 0).all():
         flow = int(np.argmin(flows.num_bytes > 0))
         raise ValueError(f"flow {flow} has {flows.num_bytes[flow]} bytes; expected more than 0")
     state = _State(flows, fabric)
     rng = np.random.default_rng(seed)
-    now_s, react_s = 0.0, round_s
+    now_s, react_s = 0.0, math.inf if policy is None else round_s
     while state.flows.size:
-        now_s += state.step(round_s, max(react_s - now_s, round_s / SHORTEST), now_s)
-        if round_s and now_s >= react_s - round_s / SHORTEST:
+        now_s += state.step(round_s, react_s - now_s, now_s)
+        if policy is not None and now_s >= react_s - round_s / SHORTEST:
             react_s = now_s + round_s
             state.react(policy, rng)
     link_bytes = state.link_bytes
@@ -150,7 +152,7 @@ class _State:
         return self.all.choices[self.flows[:, None], self.path]
 
     def step(self, round_s: float, until_react_s: float, now_s: float) -> float:
-        """Until flows end, but a round at most if policies react; returns how long it took, in seconds."""
+        """Until flows end or the policy reacts; returns how long it took, in seconds."""
         num_lanes = self.path.shape[1]
         lanes = self.links.reshape(-1, self.links.shape[2])
         least_s = self._shortest_step_s(round_s)
@@ -160,9 +162,7 @@ class _State:
         self.used = _per_link(lanes, rates, self.bytes_per_s.size)
         rate = rates.reshape(self.path.shape).sum(1)
         ends_s = self.left / rate
-        step_s = float(ends_s.min())
-        if round_s:
-            step_s = min(step_s, max(until_react_s, least_s))
+        step_s = min(float(ends_s.min()), max(until_react_s, least_s))
         self._advance(rate, step_s, ends_s <= step_s * (1 + 1e-9), now_s + step_s)
         return step_s
 
@@ -170,7 +170,9 @@ class _State:
         """A round, or less if the busiest link has little left."""
         num_lanes = self.path.shape[1]
         left = np.repeat(self.left / num_lanes, num_lanes)
-        left_s = (_per_link(self.links.reshape(-1, self.links.shape[2]), left, self.bytes_per_s.size) / self.bytes_per_s).max()
+        left_s = (
+            _per_link(self.links.reshape(-1, self.links.shape[2]), left, self.bytes_per_s.size) / self.bytes_per_s
+        ).max()
         return min(max(left_s / STEPS_LEFT, round_s / SHORTEST), round_s)
 
     def _advance(self, rate: np.ndarray, step_s: float, ends: np.ndarray, end_s: float) -> None:
@@ -208,7 +210,7 @@ def max_min_rates(
     """Max-min fair rates, by progressive filling: none can be raised without lowering one that is not higher.
 
     In turns: a link all of whose lanes are offered less by no other link fixes theirs at its equal share, and a lane
-    that wants no more than any of its links offers is fixed at that. Of what is left, all links offer equal shares again.
+    that wants no more than any of its links offers is fixed at that. Links offer equal shares of what is left again.
 
     Args:
         links: that each lane uses.
@@ -222,17 +224,18 @@ def max_min_rates(
     number = np.bincount(links.ravel(), minlength=left.size)
     while going.size:
         share = np.where(number > 0, left / np.maximum(number, 1), np.inf)
-        offered = share[by_link]
+        offered = share.take(by_link)
         least = reduce(np.minimum, offered, most[going])
         # As floating point has it, a share may fall by a rounding error between two turns.
-        tight = offered <= least * (1 + 1e-12)
-        bottleneck = (np.bincount(by_link[tight], minlength=left.size) == number) & (number > 0)
-        done = (most[going] <= least) | reduce(np.logical_or, bottleneck[by_link])
+        bottleneck = number > 0
+        bottleneck[by_link[offered > least * (1 + 1e-12)]] = False
+        done = reduce(np.logical_or, bottleneck.take(by_link), most[going] <= least)
         rates[going[done]] = least[done]
         fixed = by_link[:, done]
         left = np.maximum(left - _per_link(fixed.T, least[done], left.size), 0.0)
         number = number - np.bincount(fixed.ravel(), minlength=left.size)
-        going, by_link = going[~done], by_link[:, ~done]
+        stay = np.flatnonzero(~done)
+        going, by_link = going[stay], by_link.take(stay, 1)
     return rates
 
 
