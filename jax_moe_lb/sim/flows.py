@@ -128,8 +128,15 @@ def simulate(flows: Flows, fabric: Fabric, policy: Policy | None, round_s: float
         if policy is not None and now_s >= react_s - round_s / SHORTEST:
             react_s = now_s + round_s
             state.react(policy, rng)
-    link_bytes = state.link_bytes
-    return Outcome(now_s, state.end_s, state.sent_bytes, link_bytes, state.busiest, state.steps, state.moves)
+    return Outcome(
+        seconds=now_s,
+        end_s=state.end_s,
+        sent_bytes=state.sent_bytes,
+        link_bytes=state.link_bytes,
+        busiest=state.busiest,
+        steps=state.steps,
+        moves=state.moves,
+    )
 
 
 class _State:
@@ -151,10 +158,13 @@ class _State:
     def _links_of_lanes(self) -> Int[np.ndarray, "n W C"]:
         return self.all.choices[self.flows[:, None], self.path]
 
+    def _lanes(self) -> Int[np.ndarray, "lanes C"]:
+        return self.links.reshape(-1, self.links.shape[2])
+
     def step(self, round_s: float, until_react_s: float, now_s: float) -> float:
         """Until flows end or the policy reacts; returns how long it took, in seconds."""
         num_lanes = self.path.shape[1]
-        lanes = self.links.reshape(-1, self.links.shape[2])
+        lanes = self._lanes()
         least_s = self._shortest_step_s(round_s)
         # What would end sooner is slowed down to end then.
         most = np.repeat(self.left / num_lanes / least_s if least_s else np.full(self.left.shape, np.inf), num_lanes)
@@ -170,9 +180,8 @@ class _State:
         """A round, or less if the busiest link has little left."""
         num_lanes = self.path.shape[1]
         left = np.repeat(self.left / num_lanes, num_lanes)
-        left_s = (
-            _per_link(self.links.reshape(-1, self.links.shape[2]), left, self.bytes_per_s.size) / self.bytes_per_s
-        ).max()
+        left_bytes = _per_link(self._lanes(), left, self.bytes_per_s.size)
+        left_s = float((left_bytes / self.bytes_per_s).max())
         return min(max(left_s / STEPS_LEFT, round_s / SHORTEST), round_s)
 
     def _advance(self, rate: np.ndarray, step_s: float, ends: np.ndarray, end_s: float) -> None:
