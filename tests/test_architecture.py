@@ -33,6 +33,7 @@ LAYERS = [
     ["systems"],
     ["transport.rounds", "transport.waves"],
     ["pipeline"],
+    ["sim"],
     ["nn"],
     ["cli"],
 ]

@@ -1,0 +1,1 @@
+"""Plans with a clock instead of devices."""

@@ -1,0 +1,162 @@
+"""The links of a fabric with rails, and the paths that a flow from one GPU to another may take over them."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jax_moe_lb.topology import Topology
+
+Gpus = Int[np.ndarray, "F"]
+Paths = Int[np.ndarray, "F P C"]
+"""Links of each path that a flow may take: `P` paths of `C` links; what is missing is `Fabric.no_link`."""
+
+PathsOf = Callable[["Fabric", Gpus, Gpus], Paths]
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Domains of GPUs with a NIC each, a leaf switch for each rail, and spine switches between the leaves.
+
+    NIC `n` of every domain is cabled to leaf `n`. A link of one direction has a number; they stand in this order:
+    out of and into each GPU on the network inside its domain, out of and into each NIC, from each leaf up to each
+    spine, from each spine down to each leaf, and one without limit that stands for none. GPU `n` of domain `d` and its
+    NIC are number `d * gpus_per_domain + n`; between the two there is no limit.
+
+    Left out: latency, headers, buffers and their overflow, pauses, PCIe, the switches' own limits, and the limit of
+    a switch inside a domain other than its ports.
+
+    Args:
+        num_domains: the paper's `M`.
+        gpus_per_domain: and NICs, rails and leaves: the paper's `N`.
+        nic_bytes_per_s: of a NIC in one direction: `R2`.
+        gpu_bytes_per_s: of a GPU's port inside the domain, in one direction: `R1`.
+        num_spines: spine switches, each with one link from and to each leaf.
+        spine_bytes_per_s: of such a link in one direction.
+    """
+
+    num_domains: int
+    gpus_per_domain: int
+    nic_bytes_per_s: float
+    gpu_bytes_per_s: float
+    num_spines: int
+    spine_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("num_domains", "gpus_per_domain", "num_spines"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Fabric.{name} is {getattr(self, name)}; expected at least 1")
+        for name in ("nic_bytes_per_s", "gpu_bytes_per_s", "spine_bytes_per_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"Fabric.{name} is {getattr(self, name)}; expected a finite rate above 0, in bytes/s")
+
+    @classmethod
+    def non_blocking(
+        cls, num_domains: int, gpus_per_domain: int, nic_bytes_per_s: float, gpu_bytes_per_s: float
+    ) -> "Fabric":
+        """Leaves with as many links up as down, one to each of `num_domains` spines, all as fast as a NIC."""
+        rates = nic_bytes_per_s, gpu_bytes_per_s
+        return cls(num_domains, gpus_per_domain, *rates, num_spines=num_domains, spine_bytes_per_s=nic_bytes_per_s)
+
+    @property
+    def num_gpus(self) -> int:
+        """`R`."""
+        return self.num_domains * self.gpus_per_domain
+
+    @property
+    def topology(self) -> Topology:
+        """What balancers need to know of it."""
+        return replace(Topology.flat(self.num_gpus, self.gpus_per_domain), rails_per_domain=self.gpus_per_domain)
+
+    @property
+    def no_link(self) -> int:
+        """The number of the link without limit."""
+        return 4 * self.num_gpus + 2 * self.gpus_per_domain * self.num_spines
+
+    def bytes_per_s(self) -> Float[np.ndarray, "links"]:
+        """Of every link."""
+        counts = 2 * self.num_gpus, 2 * self.num_gpus, 2 * self.gpus_per_domain * self.num_spines, 1
+        return np.repeat([self.gpu_bytes_per_s, self.nic_bytes_per_s, self.spine_bytes_per_s, math.inf], counts)
+
+    def marks(self) -> Bool[np.ndarray, "links"]:
+        """Links at an outgoing port of a leaf or spine, which mark what passes them when they are full."""
+        marks = np.arange(self.no_link + 1) >= 3 * self.num_gpus
+        marks[self.no_link] = False
+        return marks
+
+    def gpu_out(self, gpu: np.ndarray) -> np.ndarray:
+        """From a GPU to the others of its domain."""
+        return gpu
+
+    def gpu_in(self, gpu: np.ndarray) -> np.ndarray:
+        """To a GPU from the others of its domain."""
+        return self.num_gpus + gpu
+
+    def nic_out(self, gpu: np.ndarray) -> np.ndarray:
+        """From a GPU's NIC to its leaf."""
+        return 2 * self.num_gpus + gpu
+
+    def nic_in(self, gpu: np.ndarray) -> np.ndarray:
+        """From a leaf to a GPU's NIC."""
+        return 3 * self.num_gpus + gpu
+
+    def spine_up(self, leaf: np.ndarray, spine: np.ndarray) -> np.ndarray:
+        """From a leaf to a spine."""
+        return 4 * self.num_gpus + leaf * self.num_spines + spine
+
+    def spine_down(self, spine: np.ndarray, leaf: np.ndarray) -> np.ndarray:
+        """From a spine to a leaf."""
+        return 4 * self.num_gpus + (self.gpus_per_domain + leaf) * self.num_spines + spine
+
+
+def rail_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
+    """One path for each rail: to the GPU of the sender's domain at the rail, along it, and on inside the receiver's.
+
+    The hops inside domains are left out where source or target is at the rail. Bytes do not wait at a relay: all links
+    of the path carry them at one rate. Inside a domain all paths are the one that uses no NIC.
+    """
+    gpus = fabric.gpus_per_domain
+    source, target = source[:, None], target[:, None]
+    rail = np.arange(gpus)
+    first, last = source // gpus * gpus + rail, target // gpus * gpus + rail
+    to_relay, from_relay = first != source, last != target
+    far = source // gpus != target // gpus
+    links = [
+        np.where(~far | to_relay, fabric.gpu_out(source), fabric.no_link),
+        np.where(far & to_relay, fabric.gpu_in(first), fabric.no_link),
+        np.where(far, fabric.nic_out(first), fabric.no_link),
+        np.where(far, fabric.nic_in(last), fabric.no_link),
+        np.where(far & from_relay, fabric.gpu_out(last), fabric.no_link),
+        np.where(~far | from_relay, fabric.gpu_in(target), fabric.no_link),
+    ]
+    return _stacked(fabric, links, source, target)
+
+
+def spine_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
+    """One path for each spine: from the sender's own NIC to the receiver's own.
+
+    NICs of one rail have a leaf in common, and all paths between them are the one without a spine. Inside a domain no
+    path uses a NIC.
+    """
+    gpus = fabric.gpus_per_domain
+    source, target = source[:, None], target[:, None]
+    spine = np.arange(fabric.num_spines)
+    far = source // gpus != target // gpus
+    climbs = far & (source % gpus != target % gpus)
+    links = [
+        np.where(far, fabric.nic_out(source), fabric.gpu_out(source)),
+        np.where(climbs, fabric.spine_up(source % gpus, spine), fabric.no_link),
+        np.where(climbs, fabric.spine_down(spine, target % gpus), fabric.no_link),
+        np.where(far, fabric.nic_in(target), fabric.gpu_in(target)),
+    ]
+    return _stacked(fabric, links, source, target)
+
+
+def _stacked(fabric: Fabric, links: list[np.ndarray], source: np.ndarray, target: np.ndarray) -> Paths:
+    """Refuses a flow from a GPU to itself, which has no path."""
+    if (source == target).any():
+        gpu = int(source[source == target][0])
+        raise ValueError(f"a flow goes from GPU {gpu} to itself; expected another target")
+    return np.stack(np.broadcast_arrays(*links), -1).astype(np.intp)
