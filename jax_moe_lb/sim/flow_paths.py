@@ -68,7 +68,7 @@ class Fabric:
     @property
     def topology(self) -> Topology:
         """What balancers need to know of it."""
-        return replace(Topology.flat(self.num_gpus, self.gpus_per_domain), rails_per_domain=self.gpus_per_domain)
+        return replace(Topology.flat(self.num_gpus, self.gpus_per_domain), rails_per_node=self.gpus_per_domain)
 
     @property
     def no_link(self) -> int:
