@@ -9,7 +9,7 @@
 namespace moe_lb::testing {
 
 // The main function of a test that fuzzes one part of the library.
-//   (no arguments)            40,000 cases, a quarter of it under ThreadSanitizer; `without_sanitizers` cases without one
+//   (no arguments)            40,000 cases, a quarter of it under ThreadSanitizer, `without_sanitizers` without one
 //   CASES [SEED [CASE]]       CASE: only that one, printed
 //   repeat [CALLS]            memory, file descriptors and threads stay flat (sanitizers keep what is freed: not there)
 // What fails is printed with its seed and number. A handler whose other than valid calls never succeed, or are never
