@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Num
 
 from jax_moe_lb.plan import imbalance, load, plain_plan
 from jax_moe_lb.sim.cluster import Cluster
@@ -98,7 +98,7 @@ def simulate(
     system: System,
     model: ModelShape,
     cluster: Cluster,
-    counts: Int[np.ndarray, "..."],
+    counts: Num[np.ndarray, "..."],
     *,
     migration: Migration = Migration(),
     step: Step = Step(),

@@ -121,7 +121,7 @@ class Group:
     cluster: Cluster
     sizes: tuple[int, ...]
 
-    def spread(self, matrix: Int[np.ndarray, "R R"]) -> Int[np.ndarray, "R R"]:
+    def spread(self, matrix: Int[np.ndarray, "G G"]) -> Int[np.ndarray, "R R"]:
         """A matrix over the group's ranks as one over the cluster's."""
         if len(self.ranks) == self.cluster.num_ranks:
             return matrix
