@@ -1,8 +1,8 @@
 """A step of a system on a cluster: what it takes, what of it is exposed, and what travels."""
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -128,6 +128,50 @@ def simulate(
     layers = [works[at % len(works)] for at in range(model.layers)]
     memory = _memory(system, model, cluster, migration)
     return _report(layers, model, cluster, step, float(np.mean(start)), memory, after)
+
+
+def replay(
+    system: System,
+    model: ModelShape,
+    cluster: Cluster,
+    trace: Num[np.ndarray, "steps ..."],
+    *,
+    migration: Migration = Migration(),
+    step: Step = Step(),
+) -> Iterator[Report]:
+    """`simulate` for every step of a trace; balancers that keep history carry it along."""
+    states: States | None = None
+    for counts in trace:
+        report = simulate(system, model, cluster, counts, migration=migration, step=step, states=states)
+        states = report.states
+        yield report
+
+
+def mean_report(reports: Sequence[Report]) -> Report:
+    """Times, bytes and imbalances averaged over steps; the most rounds; the last step's timeline and states."""
+
+    def mean(values: Iterable[float]) -> float:
+        return float(np.mean(list(values)))
+
+    names = dict.fromkeys(name for report in reports for name in report.stages)
+    nothing = StageTime(0.0, 0.0, 0.0)
+    stages = {}
+    for name in names:
+        of_steps = [report.stages.get(name, nothing) for report in reports]
+        stages[name] = StageTime(
+            mean(stage.busy_s for stage in of_steps),
+            mean(stage.exposed_s for stage in of_steps),
+            mean(stage.bytes for stage in of_steps),
+        )
+    return replace(
+        reports[-1],
+        step_s=mean(report.step_s for report in reports),
+        stages=stages,
+        level_bytes={name: mean(report.level_bytes[name] for report in reports) for name in reports[-1].level_bytes},
+        imbalance_before=mean(report.imbalance_before for report in reports),
+        imbalance_after=mean(report.imbalance_after for report in reports),
+        rounds=max(report.rounds for report in reports),
+    )
 
 
 def simulate_uniform(
