@@ -1,7 +1,7 @@
 """Which system is fastest here, and from how many tokens on it is."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Int
@@ -36,7 +36,7 @@ class Candidate:
 
     name: str
     system: System
-    migration: Migration = Migration()
+    migration: Migration = field(default_factory=Migration)
 
 
 @dataclass(frozen=True)

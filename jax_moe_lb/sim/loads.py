@@ -27,7 +27,8 @@ def skewed_counts(
         seed: of the draw.
 
     Raises:
-        ValueError: experts that are no multiple of the ranks; an imbalance that no routing has, above what choosing different experts allows.
+        ValueError: experts that are no multiple of the ranks; an imbalance above what choosing different experts
+            allows.
     """
     home_experts_per_rank(model.experts, num_ranks)
     rng = np.random.default_rng(seed)

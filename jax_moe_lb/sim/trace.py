@@ -27,7 +27,8 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
             of_links = stream.endswith("links")
             for rank in ranks[:1] if of_links else ranks:
                 process = LINKS if of_links else rank
-                events.append(_event(task, stream, rank, process, critical.get(id(task))))
+                is_critical = id(task) in critical and (of_links or critical[id(task)] == rank)
+                events.append(_event(task, stream, rank, process, is_critical))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -59,7 +60,7 @@ def write_png(path: Path, timeline: Timeline, title: str, layers: int = 2) -> No
         axes.set_yticks(range(len(streams)), streams)
         axes.invert_yaxis()
         axes.set_xlabel("ms")
-    bars = [figure.axes[0].barh(0, 0, color=f"C{number}") for number in range(len(stages))]
+    bars: list[Any] = [figure.axes[0].barh(0, 0, color=f"C{number}") for number in range(len(stages))]
     figure.legend(bars, stages, loc="outside lower center", ncols=len(stages))
     figure.suptitle(f"{title}: layers 0 to {layers - 1} on rank {rank}, forward and backward")
     figure.savefig(path, dpi=120)
@@ -84,15 +85,15 @@ def _name(process: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
 
 
-def _event(task: Task, stream: str, rank: int, process: int, critical: int | None) -> dict[str, Any]:
+def _event(task: Task, stream: str, rank: int, process: int, is_critical: bool) -> dict[str, Any]:
     start, end = float(task.start[rank]), float(task.end[rank])
-    args: dict[str, Any] = {"layer": task.layer, "critical": critical is not None and critical in (rank, critical)}
+    args: dict[str, Any] = {"layer": task.layer}
     if task.flow is not None:
         args["busiest_link_bytes"] = max(float(sent.max(initial=0)) for sent in task.flow.sent)
     return {
         "ph": "X",
         "name": task.stage,
-        "cat": "critical" if args["critical"] else "hidden",
+        "cat": "critical" if is_critical else "hidden",
         "pid": process,
         "tid": stream,
         "ts": start * 1e6,
