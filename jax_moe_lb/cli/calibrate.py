@@ -3,6 +3,7 @@
 Medians of a few calls each. Ranks of one CPU share its cores, so what they measure there is what they take at once.
 """
 
+import contextlib
 import datetime
 import platform
 import statistics
@@ -73,10 +74,9 @@ def measure(ranks: int) -> Measured:
     """
     if ranks < 2:
         raise ValueError(f"--ranks is {ranks}; expected at least 2, as there is nothing to exchange otherwise")
-    try:
+    # It is too late where devices are up already.
+    with contextlib.suppress(RuntimeError):
         use_virtual_cpu_devices(ranks)
-    except RuntimeError:
-        pass  # the devices are up already
     devices = jax.devices() if jax.default_backend() != "cpu" else jax.devices()[:ranks]
     mesh = jax.sharding.Mesh(np.array(devices), ("expert",), axis_types=(AxisType.Auto,))
     few_s, many_s = (_exchange_s(mesh, rows) for rows in (FEW_ROWS, MANY_ROWS))

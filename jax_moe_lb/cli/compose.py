@@ -67,7 +67,8 @@ def compose(
         system = _sprayed(name, system)
     if parts[0] == GATHERED and not migration.domain_sizes:
         chosen = chosen_migration(model, cluster, migration.codec, step)
-        migration = replace(migration, domain_sizes=chosen.domain_sizes)
+        again = migration.gather_again or chosen.gather_again
+        migration = replace(migration, domain_sizes=chosen.domain_sizes, gather_again=again)
     migration.sizes(cluster)
     return Candidate(name, system, migration)
 

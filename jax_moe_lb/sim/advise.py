@@ -1,5 +1,6 @@
 """Which system is fastest here, and from how many tokens on it is."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -69,7 +70,10 @@ class Verdict:
 
 
 def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: Step) -> Migration:
-    """HybridEP with the domains that `choose_domains` finds best."""
+    """HybridEP with the domains that `choose_domains` finds best.
+
+    The backward pass gathers again if all layers' gathered experts would take more than half of a rank's memory.
+    """
     pre_expert_s, home = model.before_experts_s(cluster), model.experts // cluster.num_ranks
     work = Work(
         token_bytes=float(model.tokens * model.per_token * model.row_bytes),
@@ -78,7 +82,9 @@ def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: St
         gradient_bytes=float(home * model.expert_gradient_bytes) if step.backward else 0.0,
         backward_s=2 * pre_expert_s,
     )
-    return Migration(choose_domains(work, cluster.topology()).domain_sizes, codec)
+    sizes = choose_domains(work, cluster.topology()).domain_sizes
+    kept_bytes = model.layers * home * (math.prod(sizes) - 1) * model.expert_bytes
+    return Migration(sizes, codec, cluster.memory_bytes is not None and kept_bytes > cluster.memory_bytes / 2)
 
 
 def outcomes(
@@ -88,9 +94,16 @@ def outcomes(
     for candidate in candidates:
         try:
             reports = replay(candidate.system, model, cluster, trace, migration=candidate.migration, step=step)
-            yield Outcome(candidate, mean_report(list(reports)))
+            yield _fitting(candidate, mean_report(list(reports)), cluster)
         except ValueError as error:
             yield Outcome(candidate, None, str(error))
+
+
+def _fitting(candidate: Candidate, report: Report, cluster: Cluster) -> Outcome:
+    needed, there = report.memory.total, cluster.memory_bytes
+    if there is not None and needed > there:
+        return Outcome(candidate, None, f"needs {needed / 1e9:.1f} GB of {there / 1e9:.1f} GB")
+    return Outcome(candidate, report)
 
 
 def verdict(

@@ -52,6 +52,7 @@ class Cluster:
         copy_bytes_per_s: what a rank's copy engines move each way; `None`: as much as its links.
         planner_s: seconds of a planner that reads the counts, from counts to plan.
         domain_level: the outermost level inside a domain, in which expert weights may move; the innermost by default.
+        memory_bytes: of one rank; `None`: not known.
     """
 
     levels: tuple[Links, ...]
@@ -60,6 +61,7 @@ class Cluster:
     copy_bytes_per_s: float | None = None
     planner_s: float = 0.0
     domain_level: str | None = None
+    memory_bytes: float | None = None
 
     def __post_init__(self) -> None:
         names = [level.name for level in self.levels]
@@ -67,9 +69,10 @@ class Cluster:
             raise ValueError(f"Cluster.levels are {names}; expected some of {LEVEL_NAMES}, in this order")
         if self.domain_level is not None and self.domain_level not in names:
             raise ValueError(f"Cluster.domain_level is {self.domain_level!r}; expected one of {names}")
-        for name, value in (("flops_per_s", self.flops_per_s), ("copy_bytes_per_s", self.copy_bytes_per_s)):
+        for name in ("flops_per_s", "copy_bytes_per_s", "memory_bytes"):
+            value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"Cluster.{name} is {value}; expected a finite rate above 0")
+                raise ValueError(f"Cluster.{name} is {value}; expected a finite number above 0")
         if not 0 <= self.planner_s < math.inf:
             raise ValueError(f"Cluster.planner_s is {self.planner_s}; expected at least 0")
         for level, inner in zip(self.levels, self.inner, strict=True):

@@ -23,6 +23,7 @@ from jax_moe_lb.transport.codec import Codec
 VERSION = 1
 """Of the format. Files of another version are refused."""
 
+Size = Annotated[float, BeforeValidator(units.size)]
 Rate = Annotated[float, BeforeValidator(units.rate)]
 Time = Annotated[float, BeforeValidator(units.time)]
 Speed = Annotated[float, BeforeValidator(units.speed)]
@@ -72,12 +73,13 @@ class ClusterSection(_Section):
     copy_engines: Rate | None = None
     planner: Time = 0.0
     domain_level: Literal["dc", "node", "gpu"] | None = None
+    memory: Size | None = None
 
     def build(self) -> Cluster:
         """The machine."""
         levels = tuple(Links(at.name, at.size, at.rate, at.links, at.latency) for at in self.levels)
         gemm = self.gemm.build()
-        return Cluster(levels, gemm, self.compute, self.copy_engines, self.planner, self.domain_level)
+        return Cluster(levels, gemm, self.compute, self.copy_engines, self.planner, self.domain_level, self.memory)
 
 
 class ModelSection(_Section):

@@ -14,10 +14,10 @@ def skewed_counts(
 ) -> Int[np.ndarray, "X R E"]:
     """Counts whose ranks have a wanted imbalance under plain expert parallelism.
 
-    The popularity of experts falls as a power of their place, in an order drawn for every layer; the power is
-    fitted to the imbalance, in each layer for itself. No token chooses an expert twice: none has more copies than
-    tokens. What a rank sends is a draw from that, so that ranks differ as samples do; at imbalance 1 all
-    experts get the same, up to rounding.
+    The popularity of home ranks falls as a power of their place, in an order drawn for every layer; the power is
+    fitted to the imbalance, in each layer for itself. Inside a rank the second expert is half as popular as the first,
+    the third a third, and so on. No token chooses an expert twice: none has more copies than tokens. What a rank sends
+    is a draw from that, so that ranks differ as samples do; at imbalance 1 all experts get the same, up to rounding.
 
     Args:
         model: tokens, experts and choices.
@@ -36,7 +36,7 @@ def skewed_counts(
 
 
 def _layer(model: ModelShape, num_ranks: int, imbalance: float, rng: np.random.Generator) -> Int[np.ndarray, "R E"]:
-    order = rng.permutation(model.experts)
+    order = rng.permutation(num_ranks)
     low, high = 0.0, HIGHEST_POWER
     if imbalance > 1 and _imbalance(_chances(high, order, model), num_ranks) < imbalance:
         most = _imbalance(_chances(high, order, model), num_ranks)
@@ -57,11 +57,13 @@ def _layer(model: ModelShape, num_ranks: int, imbalance: float, rng: np.random.G
     return _whole(expected, model)
 
 
-def _chances(power: float, order: Int[np.ndarray, "E"], model: ModelShape) -> Float[np.ndarray, "E"]:
-    """That a token chooses an expert: `1 - exp(-c w)`, with `c` such that they add up to `K`."""
+def _chances(power: float, order: Int[np.ndarray, "R"], model: ModelShape) -> Float[np.ndarray, "E"]:
+    """That a token chooses an expert: `1 - exp(-c w)`, with `c` such that they add up to `K`; all alike at power 0."""
     with np.errstate(over="ignore", under="ignore"):
-        logs = -power * np.log(np.arange(1.0, model.experts + 1))[np.argsort(order)]
-        low, high = -50.0, 50.0 + power * np.log(model.experts)
+        places = np.arange(1.0, model.experts // len(order) + 1)
+        logs = -power * np.log(order + 1.0)[:, None] - (np.log(places) if power else 0.0 * places)
+        logs = logs.reshape(-1)
+        low, high = -50.0, 50.0 - logs.min()
         for _ in range(60):
             middle = (low + high) / 2
             total = -np.expm1(-np.exp(np.minimum(middle + logs, 700))).sum()

@@ -17,6 +17,9 @@ BITS = {f"{prefix}bit": factor / 8 for prefix, factor in DECIMAL.items()}
 RATES = {f"{unit}/s": factor for unit, factor in (BYTES | BITS).items()}
 """In bytes per second."""
 
+SIZES = BYTES
+"""In bytes."""
+
 TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 """In seconds."""
 
@@ -27,6 +30,11 @@ SPEEDS = {f"{prefix}FLOP/s": factor for prefix, factor in DECIMAL.items()}
 def rate(value: Any) -> float:
     """Bytes per second."""
     return _parsed(value, RATES, "a rate above 0 with its unit, such as '400 Gbit/s' or '50 GB/s'", least=0.0)
+
+
+def size(value: Any) -> float:
+    """Bytes."""
+    return _parsed(value, SIZES, "a size above 0 with its unit, such as '80 GB'", least=0.0)
 
 
 def time(value: Any) -> float:
