@@ -1,5 +1,7 @@
 """Counts to simulate where nobody has recorded any."""
 
+from typing import Any
+
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -61,9 +63,9 @@ def _chances(power: float, order: Int[np.ndarray, "R"], model: ModelShape) -> Fl
     """That a token chooses an expert: `1 - exp(-c w)`, with `c` such that they add up to `K`; all alike at power 0."""
     with np.errstate(over="ignore", under="ignore"):
         places = np.arange(1.0, model.experts // len(order) + 1)
-        logs = -power * np.log(order + 1.0)[:, None] - (np.log(places) if power else 0.0 * places)
+        logs: Any = -power * np.log(order + 1.0)[:, None] - (np.log(places) if power else 0.0 * places)
         logs = logs.reshape(-1)
-        low, high = -50.0, 50.0 - logs.min()
+        low, high = -50.0, 50.0 - float(logs.min())
         for _ in range(60):
             middle = (low + high) / 2
             total = -np.expm1(-np.exp(np.minimum(middle + logs, 700))).sum()

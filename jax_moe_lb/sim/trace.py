@@ -72,7 +72,8 @@ def _halves(tasks: list[Task]) -> tuple[list[Task], list[Task]]:
 
 
 def _shown(timeline: Timeline) -> list[int]:
-    return sorted({*range(min(timeline.num_ranks, SHOWN_RANKS - 1)), _slowest(timeline)})
+    first, slowest = list(range(min(timeline.num_ranks, SHOWN_RANKS))), _slowest(timeline)
+    return first if slowest in first else [*first[:-1], slowest]
 
 
 def _slowest(timeline: Timeline) -> int:
