@@ -4,13 +4,15 @@ Bits and bytes are told apart by their names, and a number without a unit is ref
 decimal; `KiB`, `MiB` and `GiB` are binary.
 """
 
-import math
 import re
+from fractions import Fraction
 from typing import Any
 
-DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+DECIMAL = {prefix: Fraction(1000) ** power for power, prefix in enumerate(("", "k", "M", "G", "T", "P"))}
+"""Exact, so that `10 us` is the number nearest to it."""
+
 BYTES = {f"{prefix}B": factor for prefix, factor in DECIMAL.items()} | {
-    f"{prefix}iB": 1024.0**power for power, prefix in enumerate("KMG", 1)
+    f"{prefix}iB": Fraction(1024) ** power for power, prefix in enumerate("KMG", 1)
 }
 BITS = {f"{prefix}bit": factor / 8 for prefix, factor in DECIMAL.items()}
 
@@ -20,7 +22,7 @@ RATES = {f"{unit}/s": factor for unit, factor in (BYTES | BITS).items()}
 SIZES = BYTES
 """In bytes."""
 
-TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+TIMES = {unit: Fraction(1, 1000**power) for power, unit in enumerate(("s", "ms", "us", "ns"))}
 """In seconds."""
 
 SPEEDS = {f"{prefix}FLOP/s": factor for prefix, factor in DECIMAL.items()}
@@ -47,7 +49,7 @@ def speed(value: Any) -> float:
     return _parsed(value, SPEEDS, "a speed above 0 with its unit, such as '600 TFLOP/s'", least=0.0)
 
 
-def _parsed(value: Any, units: dict[str, float], expected: str, least: float | None = None) -> float:
+def _parsed(value: Any, units: dict[str, Fraction], expected: str, least: float | None = None) -> float:
     """The number in the base unit; above `least`, or at least 0.
 
     Raises:
@@ -55,9 +57,9 @@ def _parsed(value: Any, units: dict[str, float], expected: str, least: float | N
     """
     found = re.fullmatch(r"\s*([-+.\deE]+)\s*([A-Za-z/]+)\s*", value) if isinstance(value, str) else None
     try:
-        number = float(found[1]) * units[found[2]] if found else math.nan
-    except (ValueError, KeyError):
-        number = math.nan
-    if not math.isfinite(number) or number < 0 or (least is not None and number <= least):
+        number = float(Fraction(found[1]) * units[found[2]]) if found else -1.0
+    except (ValueError, KeyError, OverflowError):
+        number = -1.0
+    if number < 0 or (least is not None and number <= least):
         raise ValueError(f"is {value!r}; expected {expected}")
     return number
