@@ -1,6 +1,6 @@
 """The commands of the simulator."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -56,6 +56,7 @@ def simulate(
         read = load_config("CONFIG", config)
         cluster, model = _cluster("CONFIG", config, read), _model("CONFIG", config, read, tokens)
         counts = _counts(read, model, cluster, trace, imbalance)
+        model = _as_recorded(model, counts, trace)
         step, name = read.step.build(), system or read.system
         slots = positive("--replica-slots", replica_slots) if replica_slots else read.replica_slots
         migration = _migration(read, name, domain_sizes)
@@ -87,6 +88,7 @@ def advise(
         of_model, of_cluster = load_config("MODEL", model), load_config("CLUSTER", cluster)
         shape, machine = _model("MODEL", model, of_model, tokens), _cluster("CLUSTER", cluster, of_cluster)
         counts = _counts(of_cluster, shape, machine, trace, imbalance)
+        shape = _as_recorded(shape, counts, trace)
         step = of_cluster.step.build()
         tried = candidates(shape, machine, step, Codec(ratio))
         found: list[Outcome] = list(
@@ -137,7 +139,7 @@ def _model(argument: str, source: str, config: Config, tokens: str | None) -> Mo
         raise ValueError(f"{argument} {source} has no model; expected one, or the name of a preset")
     model = config.model.build()
     wanted = positive("--tokens", tokens)
-    return model if wanted is None else ModelShape(**asdict(model) | {"tokens": wanted})
+    return model if wanted is None else replace(model, tokens=wanted)
 
 
 def _cluster(argument: str, source: str, config: Config) -> Cluster:
@@ -158,6 +160,14 @@ def _counts(config: Config, model: ModelShape, cluster: Cluster, trace: Path | N
             f"{cluster.num_ranks} ranks and the model's {model.experts} experts"
         )
     return counts
+
+
+def _as_recorded(model: ModelShape, counts: Counts, trace: Path | None) -> ModelShape:
+    """The model with as many tokens as the rank of a trace that has most."""
+    if trace is None:
+        return model
+    tokens = -(-int(counts.sum(3).max()) // model.per_token)
+    return replace(model, tokens=max(tokens, 1))
 
 
 def _imbalance(text: str) -> float:

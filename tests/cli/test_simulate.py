@@ -70,7 +70,13 @@ def test_simulate_takes_recorded_counts(capsys, config, tmp_path):
     counts[..., 3] = 1024
     np.savez(tmp_path / "counts.npz", counts=counts, steps=np.array([1, 2]))
     argv = ("simulate", config, "--system", "plain", "--trace", tmp_path / "counts.npz", "--json")
-    assert json.loads(output(capsys, *argv))["imbalance_after"] == 4
+    found = json.loads(output(capsys, *argv))
+    assert (found["imbalance_after"], found["rounds"]) == (4, 4)
+    # Twice the tokens make twice the bytes, and as many rounds.
+    np.save(tmp_path / "counts.npy", 2 * counts)
+    twice = json.loads(output(capsys, *argv[:5], tmp_path / "counts.npy", "--json"))
+    assert twice["stages"]["dispatch"]["bytes"] == 2 * found["stages"]["dispatch"]["bytes"]
+    assert twice["rounds"] == 4
 
 
 @pytest.mark.parametrize("name", ["hybridep", "hybridep+greedy", "greedy+rails", "rails", "feplb"])
