@@ -10,6 +10,7 @@ Streams: `compute`, `host` (the planner), `copy` (copy engines), and the links o
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.events import Task, Timeline
@@ -37,6 +38,13 @@ class Step:
     backward: bool = True
     recompute: bool = True
     exchange_counts: bool = True
+
+
+class _Served(NamedTuple):
+    """The experts of a wave, and the last task that brings back what they put out."""
+
+    experts: tuple[Task, ...]
+    back: tuple[Task, ...]
 
 
 @dataclass
@@ -73,40 +81,40 @@ class Scheduler:
         if work.early:
             held += self._weights("weights", work, at, ready)
         counted = (routed, *self._exchanges("counts", self._if_counted(work.counts), at, (routed,)))
-        two = len(work.waves) > 1
         planned = counted
         if work.planner_s:
             planned = (self.timeline.add("plan", ("host",), work.planner_s, counted, layer=at),)
         served: tuple[Task, ...] = ()
-        if two:
+        if len(work.waves) > 1:
             # The first wave needs neither the plan nor the weights, which travel beside its experts.
             sent = self._dispatch("dispatch", work.waves[0], at, counted)
+        if not work.early:
             held += self._weights("weights", work, at, planned)
-            served = self._serve("", work.waves[0], at, sent, 1.0)
-        elif not work.early:
-            held += self._weights("weights", work, at, planned)
-        addressed = (*planned, *self._exchanges("counts", self._if_counted(work.address), at, (*planned, *served)))
-        sent = self._dispatch("dispatch", work.waves[-1], at, addressed)
-        return self._serve("", work.waves[-1], at, (*sent, *held), 1.0)
+        if len(work.waves) > 1:
+            served = self._serve("", work.waves[0], at, sent, 1.0).back
+        told = self._exchanges("counts", self._if_counted(work.address), at, (*planned, *served))
+        sent = self._dispatch("dispatch", work.waves[-1], at, (*planned, *served, *told))
+        return self._serve("", work.waves[-1], at, (*sent, *held), 1.0).back
 
     def _backward(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
         held = self._exchanges("gather" + BACKWARD, work.gather if work.gather_again else (), at, ready)
-        factor, served = 3.0 if self.step.recompute else 2.0, ready
-        for number, wave in enumerate(work.waves):
-            last = number == len(work.waves) - 1
-            if last and len(work.waves) == 1:
-                held += self._weights("weights" + BACKWARD, work, at, ready)
-            sent = self._dispatch("dispatch" + BACKWARD, wave, at, served, 2.0 if self.step.recompute else 1.0)
-            if not last:
-                held += self._weights("weights" + BACKWARD, work, at, ready)
-            served = self._serve(BACKWARD, wave, at, (*sent, *held) if last else sent, factor)
-        experts = [task for task in self.timeline.tasks if task.layer == at and task.stage == "experts" + BACKWARD]
+        # With token copies sent again, gradients of their outputs come beside them.
+        factor, sends = (3.0, 2) if self.step.recompute else (2.0, 1)
+        back = ready
+        for wave in work.waves[:-1]:
+            sent = self._dispatch("dispatch" + BACKWARD, wave, at, back, sends)
+            held += self._weights("weights" + BACKWARD, work, at, ready)
+            back = self._serve(BACKWARD, wave, at, sent, factor).back
+        if len(work.waves) == 1:
+            held += self._weights("weights" + BACKWARD, work, at, ready)
+        sent = self._dispatch("dispatch" + BACKWARD, work.waves[-1], at, back, sends)
+        served = self._serve(BACKWARD, work.waves[-1], at, (*sent, *held), factor)
         home: tuple[Task, ...] = ()
         if work.return_home is not None:
-            home = self._exchanges("gradients" + BACKWARD, (work.return_home,), at, tuple(experts), work.engine)
-        home += self._exchanges("gradients" + BACKWARD, work.gather_home, at, tuple(experts))
+            home = self._exchanges("gradients" + BACKWARD, (work.return_home,), at, served.experts, work.engine)
+        home += self._exchanges("gradients" + BACKWARD, work.gather_home, at, served.experts)
         before_s = 2 * self.model.before_experts_s(self.cluster)
-        done = self.timeline.add("attention" + BACKWARD, ("compute",), before_s, served, layer=at)
+        done = self.timeline.add("attention" + BACKWARD, ("compute",), before_s, served.back, layer=at)
         # The slots are the same memory in every layer: their gradients must be gone before the next one's come.
         return done, *home
 
@@ -116,18 +124,18 @@ class Scheduler:
     def _weights(self, stage: str, work: LayerWork, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
         return () if work.replicate is None else self._exchanges(stage, (work.replicate,), at, after, work.engine)
 
-    def _dispatch(
-        self, stage: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float = 1.0
-    ) -> tuple[Task, ...]:
-        flows = tuple(flow.times(factor) for flow in wave.dispatch)
-        return self._exchanges(stage, flows, at, after, messages=wave.rounds) or after
+    def _dispatch(self, stage: str, wave: Wave, at: int, after: tuple[Task, ...], sends: int = 1) -> tuple[Task, ...]:
+        flows = tuple(flow.times(float(sends)) for flow in wave.dispatch)
+        return self._exchanges(stage, flows, at, after, messages=sends * wave.rounds) or after
 
-    def _serve(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> tuple[Task, ...]:
+    def _serve(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> "_Served":
         """Experts, and what they put out on its way back."""
         experts_s = self.cluster.gemm.seconds(wave.rows, factor * self.model.row_flops, max(wave.rounds, 1))
         computed = (self.timeline.add("experts" + mark, ("compute",), experts_s, after, layer=at),)
         back = tuple(flow.reversed for flow in reversed(wave.dispatch))
-        return self._exchanges("combine" + mark, back, at, computed, messages=wave.rounds) or computed
+        return _Served(
+            computed, self._exchanges("combine" + mark, back, at, computed, messages=wave.rounds) or computed
+        )
 
     def _exchanges(
         self,

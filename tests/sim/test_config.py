@@ -120,7 +120,7 @@ def test_what_is_not_understood_is_named(written, name):
 
 
 def test_every_preset_can_be_read():
-    assert {"h100_node", "nvl72", "h100_16_nodes", "dc4_10gbit", "mixtral_8x7b"} <= set(preset_names())
+    assert {"h100_node", "cpu_2_cores", "nvl72", "h100_16_nodes", "dc4_10gbit", "mixtral_8x7b"} <= set(preset_names())
     for name in preset_names():
         config = load_config("CONFIG", name)
         assert config.model.build().layers > 0
