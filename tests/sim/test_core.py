@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_moe_lb import Level, Topology, Work, choose_domains, systems
+from jax_moe_lb.balancers.hybridep import HybridEP
 from jax_moe_lb.plan import load, traffic
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Step, simulate, simulate_uniform
 from jax_moe_lb.sim.network import flow, level_bytes, seconds
 from jax_moe_lb.sim.planning import groups, plan_layer
 from jax_moe_lb.sim.traffic import gradients_between, hops, replicas_between, rows_between, rows_per_slot
+from jax_moe_lb.sim.work import layer_work
 from jax_moe_lb.split import nearest_first
 from jax_moe_lb.streams import latency
 
@@ -146,6 +148,21 @@ def test_hybridep_takes_what_its_stream_model_says(size):
     assert forward.step_s == pytest.approx(3 * (latency(Work(**work), level, size).total_s + experts_s))
     train = Work(**work, gradient_bytes=float(shape.expert_gradient_bytes), backward_s=4e-4)
     assert report.step_s == pytest.approx(3 * (latency(train, level, size).total_s + 3 * experts_s))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gathered_domains_serve_what_the_balancer_hybridep_plans(size):
+    cluster = Cluster((Links("gpu", 8, 1e9),))
+    counts = counts_of(cluster, seed=3, skew=1.0)[0]
+    gathered, _ = layer_work(systems.plain(), model(), cluster, counts, Migration((size,)))
+    balancer = systems.System(HybridEP(size), replica_slots=2 * (size - 1))
+    planned, _ = layer_work(balancer, model(), cluster, counts)
+    np.testing.assert_array_equal(gathered.load, planned.load)
+    for a, b in zip(gathered.waves[0].dispatch, planned.waves[0].dispatch, strict=True):
+        np.testing.assert_array_equal(a.sent[0], b.sent[0])
+        np.testing.assert_array_equal(a.received[0], b.received[0])
+    # A rank gets the same experts either way; one gathers level by level, the other copies each from home.
+    assert gathered.gather[0].sent[0].max() == planned.replicate.sent[0].max() == 2 * (size - 1) * model().expert_bytes
 
 
 def test_plain_expert_parallelism_in_closed_form():
