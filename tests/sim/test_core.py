@@ -63,7 +63,7 @@ def counts_of(cluster, seed, skew):
 CASES = st.tuples(MACHINES, st.sampled_from(sorted(SYSTEMS)), st.integers(0, 99), st.sampled_from([0.0, 1.0, 2.0]))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(CASES)
 def test_what_is_sent_is_received_and_is_what_the_plan_says(case):
     machine, name, seed, skew = case
@@ -85,7 +85,7 @@ def test_what_is_sent_is_received_and_is_what_the_plan_says(case):
         assert sent.sum() == received.sum()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(CASES)
 def test_a_step_takes_at_least_every_bound_and_no_link_is_above_its_rate(case):
     machine, name, seed, skew = case
@@ -112,7 +112,7 @@ def test_a_step_takes_at_least_every_bound_and_no_link_is_above_its_rate(case):
     assert all((task.start >= before.end - 1e-12).all() for task in tasks for before in task.before)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(MACHINES, st.lists(st.integers(0, 3), min_size=3, max_size=3), st.booleans())
 def test_even_counts_equal_uniform_routing_by_symmetry(machine, powers, gather_again):
     cluster = cluster_of(machine)
