@@ -35,6 +35,7 @@ LAYERS = [
     ["pipeline"],
     ["sim"],
     ["nn"],
+    ["sim"],
     ["cli"],
 ]
 
@@ -76,6 +77,23 @@ def test_files_and_functions_stay_short(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno <= 80, node.name
+
+
+# What has a clock knows plans and systems, not what runs on devices; only the command line knows it.
+SIMULATED = {"plan", "topology", "split", "balancers", "systems", "streams", "costs", "legality", "experts", "types"}
+SIMULATED |= {"transport", "sim"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_the_simulator_stands_apart(path):
+    inside = module_name(path).split(".")[0] == "sim"
+    for name in imported(path):
+        if name.startswith("jax_moe_lb."):
+            part = name.split(".")[1]
+            if inside:
+                assert part in SIMULATED, f"{path} imports {name}"
+            elif not inside and module_name(path).split(".")[0] != "cli":
+                assert part != "sim", f"{path} imports {name}"
 
 
 INIT_FILES = [path for path in FILES if path.name == "__init__.py" and path.parent != PACKAGE]

@@ -4,10 +4,7 @@ Bad input ends in one line on stderr and exit code 2, whichever command it was g
 """
 
 import logging
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,13 +13,14 @@ import typer
 
 from jax_moe_lb.cli.discover import load_balancer
 from jax_moe_lb.cli.doctor import diagnosis, facts_table, ops_table, version
+from jax_moe_lb.cli.errors import BAD_INPUT, one_line_errors, print_error
 from jax_moe_lb.cli.files import read_counts, read_trace, write_plans
 from jax_moe_lb.cli.options import ExpertBytes, Json, Out, RanksPerDomain, Slots, System, positive
 from jax_moe_lb.cli.planning import Planner, mean_effect
 from jax_moe_lb.cli.report import Head, print_effects, print_json, print_table, with_progress
+from jax_moe_lb.cli.simulate import advise, calibrate, simulate
 from jax_moe_lb.topology import Topology
 
-BAD_INPUT = 2
 INTERRUPTED = 130
 UsageError: Any = typer.BadParameter.__mro__[1]
 """click's, which typer imports or ships a copy of, depending on its version."""
@@ -44,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return app(argv, prog_name="jax-moe-lb", standalone_mode=False) or 0
     except UsageError as error:
-        _print_error(error.format_message())
+        print_error(error.format_message())
         return BAD_INPUT
     except typer.Abort:
         return INTERRUPTED
@@ -64,7 +62,7 @@ def plan(
 
     Planner time is that of the compiled planner for one layer on the default device, after a warm-up call.
     """
-    with _one_line_errors():
+    with one_line_errors():
         counts, one_expert = read_counts(counts_file), positive("--expert-bytes", expert_bytes)
         planner = _planner(system, counts, ranks_per_domain, slots)
         (planned,) = planner.replay(counts[None])
@@ -92,7 +90,7 @@ def replay(
     Every row is the mean over a step's layers. Planner time is that of the compiled planner for one layer on the
     default device, after a warm-up call.
     """
-    with _one_line_errors():
+    with one_line_errors():
         (steps, counts), one_expert = read_trace(trace_file), positive("--expert-bytes", expert_bytes)
         planner = _planner(system, counts, ranks_per_domain, slots)
         effects, plans = [], []
@@ -108,13 +106,17 @@ def replay(
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Show versions, devices, and which implementation of each operation will run here."""
-    with _one_line_errors():
+    with one_line_errors():
         found = diagnosis()
         if as_json:
             print_json(found)
         else:
             print_table(facts_table(found))
             print_table(ops_table(found))
+
+
+for command in (simulate, advise, calibrate):
+    app.command()(command)
 
 
 def _print_version(wanted: bool) -> bool:
@@ -145,20 +147,3 @@ def _planner(system: str, counts: np.ndarray, ranks_per_domain: str | None, slot
 def _head(system: str, planner: Planner, counts: np.ndarray) -> Head:
     num_ranks, num_experts = counts.shape[-2:]
     return {"system": system, "num_ranks": num_ranks, "num_experts": num_experts, "slots": planner.slots}
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError as error:
-        # Whoever reads stdout has gone; the interpreter's last flush must not complain of it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from error
-    except (ValueError, OSError) as error:
-        _print_error(str(error))
-        raise typer.Exit(BAD_INPUT) from error
-
-
-def _print_error(message: str) -> None:
-    typer.echo(f"error: {' '.join(message.split())}", err=True)

@@ -55,6 +55,21 @@ def read_trace(path: Path) -> Trace:
     return Trace(steps.tolist(), _checked("TRACE", path, counts))
 
 
+def read_routing(path: Path) -> Int[np.ndarray, "steps layers R E"]:
+    """Counts `[R, E]` or `[layers, R, E]` of one step, or `[steps, layers, R, E]` of several.
+
+    Raises:
+        ValueError: the file cannot be read, or no plan can be made from what it holds.
+    """
+    counts = _load("--trace", path)["counts"]
+    if counts.ndim not in (2, 3, 4):
+        raise ValueError(
+            f"--trace {path}: counts has shape {counts.shape}; expected [R, E], [layers, R, E] or [steps, layers, R, E]"
+        )
+    wide = counts.reshape((1,) * (4 - counts.ndim) + counts.shape)
+    return _checked("--trace", path, wide)
+
+
 def write_plans(path: Path, plans: Sequence[Plan], leading_shape: tuple[int, ...]) -> None:
     """An npz with `placement` `[*leading_shape, R, S]` and `quota` `[*leading_shape, E, R]`.
 

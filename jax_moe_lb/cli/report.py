@@ -72,11 +72,11 @@ def print_table(table: Table, least_width: int = 0) -> None:
     console.print(table)
 
 
-def with_progress(items: Iterable[Item], num_items: int) -> Iterator[Item]:
+def with_progress(items: Iterable[Item], num_items: int, what: str = "planning") -> Iterator[Item]:
     """The same items, with a bar on a terminal's stderr once they take longer than `BAR_AFTER_S`."""
     console = Console(stderr=True)
     progress = Progress(console=console, transient=True)
-    task, start, shown = progress.add_task("planning", total=num_items), time.monotonic(), False
+    task, start, shown = progress.add_task(what, total=num_items), time.monotonic(), False
     try:
         for item in items:
             yield item

@@ -1,0 +1,29 @@
+"""Whatever is wrong with what a user gave: one line on stderr, and an exit code."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+BAD_INPUT = 2
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turns the errors of bad input into one line and `BAD_INPUT`."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        # Whoever reads stdout has gone; the interpreter's last flush must not complain of it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from error
+    except (ValueError, OSError) as error:
+        print_error(str(error))
+        raise typer.Exit(BAD_INPUT) from error
+
+
+def print_error(message: str) -> None:
+    """One line on stderr."""
+    typer.echo(f"error: {' '.join(message.split())}", err=True)

@@ -1,0 +1,89 @@
+"""What the simulator's commands print."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
+
+from jax_moe_lb.sim import Report
+from jax_moe_lb.sim.advise import SWEPT_TOKENS, WORTH_IT, Outcome, Verdict
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """All numbers of a report, without its timeline."""
+    stages = {name: asdict(stage) | {"hidden_s": stage.hidden_s} for name, stage in report.stages.items()}
+    return {
+        "step_s": report.step_s,
+        "imbalance_before": report.imbalance_before,
+        "imbalance_after": report.imbalance_after,
+        "rounds": report.rounds,
+        "stages": stages,
+        "level_bytes": report.level_bytes,
+        "memory_bytes": asdict(report.memory) | {"total": report.memory.total},
+    }
+
+
+def layer_table(head: dict[str, Any], report: Report) -> Table:
+    """A line for every stage, and the step."""
+    title = ", ".join(f"{name} {value}" for name, value in head.items())
+    moved = ", ".join(f"{name} {decimal(round(total))}" for name, total in report.level_bytes.items())
+    parts = ", ".join(f"{name} {decimal(round(value))}" for name, value in asdict(report.memory).items())
+    caption = (
+        f"imbalance {report.imbalance_before:.3f} -> {report.imbalance_after:.3f}, rounds {report.rounds}\n"
+        f"sent over all links: {moved}\nmemory of a rank: {decimal(round(report.memory.total))} ({parts})"
+    )
+    table = Table(title=escape(title), title_justify="left", caption=caption, caption_justify="left", box=SIMPLE_HEAD)
+    table.add_column("stage", no_wrap=True)
+    for header in ("busy ms", "exposed ms", "hidden ms", "of the step", "sent"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for name, stage in report.stages.items():
+        times = (f"{value * 1e3:.3f}" for value in (stage.busy_s, stage.exposed_s, stage.hidden_s))
+        share = f"{stage.exposed_s / report.step_s:.1%}" if report.step_s else "-"
+        table.add_row(name, *times, share, decimal(round(stage.bytes)) if stage.bytes else "-")
+    table.add_section()
+    table.add_row("step", "", f"{report.step_s * 1e3:.3f}", "", "", decimal(round(sum(report.level_bytes.values()))))
+    return table
+
+
+def advice_table(title: str, found: Sequence[Outcome]) -> Table:
+    """A line for every candidate."""
+    plain = next(one.report.step_s for one in found if one.candidate.name == "plain" and one.report)
+    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("system", no_wrap=True)
+    for header in ("step ms", "of plain", "imbalance", "experts ms", "rounds", "sent", "memory"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for one in found:
+        if one.report is None:
+            table.add_row(one.candidate.name, "-", escape(one.refused))
+            continue
+        experts_s = sum(stage.exposed_s for name, stage in one.report.stages.items() if name.startswith("experts"))
+        table.add_row(
+            one.candidate.name,
+            f"{one.report.step_s * 1e3:.2f}",
+            f"{one.report.step_s / plain:.3f}",
+            f"{one.report.imbalance_after:.3f}",
+            f"{experts_s * 1e3:.2f}",
+            str(one.report.rounds),
+            decimal(round(sum(one.report.level_bytes.values()))),
+            decimal(round(one.report.memory.total)),
+        )
+    return table
+
+
+def verdict_lines(answer: Verdict, tokens: int) -> list[str]:
+    """What to do, in words."""
+    if answer.leave_off:
+        lines = [f"Leave balancing off: nothing saves {WORTH_IT:.0%} of a step at {tokens} tokens per rank."]
+    else:
+        lines = [f"Use {answer.best.name}: {answer.gain:.1%} of a step less than plain at {tokens} tokens per rank."]
+    if answer.best.name == "plain":
+        return lines
+    if answer.pays_from is None:
+        return [*lines, f"{answer.best.name} is not faster at {SWEPT_TOKENS[-1]} tokens per rank."]
+    if answer.pays_from == SWEPT_TOKENS[0]:
+        return [*lines, f"{answer.best.name} is faster from {SWEPT_TOKENS[0]} tokens per rank on, the fewest tried."]
+    return [*lines, f"{answer.best.name} begins to pay at {answer.pays_from} tokens per rank."]

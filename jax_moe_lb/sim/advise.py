@@ -1,0 +1,148 @@
+"""Which system is fastest here, and from how many tokens on it is."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from jaxtyping import Int
+
+from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.model import ModelShape
+from jax_moe_lb.sim.run import Report, mean_report, replay
+from jax_moe_lb.sim.schedule import Step
+from jax_moe_lb.sim.work import Migration
+from jax_moe_lb.streams import Work, choose_domains
+from jax_moe_lb.systems import System
+from jax_moe_lb.transport.codec import Codec
+
+SWEPT_TOKENS = tuple(2**power for power in range(4, 18))
+"""Tokens per rank at which `pays_from` looks."""
+
+WORTH_IT = 0.01
+"""Gains below this fraction of a step are no reason for a more complicated system."""
+
+Trace = Int[np.ndarray, "steps layers R E"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something to compare.
+
+    Args:
+        name: in the table.
+        system: its strategies.
+        migration: experts that are gathered before.
+    """
+
+    name: str
+    system: System
+    migration: Migration = field(default_factory=Migration)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A candidate and its mean step; or why it cannot run here."""
+
+    candidate: Candidate
+    report: Report | None
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do.
+
+    Args:
+        best: the fastest.
+        gain: of a step of the baseline, that it saves.
+        pays_from: tokens per rank from which on it is faster than the baseline; `None`: at none that was tried.
+    """
+
+    best: Candidate
+    gain: float
+    pays_from: int | None
+
+    @property
+    def leave_off(self) -> bool:
+        """Whether the baseline will do."""
+        return self.gain < WORTH_IT
+
+
+def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: Step) -> Migration:
+    """HybridEP with the domains that `choose_domains` finds best.
+
+    The backward pass gathers again if all layers' gathered experts would take more than half of a rank's memory.
+    """
+    pre_expert_s, home = model.before_experts_s(cluster), model.experts // cluster.num_ranks
+    work = Work(
+        token_bytes=float(model.tokens * model.per_token * model.row_bytes),
+        expert_bytes=float(model.encoded_bytes(codec, home)),
+        pre_expert_s=pre_expert_s,
+        gradient_bytes=float(home * model.expert_gradient_bytes) if step.backward else 0.0,
+        backward_s=2 * pre_expert_s,
+    )
+    sizes = choose_domains(work, cluster.topology()).domain_sizes
+    kept_bytes = model.layers * home * (math.prod(sizes) - 1) * model.expert_bytes
+    return Migration(sizes, codec, cluster.memory_bytes is not None and kept_bytes > cluster.memory_bytes / 2)
+
+
+def outcomes(
+    candidates: Sequence[Candidate], model: ModelShape, cluster: Cluster, trace: Trace, step: Step
+) -> Iterator[Outcome]:
+    """Each candidate's mean step over the trace, in the order of the candidates."""
+    for candidate in candidates:
+        try:
+            reports = replay(candidate.system, model, cluster, trace, migration=candidate.migration, step=step)
+            yield _fitting(candidate, mean_report(list(reports)), cluster)
+        except ValueError as error:
+            yield Outcome(candidate, None, str(error))
+
+
+def _fitting(candidate: Candidate, report: Report, cluster: Cluster) -> Outcome:
+    needed, there = report.memory.total, cluster.memory_bytes
+    if there is not None and needed > there:
+        return Outcome(candidate, None, f"needs {needed / 1e9:.1f} GB of {there / 1e9:.1f} GB")
+    return Outcome(candidate, report)
+
+
+def verdict(
+    found: Sequence[Outcome], baseline: Candidate, model: ModelShape, cluster: Cluster, trace: Trace, step: Step
+) -> Verdict:
+    """The fastest of those that can run, and where it begins to pay.
+
+    Raises:
+        ValueError: the baseline is not among them, or cannot run.
+    """
+    times = {outcome.candidate.name: outcome.report.step_s for outcome in found if outcome.report is not None}
+    if baseline.name not in times:
+        raise ValueError(next((o.refused for o in found if o.candidate == baseline), "there is no baseline"))
+    best = min((o.candidate for o in found if o.report is not None), key=lambda candidate: times[candidate.name])
+    gain = 1 - times[best.name] / times[baseline.name]
+    where = None if best == baseline else pays_from(best, baseline, model, cluster, trace, step)
+    return Verdict(best, gain, where)
+
+
+def pays_from(
+    candidate: Candidate, baseline: Candidate, model: ModelShape, cluster: Cluster, trace: Trace, step: Step
+) -> int | None:
+    """The fewest tokens per rank, of powers of two, from which on `candidate` is faster, with routing in proportion.
+
+    One layer's work, that of the first step, is asked; `None`: it is not faster at the most that is tried.
+    """
+    found = None
+    for tokens in reversed(SWEPT_TOKENS):
+        scaled = replace(model, layers=1, tokens=tokens, pre_expert_s=_scaled_s(model, cluster, tokens))
+        counts = np.rint(trace[:1, :1].astype(np.float64) * (tokens / model.tokens)).astype(np.int32)
+        times = [
+            next(replay(one.system, scaled, cluster, counts, migration=one.migration, step=step)).step_s
+            for one in (candidate, baseline)
+        ]
+        if times[0] >= times[1]:
+            break
+        found = tokens
+    return found
+
+
+def _scaled_s(model: ModelShape, cluster: Cluster, tokens: int) -> float:
+    return model.before_experts_s(cluster) * tokens / model.tokens

@@ -1,0 +1,221 @@
+"""Files that describe a machine, a model and a system, and the presets among them.
+
+A file is YAML with `version: 1` and some of `cluster`, `model`, `system`, `migration`, `routing`, `step`. `cluster` and
+`model` may name a preset instead. `docs/simulator.md` has the format.
+"""
+
+import difflib
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from jax_moe_lb.sim import units
+from jax_moe_lb.sim.cluster import Cluster, Links
+from jax_moe_lb.sim.gemm import AnalyticGemm, Gemm, MeasuredGemm
+from jax_moe_lb.sim.model import ModelShape
+from jax_moe_lb.sim.schedule import Step
+from jax_moe_lb.sim.work import Migration
+from jax_moe_lb.transport.codec import Codec
+
+VERSION = 1
+"""Of the format. Files of another version are refused."""
+
+Size = Annotated[float, BeforeValidator(units.size)]
+Rate = Annotated[float, BeforeValidator(units.rate)]
+Time = Annotated[float, BeforeValidator(units.time)]
+Speed = Annotated[float, BeforeValidator(units.speed)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+
+
+class _Section(BaseModel):
+    """Keys that are not known are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LevelSection(_Section):
+    """One level of links; see `Links`."""
+
+    name: Literal["dc", "node", "gpu"]
+    size: Count
+    rate: Rate
+    links: Count = 1
+    latency: Time = 0.0
+
+
+class GemmSection(_Section):
+    """A curve (`rows` and `speeds`) or the analytic model (`peak` and `half_rows`)."""
+
+    rows: tuple[float, ...] | None = None
+    speeds: tuple[Speed, ...] | None = None
+    peak: Speed | None = None
+    half_rows: float = 0.0
+    launch: Time = 0.0
+
+    def build(self) -> Gemm:
+        """The curve, or the analytic model."""
+        if self.rows is not None and self.speeds is not None and self.peak is None:
+            return MeasuredGemm(self.rows, self.speeds, self.launch)
+        if self.peak is not None and self.rows is None and self.speeds is None:
+            return AnalyticGemm(self.peak, self.half_rows, self.launch)
+        raise ValueError("gemm has neither one; expected rows and speeds, or peak and half_rows")
+
+
+class ClusterSection(_Section):
+    """A machine; see `Cluster`."""
+
+    levels: tuple[LevelSection, ...]
+    gemm: GemmSection
+    compute: Speed
+    copy_engines: Rate | None = None
+    planner: Time = 0.0
+    domain_level: Literal["dc", "node", "gpu"] | None = None
+    memory: Size | None = None
+
+    def build(self) -> Cluster:
+        """The machine."""
+        levels = tuple(Links(at.name, at.size, at.rate, at.links, at.latency) for at in self.levels)
+        gemm = self.gemm.build()
+        return Cluster(levels, gemm, self.compute, self.copy_engines, self.planner, self.domain_level, self.memory)
+
+
+class ModelSection(_Section):
+    """A model; see `ModelShape`."""
+
+    layers: Count
+    hidden: Count
+    inner: Count
+    experts: Count
+    per_token: Count
+    tokens: Count
+    itemsize: Count = 2
+    gradient_itemsize: Count = 4
+    gated: bool = True
+    pre_expert: Time | None = None
+    sequence: Count = 4096
+    other: Time = 0.0
+
+    def build(self) -> ModelShape:
+        """The model."""
+        fields = self.model_dump()
+        return ModelShape(**fields | {"pre_expert_s": fields.pop("pre_expert"), "other_s": fields.pop("other")})
+
+
+class MigrationSection(_Section):
+    """Gathers of expert domains; see `Migration`."""
+
+    domain_sizes: tuple[Count, ...] = ()
+    ratio: float = 1.0
+    shared: bool = True
+    gather_again: bool = False
+
+    def build(self) -> Migration:
+        """The migration."""
+        return Migration(self.domain_sizes, Codec(self.ratio, self.shared), self.gather_again)
+
+
+class StepSection(_Section):
+    """Which passes a step has; see `Step`."""
+
+    backward: bool = True
+    recompute: bool = True
+    exchange_counts: bool = True
+
+    def build(self) -> Step:
+        """The passes."""
+        return Step(**self.model_dump())
+
+
+class RoutingSection(_Section):
+    """Counts that are drawn where no trace is given; see `loads.skewed_counts`."""
+
+    imbalance: float = Field(default=1.0, ge=1.0)
+    seed: int = 0
+    layers: Count = 4
+
+
+class Config(_Section):
+    """A whole file."""
+
+    version: int
+    cluster: ClusterSection | None = None
+    model: ModelSection | None = None
+    system: str = "plain"
+    replica_slots: int | None = Field(default=None, strict=True, ge=0)
+    migration: MigrationSection = MigrationSection()
+    routing: RoutingSection = RoutingSection()
+    step: StepSection = StepSection()
+
+
+def preset_names() -> list[str]:
+    """The files that come with the package."""
+    found = (resources.files(__package__) / "presets").iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in found if file.name.endswith(".yaml"))
+
+
+def load_config(argument: str, source: str) -> Config:
+    """A file, or a preset by its name.
+
+    Args:
+        argument: what messages call it.
+        source: a path that ends in `.yaml` or `.yml`, or contains a `/`; else the name of a preset.
+
+    Raises:
+        ValueError: no such file or preset, or what it says is not understood; the message names the key.
+    """
+    data = _read(argument, source)
+    for section in ("cluster", "model"):
+        if isinstance(data.get(section), str):
+            data = data | {section: _of_preset(argument, source, section, data[section])}
+    try:
+        config = Config.model_validate(data)
+        for part in (config.cluster, config.model, config.migration):
+            if part is not None:
+                part.build()
+    except ValidationError as error:
+        raise ValueError(f"{argument} {source}: {_first(error)}") from error
+    except ValueError as error:
+        raise ValueError(f"{argument} {source}: {error}") from error
+    return config
+
+
+def _of_preset(argument: str, source: str, section: str, name: str) -> Any:
+    found = _read(f"{argument} {source}: {section}", name).get(section)
+    if found is None:
+        raise ValueError(f"{argument} {source}: {section} is {name!r}, a preset without one")
+    return found
+
+
+def _read(argument: str, source: str) -> dict[str, Any]:
+    is_file = source.endswith((".yaml", ".yml")) or "/" in source
+    if not is_file and source not in preset_names():
+        near = difflib.get_close_matches(source, preset_names(), 3, 0.4) or preset_names()
+        raise ValueError(f"{argument} is {source!r}, no preset and no .yaml file; near ones are {', '.join(near)}")
+    try:
+        text = (Path(source) if is_file else resources.files(__package__) / "presets" / f"{source}.yaml").read_text()
+        data = yaml.safe_load(text)
+    except OSError as error:
+        raise ValueError(f"{argument} is {source}: {error.strerror or error}; expected a .yaml file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{argument} {source} is no YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{argument} {source} holds {type(data).__name__}; expected keys, the first of them version")
+    if data.get("version") != VERSION:
+        raise ValueError(f"{argument} {source}: version is {data.get('version')!r}; expected {VERSION}")
+    return data
+
+
+def _first(error: ValidationError) -> str:
+    """What is wrong first, in one line with the key's path."""
+    found = error.errors()[0]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"]).lstrip(".")
+    if found["type"] == "extra_forbidden":
+        return f"{path} is unknown"
+    if found["type"] == "missing":
+        return f"{path} is missing"
+    if found["type"] == "value_error":
+        return f"{path} {found['ctx']['error']}"
+    return f"{path} is {found['input']!r}: {found['msg'].lower()}"

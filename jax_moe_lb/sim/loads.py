@@ -1,0 +1,95 @@
+"""Counts to simulate where nobody has recorded any."""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jax_moe_lb.plan import home_experts_per_rank
+from jax_moe_lb.sim.model import ModelShape
+
+HIGHEST_POWER = 40.0
+
+
+def skewed_counts(
+    model: ModelShape, num_ranks: int, imbalance: float, layers: int, seed: int = 0
+) -> Int[np.ndarray, "X R E"]:
+    """Counts whose ranks have a wanted imbalance under plain expert parallelism.
+
+    The popularity of home ranks falls as a power of their place, in an order drawn for every layer; the power is
+    fitted to the imbalance, in each layer for itself. Inside a rank the second expert is half as popular as the first,
+    the third a third, and so on. No token chooses an expert twice: none has more copies than tokens. What a rank sends
+    is a draw from that, so that ranks differ as samples do; at imbalance 1 all experts get the same, up to rounding.
+
+    Args:
+        model: tokens, experts and choices.
+        num_ranks: `R`.
+        imbalance: `max / mean` of the ranks' load.
+        layers: different ones.
+        seed: of the draw.
+
+    Raises:
+        ValueError: experts that are no multiple of the ranks; an imbalance above what choosing different experts
+            allows.
+    """
+    home_experts_per_rank(model.experts, num_ranks)
+    rng = np.random.default_rng(seed)
+    return np.stack([_layer(model, num_ranks, imbalance, rng) for _ in range(layers)])
+
+
+def _layer(model: ModelShape, num_ranks: int, imbalance: float, rng: np.random.Generator) -> Int[np.ndarray, "R E"]:
+    order = rng.permutation(num_ranks)
+    low, high = 0.0, HIGHEST_POWER
+    if imbalance > 1 and _imbalance(_chances(high, order, model), num_ranks) < imbalance:
+        most = _imbalance(_chances(high, order, model), num_ranks)
+        raise ValueError(
+            f"imbalance is {imbalance}; expected at most {most:.2f}, as a token chooses {model.per_token} different "
+            f"ones of {model.experts} experts on {num_ranks} ranks"
+        )
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (
+            (middle, high) if _imbalance(_chances(middle, order, model), num_ranks) < imbalance else (low, middle)
+        )
+    chances = _chances(low, order, model)
+    if imbalance <= 1:
+        expected = np.tile(chances * model.tokens, (num_ranks, 1))
+    else:
+        expected = rng.binomial(model.tokens, chances, (num_ranks, model.experts)).astype(float)
+    return _whole(expected, model)
+
+
+def _chances(power: float, order: Int[np.ndarray, "R"], model: ModelShape) -> Float[np.ndarray, "E"]:
+    """That a token chooses an expert: `1 - exp(-c w)`, with `c` such that they add up to `K`; all alike at power 0."""
+    with np.errstate(over="ignore", under="ignore"):
+        places = np.arange(1.0, model.experts // len(order) + 1)
+        logs: Any = -power * np.log(order + 1.0)[:, None] - (np.log(places) if power else 0.0 * places)
+        logs = logs.reshape(-1)
+        low, high = -50.0, 50.0 - float(logs.min())
+        for _ in range(60):
+            middle = (low + high) / 2
+            total = -np.expm1(-np.exp(np.minimum(middle + logs, 700))).sum()
+            low, high = (middle, high) if total < model.per_token else (low, middle)
+        return -np.expm1(-np.exp(np.minimum(low + logs, 700)))
+
+
+def _imbalance(chances: Float[np.ndarray, "E"], num_ranks: int) -> float:
+    load = chances.reshape(num_ranks, -1).sum(1)
+    return float(load.max() / load.mean())
+
+
+def _whole(expected: Float[np.ndarray, "R E"], model: ModelShape) -> Int[np.ndarray, "R E"]:
+    """Whole numbers of at most `T` that add up to `T * K` on every rank, near to these."""
+    copies = model.tokens * model.per_token
+    counts = np.floor(expected * copies / expected.sum(1, keepdims=True)).clip(0, model.tokens).astype(np.int64)
+    for row, wanted in zip(counts, expected, strict=True):
+        # What is left goes to the busiest first that has room.
+        for expert in np.argsort(-wanted, kind="stable"):
+            missing = copies - row.sum()
+            if missing <= 0:
+                break
+            row[expert] += min(missing, model.tokens - row[expert], max(1, missing // len(row)))
+        while (missing := copies - int(row.sum())) > 0:
+            room = np.flatnonzero(row < model.tokens)[:missing]
+            row[room] += 1
+    return counts.astype(np.int32)

@@ -1,0 +1,246 @@
+"""A step of a system on a cluster: what it takes, what of it is exposed, and what travels."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, Num
+
+from jax_moe_lb.plan import imbalance, load, plain_plan
+from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.events import Timeline
+from jax_moe_lb.sim.model import ModelShape
+from jax_moe_lb.sim.network import level_bytes
+from jax_moe_lb.sim.schedule import Scheduler, Step
+from jax_moe_lb.sim.uniform import uniform_work
+from jax_moe_lb.sim.work import LayerWork, Migration, layer_work
+from jax_moe_lb.systems import System
+from jax_moe_lb.transport.staged import Staged
+from jax_moe_lb.types import State
+
+States = list[list[State]]
+"""Of every layer's balancer, one per group of ranks."""
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """All tasks of one stage in a step.
+
+    Args:
+        busy_s: seconds that they take, each on its slowest rank.
+        exposed_s: seconds of them on the critical path. Over all stages these add up to the time of the step.
+        bytes: sent on all links of all levels together.
+    """
+
+    busy_s: float
+    exposed_s: float
+    bytes: float
+
+    @property
+    def hidden_s(self) -> float:
+        """What other stages hide."""
+        return max(self.busy_s - self.exposed_s, 0.0)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank, of these layers alone; no attention, no optimizer state.
+
+    Args:
+        weights: home experts of all layers.
+        replicas: slots beyond them, weights and gradients, which all layers share; and gathered experts, of all
+            layers if they are kept, else of two.
+        buffers: rows that a rank receives in one round, twice: as they come, and as they leave.
+        kept: token copies between forward and backward, of all layers.
+    """
+
+    weights: float
+    replicas: float
+    buffers: float
+    kept: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.replicas + self.buffers + self.kept
+
+
+@dataclass(frozen=True)
+class Report:
+    """A simulated step.
+
+    Args:
+        step_s: from start to end.
+        stages: by name, in the order in which they first happen.
+        level_bytes: sent on all links of each level, by its name.
+        imbalance_before: `max / mean` of the load at home, mean over layers; 1 for uniform routing.
+        imbalance_after: likewise, under the plans.
+        rounds: most rounds of any layer.
+        memory: of one rank.
+        timeline: all tasks.
+        states: of the balancers, for the next step.
+    """
+
+    step_s: float
+    stages: dict[str, StageTime]
+    level_bytes: dict[str, float]
+    imbalance_before: float
+    imbalance_after: float
+    rounds: int
+    memory: Memory
+    timeline: Timeline = field(repr=False)
+    states: States = field(repr=False, default_factory=list)
+
+
+def simulate(
+    system: System,
+    model: ModelShape,
+    cluster: Cluster,
+    counts: Num[np.ndarray, "..."],
+    *,
+    migration: Migration = Migration(),
+    step: Step = Step(),
+    states: States | None = None,
+) -> Report:
+    """One step, planned by the system's own balancer for these counts.
+
+    Args:
+        system: balancer and transports, as `moe` takes it.
+        model: sizes of its layers.
+        cluster: the machine.
+        counts: `[X, R, E]`, of `X` layers, or `[R, E]`. Layer `i` of the model has those of `i % X`.
+        migration: experts that are gathered in domains before: HybridEP.
+        step: which passes.
+        states: of the report of the step before, for balancers that keep history.
+
+    Raises:
+        ValueError: counts of another shape, or what the balancer refuses.
+    """
+    counts = _checked(counts, model, cluster)
+    works, after = [], []
+    for layer, before in zip(counts, states or itertools.repeat(None, len(counts)), strict=True):
+        work, state = layer_work(system, model, cluster, layer, migration, before)
+        works.append(work)
+        after.append(state)
+    start = [imbalance(load(plain_plan(layer, cluster.topology()))) for layer in counts]
+    layers = [works[at % len(works)] for at in range(model.layers)]
+    memory = _memory(system, model, cluster, migration)
+    return _report(layers, model, cluster, step, float(np.mean(start)), memory, after)
+
+
+def replay(
+    system: System,
+    model: ModelShape,
+    cluster: Cluster,
+    trace: Num[np.ndarray, "steps ..."],
+    *,
+    migration: Migration = Migration(),
+    step: Step = Step(),
+) -> Iterator[Report]:
+    """`simulate` for every step of a trace; balancers that keep history carry it along."""
+    states: States | None = None
+    for counts in trace:
+        report = simulate(system, model, cluster, counts, migration=migration, step=step, states=states)
+        states = report.states
+        yield report
+
+
+def mean_report(reports: Sequence[Report]) -> Report:
+    """Times, bytes and imbalances averaged over steps; the most rounds; the last step's timeline and states."""
+
+    def mean(values: Iterable[float]) -> float:
+        return float(np.mean(list(values)))
+
+    names = dict.fromkeys(name for report in reports for name in report.stages)
+    nothing = StageTime(0.0, 0.0, 0.0)
+    stages = {}
+    for name in names:
+        of_steps = [report.stages.get(name, nothing) for report in reports]
+        stages[name] = StageTime(
+            mean(stage.busy_s for stage in of_steps),
+            mean(stage.exposed_s for stage in of_steps),
+            mean(stage.bytes for stage in of_steps),
+        )
+    return replace(
+        reports[-1],
+        step_s=mean(report.step_s for report in reports),
+        stages=stages,
+        level_bytes={name: mean(report.level_bytes[name] for report in reports) for name in reports[-1].level_bytes},
+        imbalance_before=mean(report.imbalance_before for report in reports),
+        imbalance_after=mean(report.imbalance_after for report in reports),
+        rounds=max(report.rounds for report in reports),
+    )
+
+
+def simulate_uniform(
+    model: ModelShape, cluster: Cluster, *, migration: Migration = Migration(), step: Step = Step()
+) -> Report:
+    """One step of plain expert parallelism, or HybridEP, under uniform routing, of any number of ranks.
+
+    See `uniform.py` for what that assumes.
+    """
+    work = uniform_work(model, cluster, migration)
+    memory = _memory(System(), model, cluster, migration)
+    return _report([work] * model.layers, model, cluster, step, 1.0, memory, [])
+
+
+def _report(
+    layers: Sequence[LayerWork],
+    model: ModelShape,
+    cluster: Cluster,
+    step: Step,
+    imbalance_before: float,
+    memory: Memory,
+    states: States,
+) -> Report:
+    timeline = Timeline(max(len(wave.rows) for work in layers for wave in work.waves))
+    Scheduler(model, cluster, step, timeline).run(list(layers))
+    stage_bytes: dict[str, float] = {}
+    totals = np.zeros(len(cluster.levels))
+    for task in timeline.tasks:
+        sent = np.zeros(len(cluster.levels)) if task.flow is None else np.array(level_bytes(task.flow, cluster))
+        stage_bytes[task.stage] = stage_bytes.get(task.stage, 0.0) + float(sent.sum())
+        totals += sent
+    exposed = timeline.exposed_s()
+    stages = {
+        name: StageTime(busy, exposed.get(name, 0.0), stage_bytes[name]) for name, busy in timeline.busy_s().items()
+    }
+    return Report(
+        step_s=timeline.end_s,
+        stages=stages,
+        level_bytes=dict(zip((level.name for level in cluster.levels), totals.tolist(), strict=True)),
+        imbalance_before=imbalance_before,
+        imbalance_after=float(np.mean([imbalance(work.load) for work in layers])),
+        rounds=max(sum(wave.rounds for wave in work.waves) for work in layers),
+        memory=memory,
+        timeline=timeline,
+        states=states,
+    )
+
+
+def _memory(system: System, model: ModelShape, cluster: Cluster, migration: Migration) -> Memory:
+    home, copies = model.experts // cluster.num_ranks, model.tokens * model.per_token
+    gathered = home * (int(np.prod(migration.sizes(cluster))) - 1) * model.expert_bytes
+    held = gathered * (2 if migration.gather_again else model.layers)
+    slots = system.replica_slots * (model.expert_bytes + model.expert_gradient_bytes)
+    dispatch: Any = system.dispatch.direct if isinstance(system.dispatch, Staged) else system.dispatch
+    return Memory(
+        weights=float(model.layers * home * model.expert_bytes),
+        replicas=float(held + slots),
+        buffers=float(2 * dispatch.capacity(copies) * model.row_bytes),
+        kept=float(model.layers * copies * model.row_bytes),
+    )
+
+
+def _checked(counts: Any, model: ModelShape, cluster: Cluster) -> Int[np.ndarray, "X R E"]:
+    counts = np.asarray(counts)
+    if counts.ndim not in (2, 3) or counts.shape[-2:] != (cluster.num_ranks, model.experts) or not len(counts):
+        raise ValueError(
+            f"counts has shape {counts.shape}; expected [layers, R, E] with R = {cluster.num_ranks} "
+            f"and E = {model.experts}, those of the cluster and the model"
+        )
+    if not np.issubdtype(counts.dtype, np.integer):
+        raise ValueError(f"counts has dtype {counts.dtype}; expected integers")
+    return counts.reshape(-1, *counts.shape[-2:]).astype(np.int32)

@@ -1,0 +1,161 @@
+"""The tasks of a step, in the order of the library's executor (`pipeline.py`, `transport/waves.py`).
+
+Forward, for each layer: attention and router, the exchange of counts, the planner, weights into slots, token copies to
+their ranks, experts, outputs back. Gathers of expert domains begin with the layer and hide under attention. With two
+waves the first starts without plan and weights, which hide under it. Backward, from the last layer to the first:
+weights again, upstream gradients to the ranks, experts, gradients of tokens back, then attention, under which
+the gradients of replicas go home.
+
+Streams: `compute`, `host` (the planner), `copy` (copy engines), and the links of each level.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.events import Task, Timeline
+from jax_moe_lb.sim.model import ModelShape
+from jax_moe_lb.sim.network import Flow, seconds
+from jax_moe_lb.sim.work import LayerWork, Wave
+
+BACKWARD = " (backward)"
+STAGES = ("attention", "gather", "counts", "plan", "weights", "dispatch", "experts", "combine")
+"""Of the forward pass; those of the backward pass have its mark, and `gradients` of replicas and gathered experts."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step consists of.
+
+    Args:
+        backward: whether there is a backward pass; without it this is inference.
+        recompute: whether the backward pass sends token copies and computes hidden activations again, as this
+            library does; else it has kept both.
+        exchange_counts: whether ranks tell each other their counts, as this library does in every layer. HybridEP's
+            model leaves that out.
+    """
+
+    backward: bool = True
+    recompute: bool = True
+    exchange_counts: bool = True
+
+
+class _Served(NamedTuple):
+    """The experts of a wave, and the last task that brings back what they put out."""
+
+    experts: tuple[Task, ...]
+    back: tuple[Task, ...]
+
+
+@dataclass
+class Scheduler:
+    """Puts layers on a timeline.
+
+    Args:
+        model: the layers.
+        cluster: rates.
+        step: which passes.
+        timeline: all tasks so far.
+    """
+
+    model: ModelShape
+    cluster: Cluster
+    step: Step
+    timeline: Timeline
+
+    def run(self, layers: list[LayerWork]) -> None:
+        """Forward over all layers, and backward."""
+        ready: tuple[Task, ...] = ()
+        for at, work in enumerate(layers):
+            ready = self._forward(work, at, ready)
+        if self.step.backward:
+            for at in reversed(range(len(layers))):
+                ready = self._backward(layers[at], at, ready)
+        if self.model.other_s:
+            self.timeline.add("other", ("compute",), self.model.other_s, (*ready, *self.timeline.tasks[-1:]))
+
+    def _forward(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
+        before_s = self.model.before_experts_s(self.cluster)
+        routed = self.timeline.add("attention", ("compute",), before_s, ready, layer=at)
+        held = self._exchanges("gather", work.gather, at, ready)
+        if work.early:
+            held += self._weights("weights", work, at, ready)
+        counted = (routed, *self._exchanges("counts", self._if_counted(work.counts), at, (routed,)))
+        planned = counted
+        if work.planner_s:
+            planned = (self.timeline.add("plan", ("host",), work.planner_s, counted, layer=at),)
+        served: tuple[Task, ...] = ()
+        if len(work.waves) > 1:
+            # The first wave needs neither the plan nor the weights, which travel beside its experts.
+            sent = self._dispatch("dispatch", work.waves[0], at, counted)
+        if not work.early:
+            held += self._weights("weights", work, at, planned)
+        if len(work.waves) > 1:
+            served = self._serve("", work.waves[0], at, sent, 1.0).back
+        told = self._exchanges("counts", self._if_counted(work.address), at, (*planned, *served))
+        sent = self._dispatch("dispatch", work.waves[-1], at, (*planned, *served, *told))
+        return self._serve("", work.waves[-1], at, (*sent, *held), 1.0).back
+
+    def _backward(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
+        held = self._exchanges("gather" + BACKWARD, work.gather if work.gather_again else (), at, ready)
+        # With token copies sent again, gradients of their outputs come beside them.
+        factor, sends = (3.0, 2) if self.step.recompute else (2.0, 1)
+        back = ready
+        for wave in work.waves[:-1]:
+            sent = self._dispatch("dispatch" + BACKWARD, wave, at, back, sends)
+            held += self._weights("weights" + BACKWARD, work, at, ready)
+            back = self._serve(BACKWARD, wave, at, sent, factor).back
+        if len(work.waves) == 1:
+            held += self._weights("weights" + BACKWARD, work, at, ready)
+        sent = self._dispatch("dispatch" + BACKWARD, work.waves[-1], at, back, sends)
+        served = self._serve(BACKWARD, work.waves[-1], at, (*sent, *held), factor)
+        home: tuple[Task, ...] = ()
+        if work.return_home is not None:
+            home = self._exchanges("gradients" + BACKWARD, (work.return_home,), at, served.experts, work.engine)
+        home += self._exchanges("gradients" + BACKWARD, work.gather_home, at, served.experts)
+        before_s = 2 * self.model.before_experts_s(self.cluster)
+        done = self.timeline.add("attention" + BACKWARD, ("compute",), before_s, served.back, layer=at)
+        # The slots are the same memory in every layer: their gradients must be gone before the next one's come.
+        return done, *home
+
+    def _if_counted(self, flow: Flow) -> tuple[Flow, ...]:
+        return (flow,) if self.step.exchange_counts else ()
+
+    def _weights(self, stage: str, work: LayerWork, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
+        return () if work.replicate is None else self._exchanges(stage, (work.replicate,), at, after, work.engine)
+
+    def _dispatch(self, stage: str, wave: Wave, at: int, after: tuple[Task, ...], sends: int = 1) -> tuple[Task, ...]:
+        flows = tuple(flow.times(float(sends)) for flow in wave.dispatch)
+        return self._exchanges(stage, flows, at, after, messages=sends * wave.rounds) or after
+
+    def _serve(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> "_Served":
+        """Experts, and what they put out on its way back."""
+        experts_s = self.cluster.gemm.seconds(wave.rows, factor * self.model.row_flops, max(wave.rounds, 1))
+        computed = (self.timeline.add("experts" + mark, ("compute",), experts_s, after, layer=at),)
+        back = tuple(flow.reversed for flow in reversed(wave.dispatch))
+        return _Served(
+            computed, self._exchanges("combine" + mark, back, at, computed, messages=wave.rounds) or computed
+        )
+
+    def _exchanges(
+        self,
+        stage: str,
+        flows: tuple[Flow, ...],
+        at: int,
+        after: tuple[Task, ...],
+        engine: bool = False,
+        messages: int = 1,
+    ) -> tuple[Task, ...]:
+        """One after the other; the last of them, or nothing if nothing travels."""
+        last: tuple[Task, ...] = ()
+        for flow in flows:
+            if flow.is_empty:
+                continue
+            took = seconds(flow, self.cluster, messages=messages, copy_engine=engine)
+            streams = self._links(flow) + (("copy",) if engine else ())
+            last = (self.timeline.add(stage, streams, took, last or after, layer=at, together=True, flow=flow),)
+        return last
+
+    def _links(self, flow: Flow) -> tuple[str, ...]:
+        used = (sent.any() or received.any() for sent, received in zip(flow.sent, flow.received, strict=True))
+        return tuple(f"{level.name} links" for level, is_used in zip(self.cluster.levels, used, strict=True) if is_used)

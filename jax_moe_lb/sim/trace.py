@@ -1,0 +1,103 @@
+"""A simulated step to look at: a trace for Perfetto or Chrome, and a picture."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jax_moe_lb.sim.events import Task, Timeline
+
+SHOWN_RANKS = 8
+"""The trace of every rank of a large cluster would not open."""
+
+LINKS = 1_000_000
+"""The process under which a trace shows links, which all ranks share."""
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """Events in the format that `ui.perfetto.dev` and `chrome://tracing` open.
+
+    A process is a rank, a thread one of its streams; the links are a process of their own. Of many ranks it shows the
+    first ones and the one that ends last. Times are in microseconds, as the format wants.
+    """
+    critical = {id(task): rank for task, rank in timeline.critical_path()}
+    ranks = _shown(timeline)
+    events: list[dict[str, Any]] = [_name(rank, f"rank {rank}") for rank in ranks] + [_name(LINKS, "links")]
+    for task in timeline.tasks:
+        for stream in task.streams:
+            of_links = stream.endswith("links")
+            for rank in ranks[:1] if of_links else ranks:
+                process = LINKS if of_links else rank
+                is_critical = id(task) in critical and (of_links or critical[id(task)] == rank)
+                events.append(_event(task, stream, rank, process, is_critical))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(path: Path, timeline: Timeline) -> None:
+    """Writes `chrome_trace` as JSON."""
+    path.write_text(json.dumps(chrome_trace(timeline)))
+
+
+def write_png(path: Path, timeline: Timeline, title: str, layers: int = 2) -> None:
+    """Draws the forward pass of the first layers, and their backward pass, on the rank that ends last.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    tasks = [task for task in timeline.tasks if task.layer < layers]
+    rank = _slowest(timeline)
+    streams = list(dict.fromkeys(stream for task in tasks for stream in task.streams))
+    stages = list(dict.fromkeys(task.stage.split(" ")[0] for task in tasks))
+    halves = [part for part in _halves(tasks) if part]
+    figure = Figure(figsize=(12, 0.5 * len(streams) * len(halves) + 2.0), layout="constrained")
+    for axes, part in zip(figure.subplots(len(halves), squeeze=False)[:, 0], halves, strict=True):
+        for task in part:
+            start, end = float(task.start[rank]) * 1e3, float(task.end[rank]) * 1e3
+            color = f"C{stages.index(task.stage.split(' ')[0])}"
+            for stream in task.streams:
+                axes.barh(streams.index(stream), end - start, left=start, color=color, edgecolor="white", linewidth=0.5)
+        axes.set_yticks(range(len(streams)), streams)
+        axes.invert_yaxis()
+        axes.set_xlabel("ms")
+    bars: list[Any] = [figure.axes[0].barh(0, 0, color=f"C{number}") for number in range(len(stages))]
+    figure.legend(bars, stages, loc="outside lower center", ncols=len(stages))
+    figure.suptitle(f"{title}: layers 0 to {layers - 1} on rank {rank}, forward and backward")
+    figure.savefig(path, dpi=120)
+
+
+def _halves(tasks: list[Task]) -> tuple[list[Task], list[Task]]:
+    forward = [task for task in tasks if "backward" not in task.stage and task.layer >= 0]
+    return forward, [task for task in tasks if "backward" in task.stage]
+
+
+def _shown(timeline: Timeline) -> list[int]:
+    first, slowest = list(range(min(timeline.num_ranks, SHOWN_RANKS))), _slowest(timeline)
+    return first if slowest in first else [*first[:-1], slowest]
+
+
+def _slowest(timeline: Timeline) -> int:
+    """The rank that computes longest."""
+    busy = sum((task.end - task.start for task in timeline.tasks if "compute" in task.streams), start=0.0)
+    return int(busy.argmax()) if timeline.tasks else 0  # type: ignore[union-attr]
+
+
+def _name(process: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+
+
+def _event(task: Task, stream: str, rank: int, process: int, is_critical: bool) -> dict[str, Any]:
+    start, end = float(task.start[rank]), float(task.end[rank])
+    args: dict[str, Any] = {"layer": task.layer}
+    if task.flow is not None:
+        args["busiest_link_bytes"] = max(float(sent.max(initial=0)) for sent in task.flow.sent)
+    return {
+        "ph": "X",
+        "name": task.stage,
+        "cat": "critical" if is_critical else "hidden",
+        "pid": process,
+        "tid": stream,
+        "ts": start * 1e6,
+        "dur": (end - start) * 1e6,
+        "args": args,
+    }

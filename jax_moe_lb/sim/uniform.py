@@ -1,0 +1,32 @@
+"""A layer whose routing is uniform, by symmetry: for clusters whose `[R, E]` counts nobody could hold.
+
+The assumption: every rank sends the same number of token copies to every expert, so that plain expert parallelism is
+level and no balancer has anything to do. Then all ranks do the same, all links of a level carry the same, and
+one rank stands for all: arrays have one entry. Levels are exchanged as they are in `work.py`, whose result for even
+counts this equals. Nothing is sampled, nothing extrapolated.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.model import ModelShape
+from jax_moe_lb.sim.network import all_to_all
+from jax_moe_lb.sim.work import LayerWork, Migration, Wave, shared_work
+
+
+def uniform_work(model: ModelShape, cluster: Cluster, migration: Migration = Migration()) -> LayerWork:
+    """Plain expert parallelism, or with a migration HybridEP, under uniform routing.
+
+    Raises:
+        ValueError: the experts are no multiple of the ranks.
+    """
+    if model.experts % cluster.num_ranks:
+        raise ValueError(f"experts is {model.experts}; expected a multiple of the {cluster.num_ranks} ranks")
+    inside = tuple(level.size // size for level, size in zip(cluster.levels, migration.sizes(cluster), strict=True))
+    copies = model.tokens * model.per_token
+    held = model.experts // int(np.prod(inside))
+    dispatch = all_to_all(float(copies * model.row_bytes), inside, cluster)
+    wave = Wave((dispatch,), np.full((1, held), copies / held), 1)
+    return replace(shared_work(model, cluster, migration, model.experts), waves=(wave,), load=np.array([copies]))

@@ -1,0 +1,65 @@
+"""Quantities with their unit, as files state them: `400 Gbit/s`, `50 GB/s`, `5 us`, `600 TFLOP/s`.
+
+Bits and bytes are told apart by their names, and a number without a unit is refused: nothing is guessed. Prefixes are
+decimal; `KiB`, `MiB` and `GiB` are binary.
+"""
+
+import re
+from fractions import Fraction
+from typing import Any
+
+DECIMAL = {prefix: Fraction(1000) ** power for power, prefix in enumerate(("", "k", "M", "G", "T", "P"))}
+"""Exact, so that `10 us` is the number nearest to it."""
+
+BYTES = {f"{prefix}B": factor for prefix, factor in DECIMAL.items()} | {
+    f"{prefix}iB": Fraction(1024) ** power for power, prefix in enumerate("KMG", 1)
+}
+BITS = {f"{prefix}bit": factor / 8 for prefix, factor in DECIMAL.items()}
+
+RATES = {f"{unit}/s": factor for unit, factor in (BYTES | BITS).items()}
+"""In bytes per second."""
+
+SIZES = BYTES
+"""In bytes."""
+
+TIMES = {unit: Fraction(1, 1000**power) for power, unit in enumerate(("s", "ms", "us", "ns"))}
+"""In seconds."""
+
+SPEEDS = {f"{prefix}FLOP/s": factor for prefix, factor in DECIMAL.items()}
+"""In floating-point operations per second."""
+
+
+def rate(value: Any) -> float:
+    """Bytes per second."""
+    return _parsed(value, RATES, "a rate above 0 with its unit, such as '400 Gbit/s' or '50 GB/s'", least=0.0)
+
+
+def size(value: Any) -> float:
+    """Bytes."""
+    return _parsed(value, SIZES, "a size above 0 with its unit, such as '80 GB'", least=0.0)
+
+
+def time(value: Any) -> float:
+    """Seconds."""
+    return _parsed(value, TIMES, "a time with its unit, such as '5 us'")
+
+
+def speed(value: Any) -> float:
+    """Floating-point operations per second."""
+    return _parsed(value, SPEEDS, "a speed above 0 with its unit, such as '600 TFLOP/s'", least=0.0)
+
+
+def _parsed(value: Any, units: dict[str, Fraction], expected: str, least: float | None = None) -> float:
+    """The number in the base unit; above `least`, or at least 0.
+
+    Raises:
+        ValueError: no number, no unit, or one of another kind.
+    """
+    found = re.fullmatch(r"\s*([-+.\deE]+)\s*([A-Za-z/]+)\s*", value) if isinstance(value, str) else None
+    try:
+        number = float(Fraction(found[1]) * units[found[2]]) if found else -1.0
+    except (ValueError, KeyError, OverflowError):
+        number = -1.0
+    if number < 0 or (least is not None and number <= least):
+        raise ValueError(f"is {value!r}; expected {expected}")
+    return number

@@ -1,0 +1,229 @@
+"""What one layer does: bytes on links and rows in slots, out of the plans of a `System`."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, Num
+
+from jax_moe_lb.balancers.hybridep import HybridEP
+from jax_moe_lb.plan import Plan, load
+from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.model import ModelShape
+from jax_moe_lb.sim.network import Flow, all_to_all, even_flow, flow
+from jax_moe_lb.sim.planning import Group, groups, in_waves, plan_layer, reads_counts
+from jax_moe_lb.sim.traffic import gradients_between, hops, replicas_between, rows_between, rows_per_slot
+from jax_moe_lb.systems import System
+from jax_moe_lb.transport.codec import Codec
+from jax_moe_lb.transport.peer_copy import PeerCopy
+from jax_moe_lb.transport.relay import Relay
+from jax_moe_lb.transport.spray import Spray
+from jax_moe_lb.transport.staged import Staged
+from jax_moe_lb.types import Counts, State
+
+ERROR_WORDS = 4
+"""Integers that travel with each rank's counts; see `pipeline.count`."""
+
+ADDRESS_BYTES = 8
+"""What a rank tells every other of where its rows are; see `transport/direct.py`."""
+
+
+@dataclass(frozen=True)
+class Migration:
+    """HybridEP's gather of experts inside their domains, before tokens are known (`transport/migrate.py`).
+
+    Args:
+        domain_sizes: `S` of every level, outermost first; `()`: no gather, plain expert parallelism.
+        codec: what travels of an expert.
+        gather_again: whether the backward pass gathers again, instead of having kept the experts.
+    """
+
+    domain_sizes: tuple[int, ...] = ()
+    codec: Codec = field(default_factory=Codec)
+    gather_again: bool = False
+
+    def sizes(self, cluster: Cluster) -> tuple[int, ...]:
+        """`S` of every level of the cluster.
+
+        Raises:
+            ValueError: another number of levels, or no divisors of their sizes.
+        """
+        sizes = self.domain_sizes or (1,) * len(cluster.levels)
+        members = tuple(level.size for level in cluster.levels)
+        if len(sizes) != len(members) or any(s < 1 or size % s for s, size in zip(sizes, members, strict=True)):
+            raise ValueError(f"domain_sizes is {sizes}; expected a divisor of each of the levels' sizes {members}")
+        return sizes
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Token copies that are served together.
+
+    Args:
+        dispatch: the exchanges that bring them to their ranks, one after the other.
+        rows: of each slot of each rank; one line where all ranks have the same.
+        rounds: how often the receive buffer is filled.
+    """
+
+    dispatch: tuple[Flow, ...]
+    rows: Num[np.ndarray, "R S"]
+    rounds: int
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """One layer of one microbatch.
+
+    Args:
+        gather: experts inside their domains, level by level, which needs no counts.
+        gather_home: their gradients' way back.
+        gather_again: see `Migration`.
+        counts: the all-gather of the load; with `address`, which waits for the plan.
+        address: see above.
+        planner_s: from counts to plan.
+        replicate: weights into slots; `None`: there are no replicas.
+        return_home: gradients of replicas.
+        engine: whether weights are copied by copy engines.
+        early: whether weights travel before counts are known, as the placement does not depend on them.
+        waves: of tokens. With two, the first needs no plan.
+        load: token copies that each rank serves.
+    """
+
+    gather: tuple[Flow, ...]
+    gather_home: tuple[Flow, ...]
+    gather_again: bool
+    counts: Flow
+    address: Flow
+    planner_s: float
+    replicate: Flow | None
+    return_home: Flow | None
+    engine: bool
+    early: bool
+    waves: tuple[Wave, ...]
+    load: Int[np.ndarray, "R"]
+
+
+def layer_work(
+    system: System,
+    model: ModelShape,
+    cluster: Cluster,
+    counts: Counts,
+    migration: Migration = Migration(),
+    states: list[State] | None = None,
+) -> tuple[LayerWork, list[State]]:
+    """One layer under a system, from its own plans.
+
+    Args:
+        system: strategies.
+        model: sizes of rows and experts.
+        cluster: ranks and links.
+        counts: `[R, E]`, all ranks of the cluster, experts by home.
+        migration: of experts, before.
+        states: of the balancer, one per group; `None`: of `init`.
+
+    Returns:
+        The work, and the new states.
+    """
+    sizes = migration.sizes(cluster)
+    parts, after = [], []
+    found = groups(cluster, sizes)
+    for group, state in zip(found, states or [None] * len(found), strict=True):
+        mine = counts[group.ranks]
+        state = system.balancer.init(mine.shape) if state is None else state
+        start, plan, state = plan_layer(system, group, mine, counts.shape[1] // len(group.ranks), state)
+        parts.append(_part(system, model, group, mine, start, plan))
+        after.append(state)
+    return _merged(system, model, cluster, migration, counts, parts), after
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Of one group: matrices over the cluster's ranks."""
+
+    ranks: Int[np.ndarray, "R"]
+    waves: list[tuple[tuple[np.ndarray, ...], np.ndarray, int]]
+    weights: np.ndarray
+    gradients: np.ndarray
+    load: Int[np.ndarray, "R"]
+
+
+def _part(system: System, model: ModelShape, group: Group, counts: Counts, start: Plan, plan: Plan) -> _Part:
+    members = group.cluster.topology(group.sizes).ranks_per_domain
+    waves = []
+    for wave_counts, wave_plan in in_waves(system, counts, start, plan):
+        rows = rows_between(wave_counts, wave_plan)
+        matrices = hops(rows, wave_plan, members, isinstance(system.dispatch, Spray))
+        waves.append((tuple(map(group.spread, matrices)), rows_per_slot(wave_plan), _rounds(system, model, wave_plan)))
+    return _Part(
+        group.ranks, waves, group.spread(replicas_between(plan)), group.spread(gradients_between(plan)), load(plan)
+    )
+
+
+def _rounds(system: System, model: ModelShape, plan: Plan) -> int:
+    dispatch: Any = system.dispatch.direct if isinstance(system.dispatch, Staged) else system.dispatch
+    return -(-int(load(plan).max()) // dispatch.capacity(model.tokens * model.per_token))
+
+
+def _merged(
+    system: System, model: ModelShape, cluster: Cluster, migration: Migration, counts: Counts, parts: list[_Part]
+) -> LayerWork:
+    def on_links(matrices: Any, num_bytes: int) -> Flow:
+        return flow(sum(matrices) * num_bytes, cluster)
+
+    waves = []
+    for at, (matrices, rows, _) in enumerate(parts[0].waves):
+        by_rank = np.zeros((cluster.num_ranks, rows.shape[1]), np.int64)
+        for part in parts:
+            by_rank[part.ranks] = part.waves[at][1]
+        dispatch = [on_links((p.waves[at][0][hop] for p in parts), model.row_bytes) for hop in range(len(matrices))]
+        waves.append(Wave(tuple(dispatch), by_rank, max(part.waves[at][2] for part in parts)))
+    loads = np.zeros(cluster.num_ranks, np.int64)
+    for part in parts:
+        loads[part.ranks] = part.load
+    weights = on_links((part.weights for part in parts), model.expert_bytes)
+    gradients = on_links((part.gradients for part in parts), model.expert_gradient_bytes)
+    return replace(
+        shared_work(model, cluster, migration, counts.shape[1]),
+        planner_s=cluster.planner_s if reads_counts(system) else 0.0,
+        replicate=None if weights.is_empty else weights,
+        return_home=None if gradients.is_empty else gradients,
+        engine=isinstance(system.replicate, PeerCopy | Relay),
+        early=isinstance(system.balancer, HybridEP),
+        waves=tuple(waves),
+        load=loads,
+    )
+
+
+def shared_work(model: ModelShape, cluster: Cluster, migration: Migration, num_experts: int) -> LayerWork:
+    """What does not depend on the load: gathers, and the exchange of counts."""
+    sizes = migration.sizes(cluster)
+    inside = tuple(level.size // size for level, size in zip(cluster.levels, sizes, strict=True))
+    members, num_home = math.prod(inside), num_experts // cluster.num_ranks
+    travelling = float(model.encoded_bytes(migration.codec, num_home))
+    return LayerWork(
+        gather=_gather(travelling, sizes, cluster),
+        gather_home=_gather(float(num_home * model.expert_gradient_bytes), sizes, cluster),
+        gather_again=migration.gather_again,
+        counts=all_to_all(4.0 * members * (num_experts + ERROR_WORDS), inside, cluster),
+        address=all_to_all(float(members * ADDRESS_BYTES), inside, cluster),
+        planner_s=0.0,
+        replicate=None,
+        return_home=None,
+        engine=False,
+        early=False,
+        waves=(),
+        load=np.zeros(1, np.int64),
+    )
+
+
+def _gather(num_bytes: float, sizes: tuple[int, ...], cluster: Cluster) -> tuple[Flow, ...]:
+    """From the outermost level inwards; each level forwards what the outer ones brought."""
+    flows, held = [], num_bytes
+    for at, size in enumerate(sizes):
+        if size > 1:
+            by_level = [0.0] * len(sizes)
+            by_level[at] = held * (size - 1)
+            flows.append(even_flow(tuple(by_level), cluster))
+            held *= size
+    return tuple(flows)

@@ -1,0 +1,142 @@
+"""Files and presets: what they say is what is built, and what is not understood is named."""
+
+import copy
+
+import pytest
+import yaml
+
+from jax_moe_lb.sim import AnalyticGemm, MeasuredGemm, ModelShape, units
+from jax_moe_lb.sim.config import load_config, preset_names
+
+BASE = {
+    "version": 1,
+    "cluster": {
+        "levels": [
+            {"name": "node", "size": 2, "rate": "400 Gbit/s", "links": 4, "latency": "5 us"},
+            {"name": "gpu", "size": 4, "rate": "360 GB/s"},
+        ],
+        "gemm": {"peak": "600 TFLOP/s", "half_rows": 300, "launch": "10 us"},
+        "compute": "400 TFLOP/s",
+    },
+    "model": {"layers": 2, "hidden": 64, "inner": 32, "experts": 16, "per_token": 2, "tokens": 128},
+}
+LEVEL = ("cluster", "levels", 0)
+MODEL = ("model",)
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(path=(), remove=None, **change):
+        data = copy.deepcopy(BASE)
+        place = data
+        for key in path:
+            place = place[key]
+        place.update(change)
+        place.pop(remove, None)
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(data))
+        return str(tmp_path / "config.yaml")
+
+    return write
+
+
+def test_a_file_says_what_is_built(written):
+    config = load_config("CONFIG", written())
+    cluster, model = config.cluster.build(), config.model.build()
+    assert [(level.name, level.bytes_per_s, level.links, level.latency_s) for level in cluster.levels] == [
+        ("node", 50e9, 4, 5e-6),
+        ("gpu", 360e9, 1, 0.0),
+    ]
+    assert cluster.gemm == AnalyticGemm(600e12, 300.0, 10e-6)
+    assert model == ModelShape(2, 64, 32, 16, 2, 128)
+    topology = cluster.topology()
+    assert (topology.num_ranks, topology.ranks_per_domain, topology.rails_per_domain) == (8, 4, 4)
+    curve = load_config("CONFIG", written(("cluster",), gemm={"rows": [1, 2], "speeds": ["1 GFLOP/s", "2 GFLOP/s"]}))
+    assert curve.cluster.build().gemm == MeasuredGemm((1.0, 2.0), (1e9, 2e9))
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "value"),
+    [
+        (units.rate, "400 Gbit/s", 50e9),
+        (units.rate, "400 GB/s", 400e9),
+        (units.rate, "1.5GiB/s", 1.5 * 2**30),
+        (units.rate, "8 bit/s", 1.0),
+        (units.time, "5 us", 5e-6),
+        (units.time, "0 s", 0.0),
+        (units.speed, "2.5e3 GFLOP/s", 2.5e12),
+        (units.size, "80 GB", 80e9),
+    ],
+)
+def test_units(read, text, value):
+    assert read(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    "value", [400, 400.0, "400", "400 Gbps", "400 GB", "400 gbit/s", "0 GB/s", "-1 GB/s", "GB/s", "e GB/s", None]
+)
+def test_a_rate_needs_its_unit(value):
+    with pytest.raises(ValueError, match=r"expected a rate above 0 with its unit, such as '400 Gbit/s' or '50 GB/s'"):
+        units.rate(value)
+
+
+BAD = {
+    "another version": ((), {"version": 2}, "version is 2; expected 1"),
+    "no version": ((), {"remove": "version"}, "version is None; expected 1"),
+    "unknown section": ((), {"clutser": 1}, "clutser is unknown"),
+    "unknown key": (LEVEL, {"siz": 3}, "cluster.levels[0].siz is unknown"),
+    "rate without unit": (LEVEL, {"rate": 400}, "cluster.levels[0].rate is 400; expected a rate above 0 with its unit"),
+    "no bandwidth": (LEVEL, {"rate": "0 GB/s"}, "cluster.levels[0].rate is '0 GB/s'; expected a rate above 0"),
+    "negative bandwidth": (LEVEL, {"rate": "-5 GB/s"}, "rate is '-5 GB/s'; expected a rate above 0"),
+    "latency without unit": (LEVEL, {"latency": 5}, "cluster.levels[0].latency is 5; expected a time with its unit"),
+    "size in words": (LEVEL, {"size": "two"}, "cluster.levels[0].size is 'two'"),
+    "no ranks": (LEVEL, {"size": 0}, "cluster.levels[0].size is 0"),
+    "no such level": (LEVEL, {"name": "rack"}, "cluster.levels[0].name is 'rack'"),
+    "levels twice": (LEVEL, {"name": "gpu"}, "Cluster.levels are ['gpu', 'gpu']"),
+    "links that nobody has": (LEVEL, {"links": 3}, "links is 3; expected a divisor of the 4 ranks"),
+    "missing rate": (LEVEL, {"remove": "rate"}, "cluster.levels[0].rate is missing"),
+    "missing gemm": (("cluster",), {"remove": "gemm"}, "cluster.gemm is missing"),
+    "half a gemm": (("cluster",), {"gemm": {"rows": [1]}}, "gemm has neither one"),
+    "no layers": (MODEL, {"layers": 0}, "model.layers is 0"),
+    "more choices than experts": (MODEL, {"per_token": 17}, "per_token is 17; expected at most the 16 experts"),
+    "odd numbers": (MODEL, {"itemsize": 3}, "itemsize is 3; expected one of 1, 2, 4"),
+    "unknown model": (
+        (),
+        {"model": "mixtral"},
+        "model is 'mixtral', no preset and no .yaml file; near ones are mixtral",
+    ),
+    "preset without a model": ((), {"cluster": "mixtral_8x7b"}, "cluster is 'mixtral_8x7b', a preset without one"),
+    "imbalance below one": ((), {"routing": {"imbalance": 0.5}}, "routing.imbalance is 0.5"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_not_understood_is_named(written, name):
+    path, change, message = BAD[name]
+    source = written(path, **change)
+    with pytest.raises(ValueError) as error:
+        load_config("CONFIG", source)
+    assert str(error.value).startswith(f"CONFIG {source}: ")
+    assert message in str(error.value)
+
+
+def test_every_preset_can_be_read():
+    assert {"h100_node", "cpu_2_cores", "nvl72", "h100_16_nodes", "dc4_10gbit", "mixtral_8x7b"} <= set(preset_names())
+    for name in preset_names():
+        config = load_config("CONFIG", name)
+        assert config.model.build().layers > 0
+    assert load_config("CONFIG", "nvl72").cluster.build().num_ranks == 72
+    assert load_config("CONFIG", "dc4_10gbit").cluster.build().levels[0].bytes_per_s == 1.25e9
+
+
+def test_a_preset_that_does_not_exist_lists_near_ones():
+    with pytest.raises(
+        ValueError, match=r"CONFIG is 'h100_nod', no preset and no \.yaml file; near ones are h100_node"
+    ):
+        load_config("CONFIG", "h100_nod")
+
+
+@pytest.mark.parametrize("content", [b"", b"- 1", b"version: [", b"\xff\xfe"])
+def test_no_yaml(tmp_path, content):
+    (tmp_path / "x.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=r"CONFIG .*x.yaml"):
+        load_config("CONFIG", str(tmp_path / "x.yaml"))

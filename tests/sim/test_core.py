@@ -1,0 +1,311 @@
+"""The simulator moves what the plan says, no faster than its links, and takes what can be computed by hand."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_moe_lb import Level, Topology, Work, choose_domains, systems
+from jax_moe_lb.balancers.hybridep import HybridEP
+from jax_moe_lb.plan import load, traffic
+from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Step, simulate, simulate_uniform
+from jax_moe_lb.sim.network import flow, level_bytes, seconds
+from jax_moe_lb.sim.planning import groups, plan_layer
+from jax_moe_lb.sim.traffic import gradients_between, hops, replicas_between, rows_between, rows_per_slot
+from jax_moe_lb.sim.work import layer_work
+from jax_moe_lb.split import nearest_first
+from jax_moe_lb.streams import latency
+
+SYSTEMS = {
+    "plain": systems.plain(),
+    "greedy": systems.greedy(),
+    "ultraep": systems.ultraep(),
+    "feplb": systems.feplb(replica_slots=2),
+    "hybridep": systems.hybridep(),
+    "rails": systems.rails(),
+    "fastermoe": systems.fastermoe(replica_slots=3),
+}
+
+
+def model(**change):
+    shape = {"layers": 2, "hidden": 64, "inner": 32, "experts": 16, "per_token": 2, "tokens": 128}
+    return ModelShape(**(shape | change))
+
+
+SIZES = [(8,), (4,), (2, 4), (4, 2), (2, 2, 2), (1, 4), (2, 1, 4)]
+MACHINES = st.tuples(
+    st.sampled_from(SIZES), st.lists(st.integers(6, 11), min_size=3, max_size=3), st.integers(0, 2), st.booleans()
+)
+"""Sizes of levels, powers of ten of their rates, how links are shared, and whether there are latencies."""
+
+
+def cluster_of(machine):
+    """Of 4 to 8 ranks, of one to three levels."""
+    sizes, rates, sharing, has_latency = machine
+    levels, inner = [], math.prod(sizes)
+    for name, size, rate in zip(("dc", "node", "gpu")[-len(sizes) :], sizes, rates, strict=False):
+        inner //= size
+        links = math.gcd(2**sharing, inner)
+        levels.append(Links(name, size, 10.0**rate, links, 1e-5 if has_latency else 0.0))
+    return Cluster(tuple(levels), planner_s=1e-4 if has_latency else 0.0)
+
+
+def counts_of(cluster, seed, skew):
+    """Of two layers."""
+    rng = np.random.default_rng(seed)
+    popular = rng.permutation(np.arange(1.0, 17) ** -skew)
+    return rng.multinomial(256, popular / popular.sum(), (2, cluster.num_ranks)).astype(np.int32)
+
+
+CASES = st.tuples(MACHINES, st.sampled_from(sorted(SYSTEMS)), st.integers(0, 99), st.sampled_from([0.0, 1.0, 2.0]))
+
+
+@settings(max_examples=10, deadline=None)
+@given(CASES)
+def test_what_is_sent_is_received_and_is_what_the_plan_says(case):
+    machine, name, seed, skew = case
+    cluster, system = cluster_of(machine), SYSTEMS[name]
+    counts = counts_of(cluster, seed, skew)
+    (group,) = groups(cluster, (1,) * len(cluster.levels))
+    _, plan, _ = plan_layer(system, group, counts[0], 16 // cluster.num_ranks, system.balancer.init(counts[0].shape))
+    rows, moved = rows_between(counts[0], plan), traffic(plan, counts[0])
+    for rank in range(plan.num_ranks):
+        row = nearest_first(counts[0], plan.quota, rank, plan.domain, plan.split).sum(0)
+        np.testing.assert_array_equal(rows[rank], row)
+    np.testing.assert_array_equal(rows.sum(0), load(plan))
+    assert rows.sum() - np.trace(rows) == moved.rows
+    np.testing.assert_array_equal(rows_per_slot(plan).sum(1), load(plan))
+    np.testing.assert_array_equal(replicas_between(plan).sum(1), moved.fan_out)
+    np.testing.assert_array_equal(gradients_between(plan).sum(1), (plan.placement[:, plan.num_home :] >= 0).sum(1))
+    on_links = flow(rows, cluster)
+    for sent, received in zip(on_links.sent, on_links.received, strict=True):
+        assert sent.sum() == received.sum()
+
+
+@settings(max_examples=10, deadline=None)
+@given(CASES)
+def test_a_step_takes_at_least_every_bound_and_no_link_is_above_its_rate(case):
+    machine, name, seed, skew = case
+    cluster, system = cluster_of(machine), SYSTEMS[name]
+    counts = counts_of(cluster, seed, skew)
+    report = simulate(system, model(), cluster, counts)
+    tasks = report.timeline.tasks
+    assert report.step_s == pytest.approx(sum(stage.exposed_s for stage in report.stages.values()), rel=1e-9)
+    # Every rank's own work, and every link's.
+    for stream in {stream for task in tasks for stream in task.streams}:
+        mine = [task for task in tasks if stream in task.streams]
+        assert report.step_s >= np.sum([task.end - task.start for task in mine], 0).max() * (1 - 1e-9)
+        for before, after in itertools.pairwise(mine):
+            assert (after.start >= before.end).all()
+    for at, level in enumerate(cluster.levels):
+        moving = [task for task in tasks if task.flow is not None and task.flow.sent[at].any()]
+        for task in moving:
+            assert task.seconds * level.bytes_per_s * (1 + 1e-9) >= max(
+                task.flow.sent[at].max(), task.flow.received[at].max()
+            )
+        on_links = sum(task.flow.sent[at] for task in moving)
+        assert report.step_s * level.bytes_per_s * (1 + 1e-9) >= np.max(on_links)
+    # Dependencies.
+    assert all((task.start >= before.end - 1e-12).all() for task in tasks for before in task.before)
+
+
+@settings(max_examples=6, deadline=None)
+@given(MACHINES, st.lists(st.integers(0, 3), min_size=3, max_size=3), st.booleans())
+def test_even_counts_equal_uniform_routing_by_symmetry(machine, powers, gather_again):
+    cluster = cluster_of(machine)
+    sizes = tuple(math.gcd(2**power, level.size) for power, level in zip(powers, cluster.levels, strict=False))
+    even = np.full((cluster.num_ranks, 16), 128 * 2 // 16, np.int32)
+    migration = Migration(sizes, gather_again=gather_again)
+    whole = simulate(systems.plain(), model(), cluster, even, migration=migration)
+    one = simulate_uniform(model(), cluster, migration=migration)
+    assert one.step_s == pytest.approx(whole.step_s, rel=1e-9)
+    assert one.level_bytes == pytest.approx(whole.level_bytes, rel=1e-9)
+    assert one.stages.keys() == whole.stages.keys()
+    for name, stage in whole.stages.items():
+        assert one.stages[name].busy_s == pytest.approx(stage.busy_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_hybridep_takes_what_its_stream_model_says(size):
+    shape = model(layers=3, experts=8, pre_expert_s=2e-4, hidden=512, inner=1024)
+    cluster = Cluster((Links("gpu", 8, 5e9, latency_s=1e-6),), AnalyticGemm(1e12, 0.0, 0.0))
+    step = Step(recompute=False, exchange_counts=False)
+    report = simulate_uniform(shape, cluster, migration=Migration((size,)), step=step)
+    forward = simulate_uniform(
+        shape, cluster, migration=Migration((size,)), step=Step(backward=False, exchange_counts=False)
+    )
+    copies = shape.tokens * shape.per_token
+    work = {
+        "token_bytes": float(copies * shape.row_bytes),
+        "expert_bytes": float(shape.expert_bytes),
+        "pre_expert_s": 2e-4,
+    }
+    level = Level("gpu", 8, 5e9, 1e-6)
+    experts_s = copies * shape.row_flops / 1e12
+    assert forward.step_s == pytest.approx(3 * (latency(Work(**work), level, size).total_s + experts_s))
+    train = Work(**work, gradient_bytes=float(shape.expert_gradient_bytes), backward_s=4e-4)
+    assert report.step_s == pytest.approx(3 * (latency(train, level, size).total_s + 3 * experts_s))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gathered_domains_serve_what_the_balancer_hybridep_plans(size):
+    cluster = Cluster((Links("gpu", 8, 1e9),))
+    counts = counts_of(cluster, seed=3, skew=1.0)[0]
+    gathered, _ = layer_work(systems.plain(), model(), cluster, counts, Migration((size,)))
+    balancer = systems.System(HybridEP(size), replica_slots=2 * (size - 1))
+    planned, _ = layer_work(balancer, model(), cluster, counts)
+    np.testing.assert_array_equal(gathered.load, planned.load)
+    for a, b in zip(gathered.waves[0].dispatch, planned.waves[0].dispatch, strict=True):
+        np.testing.assert_array_equal(a.sent[0], b.sent[0])
+        np.testing.assert_array_equal(a.received[0], b.received[0])
+    # A rank gets the same experts either way; one gathers level by level, the other copies each from home.
+    assert gathered.gather[0].sent[0].max() == planned.replicate.sent[0].max() == 2 * (size - 1) * model().expert_bytes
+
+
+def test_plain_expert_parallelism_in_closed_form():
+    shape, cluster = model(layers=1, pre_expert_s=1e-3), Cluster((Links("gpu", 4, 1e9),), AnalyticGemm(1e12, 0.0, 0.0))
+    counts = np.zeros((4, 16), np.int32)
+    counts[:, 0] = 256  # all want the first expert
+    report = simulate(systems.plain(), shape, cluster, counts, step=Step(backward=False, exchange_counts=False))
+    exchange_s = 3 * 256 * shape.row_bytes / 1e9
+    assert report.step_s == pytest.approx(1e-3 + 2 * exchange_s + 4 * 256 * shape.row_flops / 1e12)
+    assert report.imbalance_before == report.imbalance_after == 4
+    assert report.rounds == 4
+    assert report.level_bytes == {"gpu": 2 * 3 * 256 * shape.row_bytes}
+
+
+def test_a_step_of_forward_and_backward_has_the_stages_of_the_executor():
+    shape, cluster = model(layers=1), Cluster((Links("gpu", 4, 1e9),), planner_s=1e-4)
+    counts = np.full((4, 16), 8, np.int32)
+    counts[1:, 0] = 136
+    stages = simulate(systems.greedy(), shape, cluster, counts).stages
+    back = [f"{name} (backward)" for name in ("weights", "dispatch", "experts", "combine", "gradients", "attention")]
+    forward = ["attention", "counts", "plan", "weights", "dispatch", "experts", "combine"]
+    assert list(stages) == [*forward, *back]
+    assert stages["gradients (backward)"].bytes == 2 * stages["weights (backward)"].bytes
+    # Copies are sent again, with the gradients of their outputs.
+    assert stages["dispatch (backward)"].bytes == 2 * stages["dispatch"].bytes
+
+
+def test_feplb_hides_planner_and_copies_under_its_first_wave():
+    shape = model(layers=1, experts=64, tokens=4096, hidden=1024, inner=1024)
+    rng = np.random.default_rng(0)
+    popular = rng.permutation(np.arange(1.0, 65) ** -0.5) * np.where(np.arange(64) < 16, 2.0, 1.0)
+    counts = rng.multinomial(8192, popular / popular.sum(), 4).astype(np.int32)
+    cluster = Cluster((Links("gpu", 4, 100e9),), AnalyticGemm(50e12, 100.0), planner_s=50e-6)
+    report = simulate(systems.feplb(), shape, cluster, counts)
+    for stage in ("plan", "weights"):
+        assert report.stages[stage].busy_s > 0
+        assert report.stages[stage].exposed_s == 0
+    assert report.imbalance_after < report.imbalance_before
+
+
+def test_ranks_of_a_node_share_its_links():
+    alone = Cluster((Links("node", 2, 1e9, links=4), Links("gpu", 4, 1e12)))
+    shared = Cluster((Links("node", 2, 1e9, links=1), Links("gpu", 4, 1e12)))
+    matrix = np.zeros((8, 8), np.int64)
+    matrix[:4, 4:] = 10**6
+    assert seconds(flow(matrix, alone), alone) == pytest.approx(4e-3)
+    assert seconds(flow(matrix, shared), shared) == pytest.approx(16e-3)
+    assert level_bytes(flow(matrix, shared), shared) == (16e6, 0.0)
+
+
+def test_to_leave_its_datacenter_a_byte_must_leave_its_node():
+    cluster = Cluster((Links("dc", 2, 1e9), Links("node", 2, 1e9, links=2), Links("gpu", 2, 1e12)))
+    matrix = np.zeros((8, 8), np.int64)
+    matrix[0, 7] = 1000
+    sent, received = flow(matrix, cluster).sent, flow(matrix, cluster).received
+    np.testing.assert_array_equal(sent[0], [[1000], [0]])
+    np.testing.assert_array_equal(sent[1], [[1000, 0], [0, 0], [0, 0], [0, 0]])
+    np.testing.assert_array_equal(received[1], [[0, 0], [0, 0], [0, 0], [0, 1000]])
+    assert not sent[2].any()
+
+
+def test_spraying_evens_out_the_rails_and_brings_every_row_to_its_rank():
+    cluster = Cluster((Links("node", 2, 1e9, links=4), Links("gpu", 4, 1e12)))
+    counts = np.zeros((8, 16), np.int32)
+    counts[0, 8] = 256  # from one rank to one rank of the other node
+    (group,) = groups(cluster, (1, 1))
+    _, plan, _ = plan_layer(systems.rails(), group, counts, 2, ())
+    rows = rows_between(counts, plan)
+    to_relay, rail, from_relay = hops(rows, plan, 4, True)
+    np.testing.assert_array_equal(rail[:4, 4:], np.diag([64] * 4))
+    np.testing.assert_array_equal(to_relay[0, :4], [64] * 4)
+    np.testing.assert_array_equal(from_relay[4:, 4], [64] * 4)
+    assert seconds(flow(rail, cluster), cluster) * 4 == seconds(flow(rows, cluster), cluster)
+
+
+@pytest.mark.parametrize("rails", [1, 2, 4])
+def test_hops_follow_the_rails_of_any_number(rails):
+    cluster = Cluster((Links("node", 2, 1e9, links=rails), Links("gpu", 4, 1e12)))
+    counts = np.random.default_rng(0).integers(0, 50, (8, 16), np.int32)
+    (group,) = groups(cluster, (1, 1))
+    _, plan, _ = plan_layer(systems.rails(), group, counts, 2, ())
+    rows = rows_between(counts, plan)
+    to_relay, rail, from_relay = hops(rows, plan, 4, True)
+    node = np.arange(8) // 4
+    near = np.where(node[:, None] == node[None], rows, 0)
+    # What leaves a sender, and what reaches a receiver, inside its domain or by a relay.
+    np.testing.assert_array_equal(to_relay.sum(1), rows.sum(1))
+    np.testing.assert_array_equal((near + from_relay).sum(0), rows.sum(0))
+    np.testing.assert_array_equal((to_relay - near).sum(0), rail.sum(1))
+    np.testing.assert_array_equal(from_relay.sum(1), rail.sum(0))
+
+
+def test_a_thousand_datacenters_take_seconds_at_most():
+    cluster = Cluster((Links("dc", 1000, 1.25e9), Links("gpu", 8, 100e9)))
+    shape = model(layers=60, experts=8000, tokens=4096, hidden=1024, inner=4096)
+    step = Step(exchange_counts=False)
+    plain, hybrid = (simulate_uniform(shape, cluster, migration=Migration(sizes), step=step) for sizes in [(), (10, 1)])
+    share = 8 * 4096 * 2 * shape.row_bytes * 0.999 / 1.25e9
+    assert plain.stages["dispatch"].busy_s == pytest.approx(60 * share)
+    assert hybrid.stages["dispatch"].busy_s == pytest.approx(60 * share * 0.99 / 0.999)
+
+
+def test_domains_that_the_stream_model_chooses_are_nearly_the_fastest_simulated():
+    shape = model(experts=16, pre_expert_s=5e-4, hidden=256, inner=128, tokens=1024)
+    cluster = Cluster((Links("dc", 4, 1e9, links=2), Links("gpu", 2, 50e9)), AnalyticGemm(1e13, 0.0, 0.0))
+    copies = shape.tokens * shape.per_token
+    work = Work(float(copies * shape.row_bytes), float(2 * shape.expert_bytes), 5e-4)
+    topology = Topology((Level("dc", 4, 1e9), Level("gpu", 2, 50e9)), 2)
+    step = Step(backward=False, exchange_counts=False)
+    times = {
+        sizes: simulate_uniform(shape, cluster, migration=Migration(sizes), step=step).step_s
+        for sizes in [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
+    }
+    # The model hides every level's gather on its own; here one follows the other.
+    assert times[choose_domains(work, topology).domain_sizes] <= 1.05 * min(times.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": 0}, "size is 0; expected at least 1"),
+        ({"bytes_per_s": 0.0}, "bytes_per_s is 0.0; expected a finite rate above 0"),
+        ({"bytes_per_s": math.inf}, "bytes_per_s is inf"),
+        ({"latency_s": -1.0}, "latency_s is -1.0"),
+        ({"name": "rack"}, "Links.name is 'rack'; expected one of dc, node, gpu"),
+    ],
+)
+def test_links_refuse_what_no_link_is(change, message):
+    with pytest.raises(ValueError, match=message):
+        Links(**({"name": "gpu", "size": 2, "bytes_per_s": 1.0} | change))
+
+
+def test_simulate_refuses_what_does_not_fit():
+    cluster = Cluster((Links("gpu", 4, 1e9),))
+    with pytest.raises(ValueError, match=r"counts has shape \(4, 8\); expected \[layers, R, E\] with R = 4 and E = 16"):
+        simulate(systems.plain(), model(), cluster, np.ones((4, 8), int))
+    with pytest.raises(ValueError, match="counts has dtype float64; expected integers"):
+        simulate(systems.plain(), model(), cluster, np.ones((4, 16)))
+    with pytest.raises(ValueError, match=r"domain_sizes is \(3,\); expected a divisor of each of the levels' sizes"):
+        simulate_uniform(model(), cluster, migration=Migration((3,)))
+    with pytest.raises(ValueError, match="experts is 10; expected a multiple of the 4 ranks"):
+        simulate_uniform(model(experts=10), cluster)
+    with pytest.raises(ValueError, match="links is 2; expected a divisor of the 1 ranks that share them"):
+        Cluster((Links("gpu", 4, 1e9, links=2),))
+    with pytest.raises(ValueError, match=r"Cluster.levels are \['gpu', 'node'\]"):
+        Cluster((Links("gpu", 4, 1e9), Links("node", 4, 1e9)))

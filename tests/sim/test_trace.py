@@ -1,0 +1,38 @@
+"""The trace of a step holds what happens, and its picture can be drawn."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jax_moe_lb import systems
+from jax_moe_lb.sim import Cluster, Links, ModelShape, simulate
+from jax_moe_lb.sim.trace import LINKS, SHOWN_RANKS, write_png, write_trace
+
+
+@pytest.fixture
+def timeline():
+    counts = np.full((16, 16), 8, np.int32)
+    counts[1:, 5] = 136
+    cluster = Cluster((Links("gpu", 16, 1e9),), planner_s=1e-4)
+    return simulate(systems.greedy(), ModelShape(3, 64, 32, 16, 2, 128), cluster, counts).timeline
+
+
+def test_every_task_is_there_on_every_stream(tmp_path, timeline):
+    write_trace(tmp_path / "trace.json", timeline)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    ranks = {event["pid"] for event in spans} - {LINKS}
+    assert len(ranks) == SHOWN_RANKS
+    computing = [task for task in timeline.tasks if task.streams == ("compute",)]
+    assert len([event for event in spans if event["tid"] == "compute"]) == SHOWN_RANKS * len(computing)
+    assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(timeline.end_s * 1e6)
+    links = [event for event in spans if event["pid"] == LINKS]
+    assert {event["tid"] for event in links} == {"gpu links"}
+    assert all(event["args"]["busiest_link_bytes"] > 0 for event in links)
+    assert {event["cat"] for event in spans} == {"critical", "hidden"}
+
+
+def test_the_picture_is_a_png(tmp_path, timeline):
+    write_png(tmp_path / "timeline.png", timeline, "greedy")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
