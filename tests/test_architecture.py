@@ -33,7 +33,6 @@ LAYERS = [
     ["systems"],
     ["transport.rounds", "transport.waves"],
     ["pipeline"],
-    ["sim"],
     ["nn"],
     ["sim"],
     ["cli"],

@@ -77,7 +77,8 @@ def candidates(model: ModelShape, cluster: Cluster, step: Step, codec: Codec) ->
     """All that may help here: systems, and their compositions with domains and rails where there are some."""
     names = [name for name in ADVISED if name != "exact" or has_host_planners()]
     best = "exact" if has_host_planners() else "greedy"
-    if cluster.num_ranks > cluster.ranks_per_domain and cluster.topology().rails_per_domain > 1:
+    topology = cluster.topology()
+    if topology.num_ranks > topology.ranks_per_node and topology.rails_per_node > 1:
         names += [SPRAYED, f"ultraep+{SPRAYED}", f"{best}+{SPRAYED}"]
     migration = Migration(codec=codec)
     gathered = compose(GATHERED, model, cluster, step, None, migration)

@@ -114,8 +114,7 @@ class Cluster:
             Level(level.name, size, level.bytes_per_s * level.links / inner, level.latency_s)
             for level, size, inner in zip(self.levels, sizes, self.inner, strict=True)
         )
-        outside = self._first_inside - 1
         domain = math.prod(sizes[self._first_inside :])
-        # A group of fewer ranks has fewer of a domain's rails.
-        rails = math.gcd(self.levels[outside].links, domain) if outside >= 0 else 1
+        # A group of fewer ranks has fewer of a node's rails.
+        rails = math.gcd(self.levels[-2].links, sizes[-1], domain) if len(sizes) > 1 else 1
         return Topology(levels, domain, rails, flops_per_s=self.gemm.peak_flops_per_s)

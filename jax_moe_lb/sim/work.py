@@ -149,7 +149,7 @@ class _Part:
 
 
 def _part(system: System, model: ModelShape, group: Group, counts: Counts, start: Plan, plan: Plan) -> _Part:
-    members = group.cluster.topology(group.sizes).ranks_per_domain
+    members = group.cluster.topology(group.sizes).ranks_per_node
     waves = []
     for wave_counts, wave_plan in in_waves(system, counts, start, plan):
         rows = rows_between(wave_counts, wave_plan)

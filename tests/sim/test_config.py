@@ -49,7 +49,7 @@ def test_a_file_says_what_is_built(written):
     assert cluster.gemm == AnalyticGemm(600e12, 300.0, 10e-6)
     assert model == ModelShape(2, 64, 32, 16, 2, 128)
     topology = cluster.topology()
-    assert (topology.num_ranks, topology.ranks_per_domain, topology.rails_per_domain) == (8, 4, 4)
+    assert (topology.num_ranks, topology.ranks_per_domain, topology.rails_per_node) == (8, 4, 4)
     curve = load_config("CONFIG", written(("cluster",), gemm={"rows": [1, 2], "speeds": ["1 GFLOP/s", "2 GFLOP/s"]}))
     assert curve.cluster.build().gemm == MeasuredGemm((1.0, 2.0), (1e9, 2e9))
 
