@@ -37,11 +37,14 @@ class Migration:
         domain_sizes: `S` of every level, outermost first; `()`: no gather, plain expert parallelism.
         codec: what travels of an expert.
         gather_again: whether the backward pass gathers again, instead of having kept the experts.
+        gradients_home: whether gradients of gathered experts return to their homes, as in this library. HybridEP's
+            paper counts no such bytes.
     """
 
     domain_sizes: tuple[int, ...] = ()
     codec: Codec = field(default_factory=Codec)
     gather_again: bool = False
+    gradients_home: bool = True
 
     def sizes(self, cluster: Cluster) -> tuple[int, ...]:
         """`S` of every level of the cluster.
@@ -201,9 +204,10 @@ def shared_work(model: ModelShape, cluster: Cluster, migration: Migration, num_e
     inside = tuple(level.size // size for level, size in zip(cluster.levels, sizes, strict=True))
     members, num_home = math.prod(inside), num_experts // cluster.num_ranks
     travelling = float(model.encoded_bytes(migration.codec, num_home))
+    returning = float(num_home * model.expert_gradient_bytes * migration.gradients_home)
     return LayerWork(
         gather=_gather(travelling, sizes, cluster),
-        gather_home=_gather(float(num_home * model.expert_gradient_bytes), sizes, cluster),
+        gather_home=_gather(returning, sizes, cluster),
         gather_again=migration.gather_again,
         counts=all_to_all(4.0 * members * (num_experts + ERROR_WORDS), inside, cluster),
         address=all_to_all(float(members * ADDRESS_BYTES), inside, cluster),

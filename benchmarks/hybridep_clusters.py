@@ -1,0 +1,151 @@
+"""HybridEP's clusters and layers (arXiv 2510.19470) as the simulator takes them, and what had to be assumed."""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from jax_moe_lb import Codec, Work, choose_domains
+from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, Step, simulate, simulate_uniform
+from jax_moe_lb.systems import System
+
+MIB = 2**20
+GPUS = 8
+BLOCKS, HIDDEN, SEQUENCE = 12, 768, 256
+EXPERTS, EXPERT_BYTES = 32, 18 * MIB
+"""Of Table V, float32; a fiftieth of it are the paper's 0.36 MB."""
+
+NO_CODEC, SR = Codec(), Codec(50.0)
+DATACENTERS = {"S": 1, "M": 2, "L": 4}
+STEP = Step(recompute=False, exchange_counts=False)
+"""PyTorch keeps what the backward pass needs; gates are even, so that no counts are exchanged."""
+
+TUTEL = {
+    "M": {6: 2.52, 12: 4.26, 24: 5.82, 48: 7.62, 96: 12.65, 192: 20.35},
+    "L": {6: 3.74, 12: 7.30, 24: 10.69, 48: 13.54, 96: 18.59, 192: 28.46},
+}
+"""Table V: seconds of a step, by MB of tokens."""
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What the paper does not give, and what is taken for it: the same for all rows.
+
+    `K` of the token bytes `D = K T H` is the largest of Table III that leaves 1024 tokens or more. Nothing has latency:
+    the paper's clusters are in one room.
+
+    Args:
+        blocks_per_moe: blocks for each MoE layer. Only the line's rate over the number of layers matters for the
+            exchanges, and that is fitted; with every block an MoE layer the fit needs more than the line's 10 Gbit/s.
+        flops_per_s: sizes in the paper are those of float32, whose peak on an A800 is 19.5 TFLOP/s (PyTorch 1.12 uses
+            TF32 in products only when told to); four fifths of it.
+        pcie_bytes_per_s: four fifths of 16 GB/s, which is "PCIe3 x16, 128 Gbps".
+    """
+
+    blocks_per_moe: int = 2
+    flops_per_s: float = 0.8 * 19.5e12
+    pcie_bytes_per_s: float = 0.8 * 16e9
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Assumptions and what is fitted, once, to the Tutel rows of Table V.
+
+    Args:
+        line_bytes_per_s: of the line of a datacenter, which its 8 GPUs share; "10 Gbps" in the paper.
+        reduced_bytes: what every step all-reduces over all ranks beside the MoE layers: the data-parallel rest.
+        assumed: not fitted.
+    """
+
+    line_bytes_per_s: float
+    reduced_bytes: float = 0.0
+    assumed: Assumed = field(default_factory=Assumed)
+
+    def cluster(self, datacenters: int) -> Cluster:
+        """Nodes of 8 GPUs, each of which stands for a datacenter with one line."""
+        inside = Links("gpu", GPUS, self.assumed.pcie_bytes_per_s)
+        levels = (inside,) if datacenters == 1 else (Links("dc", datacenters, self.line_bytes_per_s), inside)
+        flops = self.assumed.flops_per_s
+        return Cluster(levels, AnalyticGemm(flops, 0.0, 0.0), flops)
+
+    def other_s(self, datacenters: int) -> float:
+        """The all-reduce: inside datacenters, then between them."""
+        across = 2 * (datacenters - 1) / datacenters / self.line_bytes_per_s
+        return self.reduced_bytes * (2 * (GPUS - 1) / GPUS / self.assumed.pcie_bytes_per_s + across)
+
+    def model(self, token_bytes: float, expert_bytes: float, experts: int, datacenters: int) -> ModelShape:
+        """Its MoE layers.
+
+        Args:
+            token_bytes: `D`, token copies of every rank.
+            expert_bytes: `P`, before compression.
+            experts: `E`.
+            datacenters: of the step's all-reduce.
+        """
+        copies = round(token_bytes / (4 * HIDDEN))
+        per_token = max(k for k in (1, 2, 4) if k == 1 or copies // k >= 1024)
+        tokens, blocks = copies // per_token, self.assumed.blocks_per_moe
+        attention, dense = tokens * (8 * HIDDEN**2 + 2 * HIDDEN * SEQUENCE), tokens * 16 * HIDDEN**2
+        return ModelShape(
+            layers=BLOCKS // blocks,
+            hidden=HIDDEN,
+            inner=round(expert_bytes / (8 * HIDDEN)),
+            experts=experts,
+            per_token=per_token,
+            tokens=tokens,
+            itemsize=4,
+            gated=False,
+            pre_expert_s=(blocks * attention + (blocks - 1) * dense) / self.assumed.flops_per_s,
+            other_s=self.other_s(datacenters),
+        )
+
+
+def step(shape: ModelShape, machine: Cluster, migration: Migration = Migration()) -> Report:
+    """Under even gates, as the paper assumes them."""
+    return simulate_uniform(shape, machine, migration=migration, step=STEP)
+
+
+def under(system: System, shape: ModelShape, machine: Cluster, counts: np.ndarray, migration: Migration) -> Report:
+    """One step with a system inside its groups of equal offset, for uneven gates."""
+    return simulate(system, shape, machine, counts, migration=migration, step=replace(STEP, exchange_counts=True))
+
+
+def migration(shape: ModelShape, machine: Cluster, codec: Codec, sizes: tuple[int, ...] = ()) -> Migration:
+    """As the paper counts: no gradients of gathered experts on the links.
+
+    Args:
+        shape: the layers.
+        machine: the cluster.
+        codec: of experts.
+        sizes: domain sizes; `()`: those that the paper's stream model chooses.
+    """
+    home = shape.experts // machine.num_ranks
+    tokens = float(shape.tokens * shape.per_token * shape.row_bytes)
+    work = Work(tokens, float(shape.encoded_bytes(codec, home)), shape.before_experts_s(machine))
+    return Migration(sizes or choose_domains(work, machine.topology()).domain_sizes, codec, gradients_home=False)
+
+
+def fitted(assumed: Assumed = Assumed(), relative: bool = True) -> Setting:
+    """Two numbers, by least squares of relative deviations over the twelve Tutel rows.
+
+    Args:
+        assumed: see there.
+        relative: else of deviations in seconds, among which those of the largest rows are all that counts.
+    """
+    points = []
+    for name, rows in TUTEL.items():
+        unit, datacenters = Setting(1e9, 0.0, assumed), DATACENTERS[name]
+        for size, published_s in rows.items():
+            report = step(unit.model(size * MIB, EXPERT_BYTES, EXPERTS, datacenters), unit.cluster(datacenters))
+            # The line is so slow that all of the exchanges' time is its time.
+            line_s = sum(report.stages[stage].busy_s for stage in report.stages if stage.startswith(("disp", "comb")))
+            points.append((datacenters, report.step_s - line_s, line_s * 1e9, published_s))
+
+    def deviations(parameters: np.ndarray) -> np.ndarray:
+        setting = Setting(1e9 * parameters[0], 1e9 * parameters[1], assumed)
+        times = [rest + line / setting.line_bytes_per_s + setting.other_s(n) for n, rest, line, _ in points]
+        published = np.array([published for *_, published in points])
+        return (times - published) / (published if relative else 1.0)
+
+    rate, reduced = least_squares(deviations, [1.0, 1.0], bounds=(1e-3, 100.0)).x.tolist()
+    return Setting(1e9 * rate, 1e9 * reduced, assumed)

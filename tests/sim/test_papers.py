@@ -1,0 +1,44 @@
+"""What the papers' tables say of domains and limits holds in the simulator, as the benchmarks run it."""
+
+import numpy as np
+import pytest
+
+from benchmarks import bench_sim_hybridep as hybridep
+from benchmarks.hybridep_clusters import fitted
+
+
+@pytest.fixture(scope="module")
+def setting():
+    return fitted()
+
+
+def test_the_rate_fitted_to_tutels_rows_is_one_that_the_line_can_have(setting):
+    assert 0.5 * 10e9 / 8 < setting.line_bytes_per_s <= 10e9 / 8
+
+
+def test_rows_of_table_v_that_nothing_was_fitted_to_are_predicted_within_15_percent(setting):
+    tutel, predicted, returned = hybridep.table_v(setting)
+    assert max(abs(row.deviation) for row in predicted.rows) < 15
+    assert predicted.mean_deviation < tutel.mean_deviation < returned.mean_deviation
+
+
+def test_domain_sizes_of_table_iv_are_the_fastest_in_the_simulator():
+    assert all(row.simulated == row.published for row in hybridep.table_iv().rows)
+
+
+def test_more_datacenters_gain_less_from_domains_of_a_fixed_size():
+    for rate in hybridep.GBIT_PER_S:
+        found = [hybridep.speedup(number, 50, rate, 768) for number in (100, 200, 500, 1000)]
+        assert (np.diff(found) < 0).all()
+
+
+def test_no_speedup_is_above_what_the_share_of_tokens_that_cross_allows():
+    for size in (50, 250, 500):
+        share = (1000 - size) / 999
+        assert all(1 <= hybridep.speedup(1000, size, rate, 768) <= 1 / share for rate in hybridep.GBIT_PER_S)
+
+
+def test_traffic_between_datacenters_grows_with_tokens_in_plain_expert_parallelism_alone(setting):
+    plain, hybrid = (np.array([row.simulated for row in hybridep.figure_16(setting).rows[at::2]]) for at in (0, 1))
+    np.testing.assert_allclose(plain / plain[0], [1, 4, 16], rtol=1e-3)
+    np.testing.assert_allclose(hybrid, hybrid[0])
