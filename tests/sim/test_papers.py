@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks import bench_sim_hybridep as hybridep
+from benchmarks import ultraep_rack as ultraep
 from benchmarks.hybridep_clusters import fitted
+from jax_moe_lb.sim import simulate_uniform
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +44,9 @@ def test_traffic_between_datacenters_grows_with_tokens_in_plain_expert_paralleli
     plain, hybrid = (np.array([row.simulated for row in hybridep.figure_16(setting).rows[at::2]]) for at in (0, 1))
     np.testing.assert_allclose(plain / plain[0], [1, 4, 16], rtol=1e-3)
     np.testing.assert_allclose(hybrid, hybrid[0])
+
+
+def test_ultraeps_rates_give_the_sum_of_its_ideal_column():
+    ideal = simulate_uniform(ultraep.QWEN3, ultraep.fitted(), step=ultraep.STEP)
+    published_ms = sum(map(sum, ultraep.IDEAL.values()))
+    assert 1e3 * ideal.step_s / ultraep.QWEN3.layers == pytest.approx(published_ms, rel=0.005)
