@@ -35,17 +35,17 @@ class Case:
 CASES = (Case(2, 2278, 1014, 1107), Case(4, 4649, 2471, 1697), Case(8, 6666, 4036, 2021))
 
 
-def counts(case: Case, seed: int, number: int) -> np.ndarray:
-    """`[number, R, E]` int32, one `[R, E]` for each microbatch."""
+def counts(case: Case, seed: int, number: int, copies: int = COPIES_PER_RANK) -> np.ndarray:
+    """`[number, R, E]` int32, one `[R, E]` for each microbatch, with so many token copies of every rank."""
     rng = np.random.default_rng((seed, case.num_ranks))
     normal = rng.standard_normal((number, NUM_EXPERTS))
     low, high = 0.0, 4.0
     for _ in range(30):
         middle = (low + high) / 2
-        enough = _straggler(_popularity(normal, middle), case.num_ranks) >= case.straggler
+        enough = copies * _straggler(_popularity(normal, middle), case.num_ranks) >= case.straggler
         low, high = (low, middle) if enough else (middle, high)
     shares = _popularity(normal, high)
-    return rng.multinomial(COPIES_PER_RANK, shares[:, None], (number, case.num_ranks)).astype(np.int32)
+    return rng.multinomial(copies, shares[:, None], (number, case.num_ranks)).astype(np.int32)
 
 
 def _popularity(normal: np.ndarray, sigma: float) -> np.ndarray:
@@ -54,5 +54,6 @@ def _popularity(normal: np.ndarray, sigma: float) -> np.ndarray:
 
 
 def _straggler(shares: np.ndarray, num_ranks: int) -> float:
-    load = COPIES_PER_RANK * num_ranks * shares.reshape(len(shares), num_ranks, -1).sum(2)
+    """Of one token copy on every rank."""
+    load = num_ranks * shares.reshape(len(shares), num_ranks, -1).sum(2)
     return float((load.max(1) - load.mean(1)).mean())

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from benchmarks import bench_sim_feplb as feplb
 from benchmarks import bench_sim_hybridep as hybridep
 from benchmarks import ultraep_rack as ultraep
 from benchmarks.hybridep_clusters import fitted
@@ -50,3 +51,11 @@ def test_ultraeps_rates_give_the_sum_of_its_ideal_column():
     ideal = simulate_uniform(ultraep.QWEN3, ultraep.fitted(), step=ultraep.STEP)
     published_ms = sum(map(sum, ultraep.IDEAL.values()))
     assert 1e3 * ideal.step_s / ultraep.QWEN3.layers == pytest.approx(published_ms, rel=0.005)
+
+
+def test_rates_fitted_to_feplbs_times_before_balancing_are_ones_that_an_h100_can_have():
+    best = feplb.fitted(10, 0)[0]
+    assert 0.4 * 989e12 < best.peak_flops_per_s < 989e12
+    # Where 3.35 TB/s and the datasheet's rate balance: 295.
+    assert 150 < best.half_rows < 600
+    assert best.rest_s > 0
