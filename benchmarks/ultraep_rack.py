@@ -14,7 +14,7 @@ from benchmarks.popular_ranks import PER_TOK, TOKENS_PER_RANK, Case, counts
 from jax_moe_lb import Direct, EPLBPlus, Exact, Gather, Relay, System, systems
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Step
-from jax_moe_lb.sim.work import groups, plan_layer
+from jax_moe_lb.sim.planning import groups, plan_layer
 
 IDEAL = {"MoE": (1.89, 4.32), "a2a": (1.68, 1.62), "others": (2.83, 4.49)}
 MEASURED = {
