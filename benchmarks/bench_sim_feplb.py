@@ -185,9 +185,9 @@ def layers(fit: Fit, loads: dict[int, np.ndarray]) -> list[Table]:
         f"Fitted: {fit.copies} token copies on a rank, {fit.peak_flops_per_s * 1e-12:.0f} TFLOP/s, "
         f"{fit.half_rows:.0f} rows, {1e3 * fit.rest_s:.2f} ms. Tutel and Triton Distributed are no systems of this "
         "library. Published gains are larger. FEPLB's: here the second wave is dispatched when all ranks are done "
-        "with the first, so the slowest rank of each counts, where the paper brings all tokens home at first and no "
-        "rank waits in between; with one wave, whose copies nothing hides, a layer is faster (below). FasterMoE's: "
-        "here nothing hides its copies; theirs run on copy engines beside the products."
+        "with the first, so the slowest rank of each counts, where the paper, as we read it, brings all tokens home "
+        "at first and lets no rank wait in between; with one wave, whose copies nothing hides, a layer is faster. "
+        "FasterMoE's: here nothing hides its copies; theirs run on copy engines beside the products."
     )
     return [times, products, others]
 

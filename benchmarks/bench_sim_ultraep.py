@@ -77,8 +77,8 @@ def figure_13(cluster: Cluster, loads: np.ndarray) -> Table:
         total = sum(ahead.values()) + sum(back.values())
         table.add(f"{name}, sum", total, sum(map(sum, published.values())))
     table.notes.append(
-        "Backward is twice forward here, and 1.6 (others) to 2.3 times (MoE) there. Megatron's a2a waits for late "
-        "ranks in the published trace; here waiting counts as others. Which layers the trace is of is not said: its "
+        "Backward is twice forward here, and 1.6 (others) to 2.3 times (MoE) there. Megatron's a2a may hold waiting "
+        "for late ranks in the published trace; here it never does. Which layers the trace is of is not said: its "
         "MoE forward is 3.1 times ideal, and backward 2.4 times; the imbalance taken here is Qwen3's mean, 2.86."
     )
     return table
@@ -107,8 +107,8 @@ def figure_11(cluster: Cluster, tokens: int) -> list[Table]:
     speed.notes.append(
         "EPLB and LPLB place replicas by the load of earlier steps. How routing drifts is not published, so they "
         "are left out. Pipelines (DSV3), optimizer and embeddings are not modelled; attention is four `H x H` "
-        "products, whatever the model has, without DSV3's shared expert. EPLB+ comes out too well: these loads are "
-        "of one skew each, the paper's are of a model's layers, some of them far above the mean. `Exact` copies "
+        "products, whatever the model has, without DSV3's shared expert. EPLB+ is "
+        "off by -8 to 9 % in imbalance here and in figure 12: the shape of the popularity is not known. `Exact` copies "
         "from home: without relays it is behind UltraEP, with them ahead by less than half a percent. Domains of 8 "
         "without moving homes are worse than both."
     )

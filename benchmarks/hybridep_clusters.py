@@ -125,15 +125,17 @@ def migration(shape: ModelShape, machine: Cluster, codec: Codec, sizes: tuple[in
     return Migration(sizes or choose_domains(work, machine.topology()).domain_sizes, codec, gradients_home=False)
 
 
-def fitted(assumed: Assumed = Assumed(), relative: bool = True) -> Setting:
-    """Two numbers, by least squares of relative deviations over the twelve Tutel rows.
+def fitted(assumed: Assumed = Assumed(), relative: bool = True, names: str = "ML") -> Setting:
+    """Two numbers, by least squares of relative deviations over the Tutel rows.
 
     Args:
         assumed: see there.
         relative: else of deviations in seconds, among which those of the largest rows are all that counts.
+        names: clusters whose rows are used.
     """
     points = []
-    for name, rows in TUTEL.items():
+    for name in names:
+        rows = TUTEL[name]
         unit, datacenters = Setting(1e9, 0.0, assumed), DATACENTERS[name]
         for size, published_s in rows.items():
             report = step(unit.model(size * MIB, EXPERT_BYTES, EXPERTS, datacenters), unit.cluster(datacenters))
