@@ -1,0 +1,73 @@
+"""Ranks that are JAX processes on CPUs, joined by gloo."""
+
+import hashlib
+import os
+from typing import Any
+
+# All of it before ranks are forked; no backend starts by importing.
+import flax.nnx  # noqa: F401
+import jax
+import jax.experimental.multihost_utils as multihost_utils
+import numpy as np
+import optax  # type: ignore[import-untyped]  # noqa: F401
+
+import jax_moe_lb.nn  # noqa: F401
+from benchmarks.network.launch import Body, Rank, launch
+from benchmarks.network.network import Network
+from jax_moe_lb import use_virtual_cpu_devices
+
+PORT = 9911
+COLLECTIVE_TIMEOUT_S = 60
+"""How long a rank waits inside a collective; the default is half an hour."""
+
+
+def launch_jax(network: Network, body: Body, *, devices_per_process: int, deadline_s: float) -> list[Any]:
+    """`launch`, each rank a JAX process with so many virtual devices.
+
+    Raises:
+        RanksFailed: as `launch` does.
+    """
+    if devices_per_process < 1:
+        raise ValueError(f"devices_per_process is {devices_per_process}; expected at least 1")
+
+    def one_rank(rank: Rank) -> Any:
+        _join(rank, devices_per_process)
+        result = body(rank)
+        jax.distributed.shutdown()
+        return result
+
+    return launch(network, one_rank, deadline_s=deadline_s)
+
+
+def _join(rank: Rank, devices_per_process: int) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        del os.environ[name]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_collective_timeout_seconds={COLLECTIVE_TIMEOUT_S}"
+    os.environ["XLA_FLAGS"] = flags.strip()
+    jax.config.update("jax_platforms", "cpu")
+    use_virtual_cpu_devices(devices_per_process)
+    jax.distributed.initialize(
+        f"{rank.hosts[0].address}:{PORT}",
+        len(rank.hosts),
+        rank.index,
+        initialization_timeout=60,
+        heartbeat_timeout_seconds=10,
+        shutdown_timeout_seconds=5,
+    )
+
+
+def check_same_program(lowered_text: str) -> None:
+    """All ranks call it with the program that they are about to run. Ranks that disagree can return garbage silently.
+
+    Raises:
+        RuntimeError: on all ranks, if the programs are not all the same.
+    """
+    digest = np.frombuffer(hashlib.sha256(lowered_text.encode()).digest()[:4], np.int32)
+    digests = multihost_utils.process_allgather(digest).reshape(-1)
+    if (digests != digests[0]).any():
+        raise RuntimeError(f"ranks are about to run different programs; their digests are {digests.tolist()}")
+
+
+def barrier(name: str) -> None:
+    """Returns when all ranks have come."""
+    multihost_utils.sync_global_devices(name)

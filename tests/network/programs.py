@@ -1,0 +1,113 @@
+"""What the tests run in a sandbox: `python -m tests.network.programs NAME`; the result is the last line, as JSON."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+from benchmarks.network import sandbox
+from benchmarks.network.launch import RanksFailed, launch
+from benchmarks.network.topologies import Multipath, Rails, TwoDatacenters
+
+NUM_BYTES = 1_000_000
+
+
+def transfer(network, source, to):
+    """Bytes from rank to rank; seconds on the receiver, and what NICs sent."""
+    before = network.counters()
+    times_s = launch(network, lambda rank: send(rank, source, to), deadline_s=20)
+    sent = [after.sent_bytes - b.sent_bytes for after, b in zip(network.counters(), before, strict=True)]
+    return {"seconds": times_s[to], "sent_bytes": sent}
+
+
+def send(rank, source, to, num_bytes=NUM_BYTES):
+    """One rank's part in it."""
+    if rank.index == to:
+        with socket.create_server((rank.address, 5000)) as server:
+            connection = server.accept()[0]
+            start_s, left = time.perf_counter(), num_bytes
+            while left:
+                left -= len(connection.recv(1 << 20))
+            connection.close()
+            return time.perf_counter() - start_s
+    if rank.index == source:
+        for _ in range(100):
+            with contextlib.suppress(ConnectionRefusedError):
+                connection = socket.create_connection((rank.hosts[to].address, 5000), 10, (rank.address, 0))
+                break
+            time.sleep(0.02)
+        connection.sendall(bytes(num_bytes))
+        connection.close()
+    return None
+
+
+def two_datacenters():
+    """Seconds and bytes over a slow link, in both directions and none."""
+    results = []
+    for source, to, rate in [(0, 2, 20e6), (3, 1, 20e6), (2, 3, 20e6), (0, 2, None)]:
+        with TwoDatacenters(2, rate).build() as network:
+            results.append(transfer(network, source, to))
+    return results
+
+
+def rails():
+    """Bytes that every NIC sent, from rank 0 to ranks of the other node, by topology and receiver."""
+    topologies = {
+        "spine": Rails(2, 2, 100e6),
+        "rail only": Rails(2, 2, 100e6, rail_only=True),
+        "multipath": Multipath(2, 2, 2, 100e6),
+    }
+    results = {}
+    for name, topology in topologies.items():
+        with topology.build() as network:
+            for to in (1, 2, 3):
+                results[f"{name} {to}"] = transfer(network, 0, to)["sent_bytes"]
+    return results
+
+
+def failures():
+    """What the parent says of ranks that fail, each in its way, and after how long."""
+
+    def by_signal(rank):
+        if rank.index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    def by_exception(rank):
+        if rank.index == 0:
+            raise ValueError("the wrong number of tokens: 17")
+        time.sleep(60)
+
+    def too_late(rank):
+        print("still waiting", file=sys.stderr)
+        time.sleep(60 * rank.index)
+
+    results = []
+    with TwoDatacenters(1, 1e8).build() as network:
+        for body in (by_signal, by_exception, too_late):
+            start_s = time.monotonic()
+            try:
+                launch(network, body, deadline_s=2)
+            except RanksFailed as error:
+                results.append({"message": str(error), "seconds": time.monotonic() - start_s})
+    return results
+
+
+def wait():
+    """Ranks that wait for ever, and say so."""
+
+    def body(rank):
+        print(f"rank {rank.index} is there", flush=True)
+        threading.Event().wait()
+
+    with TwoDatacenters(2, 1e8).build() as network:
+        launch(network, body, deadline_s=120)
+
+
+if __name__ == "__main__":
+    sandbox.enter()
+    print(json.dumps(globals()[sys.argv[1]]()))
