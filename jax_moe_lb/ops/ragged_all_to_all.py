@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from jax_moe_lb.ops._native import call, is_built, like
-from jax_moe_lb.ops.ragged_by_steps import padded_all_to_all, shifted_all_to_all
+from jax_moe_lb.ops.one_way import other_manual_axes
+from jax_moe_lb.ops.ragged_by_steps import one_way_all_to_all, padded_all_to_all
 
 Sizes = Int[Array, "U"]
 
@@ -34,7 +35,8 @@ def ragged_all_to_all(
     """Sends slices of `operand` to the ranks of `axis_name`; returns `output` with what arrived written over it.
 
     The signature and meaning of `jax.lax.ragged_all_to_all`. Not differentiable: the
-    transports that call it know their own transposes.
+    transports that call it know their own transposes. Between processes on CPUs groups side
+    by side must call it equally often: see `one_way.agreed`.
 
     Args:
         operand: rows to send.
@@ -81,19 +83,15 @@ def moves_in_process() -> bool:
 
 def exchange_by_steps(*args: Array, axis_name: tuple[str, ...]) -> Array:
     """`ragged_all_to_all` out of XLA's other collectives."""
-    # A permute is one operation of all devices of a mesh. Groups side by side may be in different rounds, so they
-    # need collectives of their own.
-    alone = jax.lax.axis_size(_other_manual_axes(axis_name)) == 1
-    if jax.process_count() > 1 and alone:
-        return shifted_all_to_all(*args, axis_name=axis_name)
-    return padded_all_to_all(*args, axis_name=axis_name)
+    by_steps = one_way_all_to_all if jax.process_count() > 1 else padded_all_to_all
+    return by_steps(*args, axis_name=axis_name)
 
 
 def _in_process(
     operand: Array, output: Array, *where: Array, axis_name: tuple[str, ...], site: str, timeout_s: float
 ) -> Array:
     mesh = jax.sharding.get_abstract_mesh()
-    others = _other_manual_axes(axis_name)
+    others = other_manual_axes(axis_name)
     rank, group = jax.lax.axis_index(axis_name), jax.lax.axis_index(others) if others else jnp.int32(0)
     # Over axes that are not manual here every device makes the same call with the same data.
     num_lanes = math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
@@ -110,8 +108,3 @@ def _in_process(
         site=f"ragged_exchange at {site}",
         timeout_s=np.float64(timeout_s),
     )
-
-
-def _other_manual_axes(axis_name: tuple[str, ...]) -> tuple[str, ...]:
-    """The mesh axes of the surrounding `shard_map` that tell groups apart."""
-    return tuple(name for name in jax.sharding.get_abstract_mesh().manual_axes if name not in axis_name)

@@ -2,7 +2,7 @@
 
 Padded steps, as many as the largest pair of ranks needs. Two forms: `all_to_all`s, which
 each group of ranks does on its own, and, for networks, permutes in which no rank sends to
-the rank that it receives from.
+the rank that it receives from (`one_way.py`).
 """
 
 from collections.abc import Callable
@@ -12,9 +12,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
+from jax_moe_lb.ops.one_way import (
+    Axes,
+    from_wire,
+    one_way_permutes,
+    other_manual_axes,
+    permute,
+    to_wire,
+    way_round_of,
+)
 from jax_moe_lb.types import iota
 
-Axes = tuple[str, ...]
 Sizes = Int[Array, "U"]
 PerPeer = Int[Array, "R"]
 
@@ -34,7 +42,7 @@ def padded_all_to_all(
     return _slice_by_slice(_all_to_all_steps, operand, output, where, axis_name)
 
 
-def shifted_all_to_all(
+def one_way_all_to_all(
     operand: Shaped[Array, "P *X"],
     output: Shaped[Array, "Q *X"],
     input_offsets: Sizes,
@@ -46,11 +54,8 @@ def shifted_all_to_all(
 ) -> Shaped[Array, "Q *X"]:
     """`ragged_all_to_all` out of permutes; see there.
 
-    Between processes XLA:CPU talks over TCP, one connection per pair of ranks. A rank that
-    sends to and receives from the same peer gets half the speed as soon as the two come at
-    different times, so rank `r` sends to `r + s` and receives from `r - s`, for every `s`;
-    where these are the same rank, one half of the ranks sends first, then the other. All
-    devices of the mesh must take part.
+    A permute is one operation of all devices of the mesh: all of them must call this equally often, also in groups
+    side by side.
     """
     where = (input_offsets, send_sizes, output_offsets, recv_sizes)
     return _slice_by_slice(_permute_steps, operand, output, where, axis_name)
@@ -78,14 +83,13 @@ def _slice_by_slice(
     per_pair = sizes.shape[0] // jax.lax.axis_size(axis_name)
     if operand.shape[0] == 0 or output.shape[0] == 0:
         return output
-    # XLA:CPU sends a narrow float as a wider one.
-    dtype, wire = operand.dtype, _wire_dtype(operand)
-    operand, output = (_cast(array, wire) for array in (operand, output))
+    dtype = operand.dtype
+    operand, output = to_wire(operand), to_wire(output)
     for i in range(per_pair):
         pairs = _Pairs(*(array[i::per_pair] for array in (starts, sizes, landings, arriving)))
         output = _copy_own(operand, output, pairs, axis_name)
         output = steps(operand, output, pairs, axis_name)
-    return _cast(output, dtype)
+    return from_wire(output, dtype)
 
 
 def _all_to_all_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes) -> Array:
@@ -111,32 +115,33 @@ def _permute_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes
     num_ranks = pairs.sizes.shape[0]
     chunk = -(-operand.shape[0] // num_ranks)
     me, lane = jax.lax.axis_index(axis_name), iota(chunk)
-    for shift in range(1, num_ranks):
-        to, source = (me + shift) % num_ranks, (me - shift) % num_ranks
-        num_steps = jax.lax.pmax((pairs.sizes[to] + chunk - 1) // chunk, axis_name)
-        for way in one_way_permutes(num_ranks, shift):
-            receives = jnp.asarray([i in [to for _, to in way] for i in range(num_ranks)])[me]
+    way_round = way_round_of(operand, axis_name)
+    ways = one_way_permutes(num_ranks, swaps=way_round is not None)
+    if not ways:
+        return output
+    to = jnp.stack([_partner(way, num_ranks)[me] for way in ways])
+    source = jnp.stack([_partner([(b, a) for a, b in way], num_ranks)[me] for way in ways])
+    num_chunks = (jnp.where(to == me, 0, pairs.sizes[to]) + chunk - 1) // chunk
+    # Groups side by side too.
+    num_steps = jax.lax.pmax(num_chunks, axis_name + other_manual_axes(axis_name))
+    for n, way in enumerate(ways):
 
-            def step(
-                i: Array, output: Array, to: Array = to, source: Array = source, way: list = way, on: Array = receives
-            ) -> Array:
-                offset = i * chunk + lane
-                rows = operand.at[pairs.starts[to] + offset].get(mode="clip")
-                rows = jax.lax.ppermute(rows, axis_name, way)
-                arrives = on & (offset < pairs.arriving[source])
-                into = jnp.where(arrives, pairs.landings[source] + offset, output.shape[0])
-                return output.at[into].set(rows, mode="drop")
+        def step(i: Array, output: Array, n: int = n, way: list[tuple[int, int]] = way) -> Array:
+            offset = i * chunk + lane
+            rows = operand.at[pairs.starts[to[n]] + offset].get(mode="clip")
+            rows = permute(rows, axis_name, way, way_round)
+            arrives = (source[n] != me) & (offset < pairs.arriving[source[n]])
+            into = jnp.where(arrives, pairs.landings[source[n]] + offset, output.shape[0])
+            return output.at[into].set(rows, mode="drop")
 
-            output = jax.lax.fori_loop(0, num_steps, step, output)
+        output = jax.lax.fori_loop(0, num_steps[n], step, output)
     return output
 
 
-def one_way_permutes(num_ranks: int, shift: int) -> list[list[tuple[int, int]]]:
-    """From every rank to the one `shift` above, so that no permute holds a pair and its reverse."""
-    pairs = [(i, (i + shift) % num_ranks) for i in range(num_ranks)]
-    if 2 * shift != num_ranks:
-        return [pairs]
-    return [pairs[:shift], pairs[shift:]]
+def _partner(way: list[tuple[int, int]], num_ranks: int) -> PerPeer:
+    """The rank that each rank sends to; itself if it sends to none."""
+    partner = dict(way)
+    return jnp.asarray([partner.get(rank, rank) for rank in range(num_ranks)], jnp.int32)
 
 
 def _copy_own(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes) -> Array:
@@ -146,14 +151,3 @@ def _copy_own(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes) -> 
     kept = (place >= 0) & (place < pairs.sizes[me])
     rows = operand.at[pairs.starts[me] + place].get(mode="clip")
     return jnp.where(kept.reshape(-1, *[1] * (output.ndim - 1)), rows, output)
-
-
-def _wire_dtype(array: Array) -> jnp.dtype:
-    """An integer of the same width for floats of 16 bits or less."""
-    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize > 2:
-        return array.dtype
-    return jnp.dtype(f"uint{8 * array.dtype.itemsize}")
-
-
-def _cast(array: Array, dtype: jnp.dtype) -> Array:
-    return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jax_moe_lb._pytree import pytree
+from jax_moe_lb.ops.one_way import agreed
 from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
 from jax_moe_lb.plan import Plan, load
 from jax_moe_lb.split import nearest_first
@@ -72,7 +73,7 @@ class Direct(Dispatch):
             first_landed=told[:, 0],
             arriving=arriving,
             first_at_source=told[:, 1],
-            rounds=(load(plan).max() + capacity - 1) // capacity,
+            rounds=agreed((load(plan).max() + capacity - 1) // capacity, axes),
         )
 
     def send(self, copies: Copies, receipt: Receipt, i: Int[Array, ""], topology: Topology) -> tuple[Rows, GroupSizes]:

@@ -23,7 +23,8 @@ class AnyReceipt:
     Args:
         order: the copy, `token * K + k`, that stands at each place of the sending order.
         place: its inverse: the place of each copy.
-        rounds: how often `A` rows are needed by the rank with the highest load.
+        rounds: how often `A` rows are needed by the rank with the highest load; where exchanges need all groups to
+            take part, by that of any of them.
     """
 
     order: Int[Array, "C"]

@@ -12,6 +12,7 @@ from jaxtyping import Array
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.hybrid import Domains
+from jax_moe_lb.ops.gather_tiles import gather_tiles, sum_tiles
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.codec import Codec, Encoded, average
@@ -100,14 +101,14 @@ class Migrate:
 def _gather(leaf: Array, axes: tuple[str, ...]) -> Array:
     """Blocks of all ranks along `axes`, in the order of `axis_index`; the last axis is gathered first."""
     for axis in reversed(axes):
-        leaf = leaf if jax.lax.axis_size(axis) == 1 else jax.lax.all_gather(leaf, axis, tiled=True)
+        leaf = leaf if jax.lax.axis_size(axis) == 1 else gather_tiles(leaf, axis)
     return leaf
 
 
 def _reduce_scatter(leaf: Array, axes: tuple[str, ...]) -> Array:
     """The transpose of `_gather`."""
     for axis in axes:
-        leaf = leaf if jax.lax.axis_size(axis) == 1 else jax.lax.psum_scatter(leaf, axis, tiled=True)
+        leaf = leaf if jax.lax.axis_size(axis) == 1 else sum_tiles(leaf, axis)
     return leaf
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Int
 
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb.legality import check_plan, ensure
+from jax_moe_lb.ops.one_way import agreed
 from jax_moe_lb.plan import Plan, load
 from jax_moe_lb.split import nearest_first
 from jax_moe_lb.topology import Topology
@@ -80,7 +81,7 @@ class Spray(Dispatch):
         order = sending_order(experts.reshape(-1), going, plan)
         passing = relays_of(_rows_by_relay(going.sum(0, dtype=jnp.int32), counts, plan, topology), me)
         capacity = self.capacity(experts.size)
-        rounds = (load(plan).max() + capacity - 1) // capacity
+        rounds = agreed((load(plan).max() + capacity - 1) // capacity, topology.expert_axes)
         step = _rows_per_step(passing, capacity, rounds, topology)
         return SprayReceipt(
             order=order,
@@ -167,7 +168,8 @@ def _rows_per_step(relays: Relays, capacity: int, rounds: Int[Array, ""], topolo
             return jnp.maximum(most, fullest(relays, window, topology))
 
         none = relays.passing.size.sum(dtype=jnp.int32) * 0
-        return jax.lax.pmax(jax.lax.fori_loop(0, rounds * steps, one, none), topology.expert_axes)
+        most = jax.lax.pmax(jax.lax.fori_loop(0, rounds * steps, one, none), topology.expert_axes)
+        return agreed(most, topology.expert_axes)
 
     def halve(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         step = (carry[0] + 1) // 2

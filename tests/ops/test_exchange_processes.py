@@ -5,11 +5,18 @@ import socket
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
+from tests.layer import assert_close, make_mesh
+from tests.ops.layer_of_groups import layer_step
 from tests.ops.test_ragged_all_to_all import draw_case, reference
+
+ROOT = Path(__file__).parents[2]
 
 RANK = textwrap.dedent(
     """
@@ -35,7 +42,10 @@ RANK = textwrap.dedent(
         address, 2, process, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=5, initialization_timeout=30
     )
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
+    from jax_moe_lb.ops.gather_tiles import gather_tiles
+    from jax_moe_lb.ops.one_way import agreed
     from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
+    from tests.ops.layer_of_groups import layer_step
 
     def place(mesh, spec, array):
         return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
@@ -46,15 +56,35 @@ RANK = textwrap.dedent(
 
         def one_rank(*args):
             args = [arg[0] for arg in args]
-            # Groups side by side may loop differently often.
-            own = 1 if names == axes else 1 + 2 * jax.lax.axis_index("data")
+            # Groups side by side want to loop differently often.
+            own = jnp.int32(1) if names == axes else 1 + 2 * jax.lax.axis_index("data")
             body = lambda _, output: ragged_all_to_all(args[0], output, *args[2:], axis_name=axes)
-            return jax.lax.fori_loop(0, own, body, args[1])[None]
+            return jax.lax.fori_loop(0, agreed(own, axes), body, args[1])[None]
 
         step = jax.jit(jax.shard_map(one_rank, mesh=mesh, in_specs=(spec,) * 6, out_specs=spec))
         out = step(*(place(mesh, spec, array) for array in case))
         for shard in out.addressable_shards:
             yield shard.index[0].start or 0, np.asarray(shard.data)[0]
+
+    def gathered(gather, dtype):
+        mesh = jax.make_mesh((2, 2), ("dc", "gpu"), axis_types=(AxisType.Auto,) * 2)
+        spec = PartitionSpec(("dc", "gpu"))
+
+        def one_rank(block, upstream):
+            tiles, pull_back = jax.vjp(lambda block: gather(block, "dc"), block)
+            return tiles[None], pull_back(upstream[0].astype(tiles.dtype))[0]
+
+        step = jax.jit(jax.shard_map(one_rank, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec)))
+        rng = np.random.default_rng(0)
+        block = (rng.normal(size=(12, 5)) * 9).astype(jnp.dtype(dtype))
+        upstream = (rng.normal(size=(4, 6, 5)) * 9).astype(np.float32)
+        args = place(mesh, spec, block), place(mesh, spec, upstream)
+        text = step.lower(*args).as_text()
+        return step(*args), text.count("collective_permute"), "bf16" in text.split("collective_permute")[0][-80:]
+
+    def same(ours, theirs):
+        pairs = zip(ours.addressable_shards, theirs.addressable_shards)
+        return all((np.asarray(a.data) == np.asarray(b.data)).all() for a, b in pairs)
 
     try:
         cases = np.load(case_file)
@@ -68,6 +98,14 @@ RANK = textwrap.dedent(
             pairs[:2] = [array.astype(jnp.dtype(dtype)) for array in pairs[:2]]
             for rank, rows in run(("expert",), (2, 2), ("expert", "data"), pairs):
                 results[f"pairs {dtype} {rank}"] = rows.astype(np.float32)
+            ours, num_permutes, _ = gathered(gather_tiles, dtype)
+            theirs, *_ = gathered(lambda block, axis: jax.lax.all_gather(block, axis, tiled=True), dtype)
+            results[f"gather {dtype} {process}"] = [same(*pair) for pair in zip(ours, theirs)] + [num_permutes]
+        mesh = jax.make_mesh((2, 2), ("expert", "data"), axis_types=(AxisType.Auto,) * 2)
+        layer = layer_step(mesh, lambda spec, array: place(mesh, spec, np.asarray(array)))
+        for name, array in zip(("y", "rounds", *("gradient %d" % i for i in range(4))), jax.tree.leaves(layer)):
+            whole = jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))(array)
+            results[f"layer {name} {process}"] = np.asarray(whole.addressable_data(0))
         np.savez(case_file.replace("cases", f"results{process}"), **results)
         jax.distributed.shutdown()
     except BaseException:
@@ -100,6 +138,7 @@ def results(tmp_path_factory):
             [sys.executable, "-c", RANK, str(folder / "cases.npz"), address, str(i)],
             stderr=subprocess.PIPE,
             text=True,
+            cwd=ROOT,
             env={name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")},
         )
         for i in range(2)
@@ -134,11 +173,33 @@ def test_four_ranks_of_two_processes(results, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_groups_across_processes_that_loop_differently_often(results, dtype):
-    """The devices of a process belong to two groups."""
+def test_groups_across_processes_side_by_side(results, dtype):
+    """The devices of a process belong to two groups, which want to loop differently often."""
     cases, received = results
     for group in range(2):
         ranks = slice(group, None, 2)
         operand, output, *where, _ = (cases[f"pairs {i}"][ranks] for i in range(6))
         got = np.stack([received[f"pairs {dtype} {rank}"] for rank in range(4)][ranks])
         np.testing.assert_array_equal(got, reference(operand, output, *where))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gather_between_two_processes_equals_that_of_xla(results, dtype):
+    """Values to the bit; of two gradients there is one sum."""
+    for process in range(2):
+        values, gradients, num_permutes = results[1][f"gather {dtype} {process}"]
+        assert values
+        assert gradients
+        assert num_permutes == 4  # a cycle and a hop, forward and backward
+
+
+def test_a_layer_across_processes_whose_groups_need_different_rounds(results):
+    mesh = make_mesh((2, 2), ("expert", "data"))
+    want = layer_step(mesh, lambda spec, array: jax.device_put(array, NamedSharding(mesh, spec)))
+    assert want[0][1].tolist() == [2, 1]
+    names = ("y", "rounds", *(f"gradient {i}" for i in range(4)))
+    for process in range(2):
+        got = [results[1][f"layer {name} {process}"] for name in names]
+        assert got[1].tolist() == [2, 2]
+        for ours, theirs in zip(got[:1] + got[2:], [want[0][0], *jax.tree.leaves(want[1])], strict=True):
+            assert_close(ours, np.asarray(theirs), 1e-6)

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_moe_lb.ops.one_way import one_way_permutes
 from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
-from jax_moe_lb.ops.ragged_by_steps import one_way_permutes, padded_all_to_all, shifted_all_to_all
+from jax_moe_lb.ops.ragged_by_steps import one_way_all_to_all, padded_all_to_all
 from tests.layer import make_mesh
 
 
@@ -70,7 +71,7 @@ def test_the_accelerators_path_lowers():
     assert "while" not in text
 
 
-FORMS = {"padded": padded_all_to_all, "shifted": shifted_all_to_all}
+FORMS = {"padded": padded_all_to_all, "one way": one_way_all_to_all}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5, 6])
@@ -86,14 +87,22 @@ def test_steps_of_collectives_against_a_loop(form, num_ranks):
 
 
 def test_no_permute_holds_a_pair_and_its_reverse():
-    for num_ranks in range(2, 10):
-        sent = set()
-        for shift in range(1, num_ranks):
-            for way in one_way_permutes(num_ranks, shift):
-                assert not {(b, a) for a, b in way} & set(way)
-                assert len({a for a, _ in way}) == len({b for _, b in way}) == len(way)
-                sent |= set(way)
-        assert len(sent) == num_ranks * (num_ranks - 1)
+    for num_ranks in range(1, 17):
+        sent = []
+        for way in one_way_permutes(num_ranks):
+            assert not {(b, a) for a, b in way} & set(way)
+            assert len({a for a, _ in way}) == len({b for _, b in way}) == len(way)
+            sent += way
+        assert len(set(sent)) == len(sent) == num_ranks * (num_ranks - 1)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 6, 8])
+def test_halves_send_to_each_other_at_the_same_time(num_ranks):
+    half = num_ranks // 2
+    across = [[(a < half) for a, b in way if (a < half) != (b < half)] for way in one_way_permutes(num_ranks)]
+    for up in filter(None, across):
+        assert sum(up) == half
+        assert len(up) == num_ranks
 
 
 @pytest.mark.parametrize("form", ["in process", *FORMS])

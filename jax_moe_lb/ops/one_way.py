@@ -1,0 +1,117 @@
+"""Permutes for networks: in none of them does a rank send to the rank that it receives from.
+
+Between processes XLA:CPU talks over TCP, one connection per pair of ranks, on which "I am ready to receive" waits
+behind the sender's own data. Two ranks that send to each other at once get half the speed as soon as they come at
+different times. Cycles of three ranks and more do not.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Shaped
+
+Axes = tuple[str, ...]
+Pairs = list[tuple[int, int]]
+"""`(from, to)`, at most one from and one to each rank."""
+
+
+def one_way_permutes(num_ranks: int, *, swaps: bool = False) -> list[Pairs]:
+    """Permutes by which every rank sends once to every other one.
+
+    The ranks are halved again and again, and each time every rank of one half sends to a rank of the other, so that
+    where a link is shared between the halves both directions are busy. Two ranks alone send one after the other.
+
+    Args:
+        num_ranks: of a group.
+        swaps: two ranks alone may send to each other in one permute: `permute` finds a way round.
+    """
+    if num_ranks == 2:
+        return [[(0, 1), (1, 0)]] if swaps else [[(0, 1)], [(1, 0)]]
+    if num_ranks % 2:
+        return [[(i, (i + shift) % num_ranks) for i in range(num_ranks)] for shift in range(1, num_ranks)]
+    half = num_ranks // 2
+    ways = [
+        [(i, half + (i + shift) % half) for i in range(half)]
+        + [(half + i, (i + 1 - shift) % half) for i in range(half)]
+        for shift in range(half)
+    ]
+    inside = one_way_permutes(half, swaps=swaps)
+    return ways + [way + [(half + source, half + to) for source, to in way] for way in inside]
+
+
+def permute(x: Shaped[Array, "*X"], axes: Axes, pairs: Pairs, way_round: str | None = None) -> Shaped[Array, "*X"]:
+    """`jax.lax.ppermute`, in which ranks may send to each other where there is a way round.
+
+    Then the group's lower rank sends to its peer, but the peer to the next group's lower rank, which passes it on:
+    cycles over the groups along `way_round`, and one more hop inside their lower halves.
+
+    Args:
+        x: what this rank sends.
+        axes: of the group.
+        pairs: with every pair its reverse, or none.
+        way_round: of `way_round_of(x, axes)`; not needed for pairs without their reverse.
+    """
+    if way_round is None or pairs[0][::-1] not in pairs:
+        return jax.lax.ppermute(x, axes, pairs)
+    groups, lower = jax.lax.axis_size(way_round), sorted(a for a, b in pairs if a < b)
+    place = {(a, i): a * groups + i for pair in pairs for a in pair for i in range(groups)}
+    up = [(place[a, i], place[b, i]) for a, b in pairs if a < b for i in range(groups)]
+    down = [(place[b, i], place[a, (i + 1) % groups]) for b, a in pairs if a < b for i in range(groups)]
+    passed_on = [(place[a, (i + 1) % groups], place[a, i]) for a in lower for i in range(groups)]
+    arrived = jax.lax.ppermute(x, (*axes, way_round), up + down)
+    hopped = jax.lax.ppermute(arrived, (*axes, way_round), passed_on)
+    return jnp.where(is_one_of(lower, axes), hopped, arrived)
+
+
+def way_round_of(x: Shaped[Array, "*X"], axes: Axes) -> str | None:
+    """A mesh axis inside `axes`, over which `x` differs anyway: hops along it are the short ones; `None` without one.
+
+    Mesh axes are taken to be in order, the slowest links outermost.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    split = [name for name in axes if jax.lax.axis_size(name) > 1]
+    # Without `check_vma` nothing is known to vary.
+    may = jax.typeof(x).manual_axis_type.varying or mesh.manual_axes
+    last = max((mesh.axis_names.index(name) for name in split), default=len(mesh.axis_names))
+    inside = [name for name in mesh.axis_names[last + 1 :] if name in may and name in mesh.manual_axes]
+    return next((name for name in inside if jax.lax.axis_size(name) > 1), None)
+
+
+def is_one_of(ranks: list[int], axes: Axes) -> Bool[Array, ""]:
+    """Whether this rank is."""
+    table = jnp.zeros((jax.lax.axis_size(axes),), bool).at[jnp.asarray(ranks, jnp.int32)].set(True)
+    return table[jax.lax.axis_index(axes)]
+
+
+def other_manual_axes(axes: Axes) -> Axes:
+    """The mesh axes of the surrounding `shard_map` that tell groups apart."""
+    return tuple(name for name in jax.sharding.get_abstract_mesh().manual_axes if name not in axes)
+
+
+def agreed(number: Int[Array, "*X"], axes: Axes) -> Int[Array, "*X"]:
+    """How often a loop runs whose body exchanges over `axes`: the largest number over the groups side by side.
+
+    That is so between processes on CPUs alone, where the exchange is made of permutes: a permute is one operation of
+    all devices of a mesh, and a group that ran fewer would keep the others waiting for ever. Elsewhere it is `number`.
+    """
+    others = other_manual_axes(axes)
+    if jax.process_count() == 1 or jax.lax.axis_size(others) == 1:
+        return number
+    varying = tuple(name for name in others if name in jax.typeof(number).manual_axis_type.varying)
+
+    def largest(number: Array) -> Array:
+        number = jax.lax.pmax(number, others)
+        return jax.lax.pcast(number, varying, to="varying") if varying else number
+
+    return jax.lax.platform_dependent(number, cpu=largest, default=lambda number: number)
+
+
+def to_wire(x: Shaped[Array, "*X"]) -> Shaped[Array, "*X"]:
+    """Floats of 16 bits or less as integers of the same width: XLA:CPU sends a narrow float as a wider one."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
+        return x
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def from_wire(x: Shaped[Array, "*X"], dtype: jnp.dtype) -> Shaped[Array, "*X"]:
+    """What `to_wire` made of this dtype."""
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
