@@ -30,6 +30,8 @@ class Work:
         gradient_bytes: gradients of those experts as they travel home in the backward pass. 0, the default, is the
             paper's forward view; above 0 the backward pass counts as well.
         backward_s: compute of the backward pass that hides the gradients' way home, in seconds.
+        backward_exchanges: of the backward pass. This package's executor makes 3, as it sends the copies again where
+            others would keep them.
     """
 
     token_bytes: float
@@ -37,6 +39,7 @@ class Work:
     pre_expert_s: float
     gradient_bytes: float = 0.0
     backward_s: float = 0.0
+    backward_exchanges: int = 2
 
     def __post_init__(self) -> None:
         for name in ("token_bytes", "expert_bytes"):
@@ -46,6 +49,8 @@ class Work:
             if not 0 <= getattr(self, name) < math.inf:
                 value = getattr(self, name)
                 raise ValueError(f"Work.{name} is {value}; expected a finite number of {unit}, at least 0")
+        if self.backward_exchanges < 0:
+            raise ValueError(f"Work.backward_exchanges is {self.backward_exchanges}; expected at least 0")
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ def latency(work: Work, level: Level, domain_size: int, experts: int = 1) -> Lat
     home_s = _transfer(level, work.gradient_bytes * experts * (domain_size - 1))
     total = max(work.pre_expert_s, gather_s) + 2 * exchange_s
     if work.gradient_bytes:
-        total += max(work.backward_s, home_s) + 2 * exchange_s
+        total += max(work.backward_s, home_s) + work.backward_exchanges * exchange_s
     hidden = min(work.pre_expert_s, gather_s)
     return Latency(domain_size, gather_bytes, exchange_bytes, gather_s, exchange_s, hidden, total)
 

@@ -1,8 +1,20 @@
 """Namespaces, interfaces and routes, by `ip`; what they carried, by their counters."""
 
+import ipaddress
 import json
 import subprocess
 from dataclasses import dataclass
+
+STEADY = (
+    # A connection that paused starts as fast as it ended.
+    "net.ipv4.tcp_slow_start_after_idle=0",
+    # Queues are long and lose nothing: what is late is on its way, and not to be sent again.
+    "net.ipv4.tcp_early_retrans=0",
+)
+"""Of every namespace, so that times and bytes do not depend on what came before."""
+
+LATE = "rto_min 5s"
+"""Of every route, for the same reason."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +63,7 @@ def add_namespace(name: str, *settings: str) -> None:
     """
     run("ip", "netns", "add", name)
     ip(name, "link set lo up")
-    # Else a connection that paused starts slowly again, and times depend on what came before.
-    for setting in ("net.ipv4.tcp_slow_start_after_idle=0", *settings):
+    for setting in (*STEADY, *settings):
         key, value = setting.split("=")
         run("ip", "netns", "exec", name, "sh", "-c", f"echo {value} > /proc/sys/{key.replace('.', '/')}")
 
@@ -84,8 +95,16 @@ def plug(port: Interface, bridge: str) -> None:
 
 
 def add_address(at: Interface, address: str) -> None:
-    """`10.0.0.1/24`, for example."""
-    ip(at.namespace, f"address add {address} dev {at.device}")
+    """`10.0.0.1/24`, for example; with the route to its subnet, if that is more than this address."""
+    ip(at.namespace, f"address add {address} dev {at.device} noprefixroute")
+    subnet = ipaddress.ip_interface(address).network
+    if subnet.num_addresses > 1:
+        add_route(at.namespace, str(subnet), f"dev {at.device} src {address.split('/')[0]}")
+
+
+def add_route(namespace: str, subnet: str, way: str) -> None:
+    """To `10.99.0.1/32`, for example, the way `via 10.0.0.2`."""
+    ip(namespace, f"route add {subnet} {LATE} {way}")
 
 
 def counters(at: Interface) -> Counters:

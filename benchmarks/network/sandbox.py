@@ -33,7 +33,7 @@ try ip link add probe2 type bridge
 try tc qdisc add dev probe0 root handle 1: htb default 20
 try tc class add dev probe0 parent 1: classid 1:1 htb rate 8mbit
 try tc qdisc add dev probe0 parent 1:1 pfifo limit 100
-try tc filter add dev probe0 parent 1: protocol ip prio 1 u32 match u16 0x0000 0xff00 at 2 flowid 1:1
+try tc filter add dev probe0 parent 1: protocol ip prio 1 u32 match u16 0x0000 0xffc0 at 2 flowid 1:1
 """
 
 

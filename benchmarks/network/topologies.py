@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from benchmarks.network.links import Interface, add_address, add_bridge, add_namespace, connect, ip, plug
+from benchmarks.network.links import Interface, add_address, add_bridge, add_namespace, add_route, connect, plug
 from benchmarks.network.network import Host, Network
 from benchmarks.network.shaping import check_rate
 
@@ -131,7 +131,8 @@ class Rails:
             subnet = f"10.88.{wire // 256}."
             add_address(near, f"{subnet}{wire % 256 + 1}/30")
             add_address(far, f"{subnet}{wire % 256 + 2}/30")
-            ip("spine", f"route add {self._address(node, rail)}/32 via {subnet}{wire % 256 + 1} dev {far.device}")
+            near_end = f"via {subnet}{wire % 256 + 1} dev {far.device}"
+            add_route("spine", f"{self._address(node, rail)}/32", near_end)
             far_ends.append(far)
         return ["spine"], far_ends
 
@@ -146,7 +147,7 @@ class Rails:
             way = f"via 10.88.{rail}.{other_node + 1} dev nic0"
         else:
             way = f"via 10.77.{node}.{other_rail + 1} dev eth0"
-        ip(f"n{node}r{rail}", f"route add {self._address(*to)}/32 {way} src {self._address(*rank)}")
+        add_route(f"n{node}r{rail}", f"{self._address(*to)}/32", f"{way} src {self._address(*rank)}")
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ class Multipath:
         for node, name in enumerate(nodes):
             for other in set(range(self.nodes)) - {node}:
                 hops = " ".join(f"nexthop via 10.88.{plane}.{other + 1} dev nic{plane}" for plane in planes)
-                ip(name, f"route add 10.99.{other}.0/24 {hops}")
+                add_route(name, f"10.99.{other}.0/24", hops)
         names = (*nodes, *(f"plane{plane}" for plane in planes))
         network = Network(tuple(hosts), tuple(nics), (*nics, *far_ends), names)
         network.set_rate(self.nic_bits_per_s)

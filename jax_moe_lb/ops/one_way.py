@@ -87,6 +87,16 @@ def other_manual_axes(axes: Axes) -> Axes:
     return tuple(name for name in jax.sharding.get_abstract_mesh().manual_axes if name not in axes)
 
 
+def near_neighbours(axes: Axes) -> Axes:
+    """The axes in the order of the mesh between processes, where a sum over ranks passes them one after the other.
+
+    Then only few of its hops are long ones. In one process they stay in the order in which they were given.
+    """
+    if jax.process_count() == 1:
+        return axes
+    return tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes)
+
+
 def agreed(number: Int[Array, "*X"], axes: Axes) -> Int[Array, "*X"]:
     """How often a loop runs whose body exchanges over `axes`: the largest number over the groups side by side.
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb.experts import Experts
+from jax_moe_lb.ops.one_way import near_neighbours
 from jax_moe_lb.types import wide_dtype
 
 
@@ -132,6 +133,7 @@ def average(experts: Experts, axes: tuple[str, ...]) -> Experts:
     Any expert that is equal on all ranks and near the others will do. So take the weights before an optimizer step:
     the all-reduce then runs beside the backward pass, and is done when the step is.
     """
+    axes = near_neighbours(axes)
 
     def mean(leaf: Float[Array, "G *X"]) -> Array:
         total = jax.lax.psum(leaf.astype(wide_dtype(leaf)).sum(0), axes)

@@ -1,0 +1,224 @@
+"""One MoE layer across two datacenters: which domain size is fastest, and does the model say so?
+
+Run it with `python -m benchmarks.network.bench_hybridep --json FILE`, as root or with user namespaces. Two processes of
+two devices each, in network namespaces, with 100 to 1000 Mbit/s between them: seconds of a step (forward and backward)
+and bytes on the link, predicted and measured, for every domain size and compression ratio.
+
+Predicted seconds are those of the model on the link between, plus those of the same program without a limit on it.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.network import sandbox
+from benchmarks.network.launch import Rank
+from benchmarks.network.shaping import payload_bytes_per_s
+from benchmarks.network.topologies import TwoDatacenters
+
+RATES_BITS_PER_S = (100e6, 300e6, 1000e6)
+
+TOKENS_AND_INNER = ((2048, 16), (1024, 128), (512, 128), (256, 256))
+"""`T` and `F`: from many tokens and small experts to the reverse."""
+
+WIDTH = 512
+
+DEVICES_PER_PROCESS = 2
+
+CLEARLY = 1.2
+"""Predictions that differ by less say nothing about the winner."""
+
+
+# ---- a rank --------------------------------------------------------------------
+
+
+def body(rank: Rank, repeats: int) -> list[dict[str, Any]]:
+    """Times every program at every rate; all ranks do the same, and the first throttles and counts."""
+    from benchmarks.network.jax_ranks import check_same_program
+    from benchmarks.network.layer import CHOICES, Sizes, jitted_step
+
+    records = []
+    for num_tokens, inner in TOKENS_AND_INNER:
+        sizes = Sizes(num_tokens, WIDTH, inner)
+        for choice in CHOICES:
+            step, args = jitted_step(choice, sizes)
+            lowered = step.lower(*args)
+            check_same_program(lowered.as_text())
+            program = lowered.compile()
+            _step(rank, program, args)
+            record = {"sizes": dataclasses.asdict(sizes), "choice": dataclasses.asdict(choice), "at": {}}
+            for rate in (None, *RATES_BITS_PER_S):
+                if rank.index == 0:
+                    rank.network.set_rate(rate)
+                times_s, sent_bytes = zip(*(_step(rank, program, args) for _ in range(repeats)), strict=True)
+                record["at"][str(rate)] = {"seconds": times_s, "sent_bytes": sent_bytes}
+            if rank.index == 0:
+                rank.network.set_rate(None)
+                print(f"T {num_tokens}, F {inner}, {choice}", flush=True)
+            records.append(record)
+    return records
+
+
+def _step(rank: Rank, program: Any, args: tuple) -> tuple[float, list[int]]:
+    """Seconds of one step, and bytes that each datacenter sent, as the first rank counts them."""
+    import jax
+
+    from benchmarks.network.jax_ranks import barrier
+
+    barrier("throttled")
+    before = rank.network.counters() if rank.index == 0 else ()
+    barrier("counted")
+    start_s = time.perf_counter()
+    jax.block_until_ready(program(*args))
+    seconds = time.perf_counter() - start_s
+    barrier("done")
+    after = rank.network.counters() if rank.index == 0 else ()
+    return seconds, [end.sent_bytes - start.sent_bytes for start, end in zip(before, after, strict=True)]
+
+
+# ---- the parent ----------------------------------------------------------------
+
+
+def measure(repeats: int) -> list[dict[str, Any]]:
+    """One row per program and rate, ready for a file."""
+    from benchmarks.network.jax_ranks import launch_jax
+    from benchmarks.network.layer import Choice, Sizes, wan_bytes, wan_s
+
+    with TwoDatacenters(1, None).build() as network:
+        ranks = launch_jax(
+            network, lambda rank: body(rank, repeats), devices_per_process=DEVICES_PER_PROCESS, deadline_s=900
+        )
+    rows = []
+    for of_ranks in zip(*ranks, strict=True):
+        first = of_ranks[0]
+        sizes, choice = Sizes(**first["sizes"]), Choice(**first["choice"])
+
+        def seconds(rate: float | None, of_ranks: tuple = of_ranks) -> list[float]:
+            """A step is done when its last rank is."""
+            return np.max([record["at"][str(rate)]["seconds"] for record in of_ranks], 0).tolist()
+
+        for rate in RATES_BITS_PER_S:
+            link_s = wan_s(sizes, choice, payload_bytes_per_s(rate))
+            rows.append(
+                {
+                    "wan_bits_per_s": rate,
+                    "sizes": first["sizes"],
+                    "token_bytes": sizes.token_bytes,
+                    "expert_bytes": sizes.expert_bytes,
+                    "encoded_bytes": sizes.encoded_bytes(choice.codec),
+                    "domain_sizes": [choice.dc, choice.gpu],
+                    "ratio": choice.ratio,
+                    "predicted_bytes": wan_bytes(sizes, choice),
+                    "counted_bytes": first["at"][str(rate)]["sent_bytes"],
+                    "predicted_wan_s": link_s,
+                    "unlimited_s": seconds(None),
+                    "predicted_s": link_s + float(np.median(seconds(None))),
+                    "measured_s": seconds(rate),
+                }
+            )
+    return rows
+
+
+def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of every rate, size of tokens and experts, and ratio: the model's choice across datacenters, and the fastest."""
+    from benchmarks.network.layer import RATIOS, Sizes, work_of
+    from jax_moe_lb import Level
+    from jax_moe_lb.streams import choose_level
+
+    points = []
+    for first in (row for row in rows if row["domain_sizes"] == [1, 1]):
+        alike = [row for row in rows if all(row[key] == first[key] for key in ("wan_bits_per_s", "sizes"))]
+        for ratio in RATIOS:
+            candidates = [row for row in alike if row["ratio"] == ratio or row["domain_sizes"] == [1, 1]]
+            rate = payload_bytes_per_s(first["wan_bits_per_s"]) / DEVICES_PER_PROCESS
+            choice = choose_level(work_of(Sizes(**first["sizes"]), ratio), Level("dc", 2, rate))
+            best = min(candidates, key=lambda row: np.median(row["measured_s"]))
+            predicted = [min(row["predicted_s"] for row in candidates if row["domain_sizes"][0] == dc) for dc in (1, 2)]
+            points.append(
+                {
+                    "row": first,
+                    "ratio": ratio,
+                    "model": choice.best.domain_size,
+                    "measured": best["domain_sizes"],
+                    "clear": max(predicted) > CLEARLY * min(predicted),
+                    "speedup": float(np.median(first["measured_s"]) / np.median(best["measured_s"])),
+                }
+            )
+    return points
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Predicted and measured seconds of plain expert parallelism and of domains across the datacenters."""
+    from benchmarks.network.layer import RATIOS
+
+    heads = ["1 x 1", *(f"2 x 1, CR {ratio:.0f}" for ratio in RATIOS)]
+    lines = [
+        "| Mbit/s | tokens MB | experts MB | " + " | ".join(heads) + " | fastest of all |",
+        "|---|---|---|" + "---|" * 5,
+    ]
+    for first in (row for row in rows if row["domain_sizes"] == [1, 1]):
+        alike = [row for row in rows if all(row[key] == first[key] for key in ("wan_bits_per_s", "sizes"))]
+        across = [row for row in alike if row["domain_sizes"] == [2, 1]]
+        cells = [
+            f"{first['wan_bits_per_s'] / 1e6:.0f}",
+            *(f"{first[key] / 1e6:.2f}" for key in ("token_bytes", "expert_bytes")),
+        ]
+        for row in (first, *across):
+            low, median, high = np.quantile(row["measured_s"], [0, 0.5, 1])
+            cells.append(f"{row['predicted_s']:.2f}: {median:.2f} ({low:.2f}-{high:.2f})")
+        best = min(alike, key=lambda row: np.median(row["measured_s"]))
+        gain = np.median(first["measured_s"]) / np.median(best["measured_s"])
+        name = " x ".join(map(str, best["domain_sizes"])) + f", CR {best['ratio']:.0f}" * (best is not first)
+        lines.append("| " + " | ".join([*cells, f"{name}: {gain:.1f}"]) + " |")
+    return "\n".join(lines)
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """How far bytes and seconds are from the predictions, and how often the model chose the fastest."""
+    bytes_off = [
+        counted / row["predicted_bytes"] - 1 for row in rows for one in row["counted_bytes"] for counted in one
+    ]
+    seconds_off = [np.median(row["measured_s"]) / row["predicted_s"] - 1 for row in rows]
+    points = [point for point in winners(rows) if point["clear"]]
+    hits = [point for point in points if point["model"] == point["measured"][0]]
+    lines = [
+        f"bytes counted over predicted: {min(bytes_off):+.1%} to {max(bytes_off):+.1%}",
+        f"seconds measured over predicted: median {np.median(seconds_off):+.1%}, "
+        f"{min(seconds_off):+.1%} to {max(seconds_off):+.1%}",
+        f"the model's domain size across datacenters is that of the fastest in {len(hits)} of the {len(points)} clear "
+        f"points, of {len(winners(rows))}",
+    ]
+    for point in points:
+        if point not in hits:
+            row = point["row"]
+            lines.append(
+                f"missed: {row['wan_bits_per_s'] / 1e6:.0f} Mbit/s, tokens {row['token_bytes'] / 1e6:.2f} MB, "
+                f"experts {row['expert_bytes'] / 1e6:.2f} MB, CR {point['ratio']:.0f}: the model says {point['model']}, "
+                f"fastest was {point['measured']}"
+            )
+    lines.append(f"largest speed-up over plain: {max(point['speedup'] for point in winners(rows)):.2f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    sandbox.enter()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="where rows are written to")
+    given = parser.parse_args()
+    load, start_s = os.getloadavg()[0], time.monotonic()
+    rows = measure(given.repeats)
+    print(f"\n{table(rows)}\n\n{summary(rows)}")
+    print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after; {time.monotonic() - start_s:.0f} s")
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
