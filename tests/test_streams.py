@@ -1,6 +1,7 @@
 """The model of expert domains, against the paper's tables and against itself."""
 
 import time
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,7 @@ def test_latency_and_the_gradients_way_home_count():
     assert latency(train, level, 1).total_s == pytest.approx(4 * (0.0005 + 0.05) + 0.01)
     assert latency(train, level, 2).total_s == pytest.approx(0.001 + 0.05 + 0.1 + 0.05)
     assert choose_level(work, level).best.domain_size == 2
+    assert latency(replace(train, backward_exchanges=3), level, 1).total_s == pytest.approx(5 * (0.0005 + 0.05) + 0.01)
 
 
 def test_the_choice_says_why():
@@ -90,6 +92,7 @@ def test_bad_input_is_named():
         ({"expert_bytes": float("inf")}, "Work.expert_bytes is inf; expected a finite"),
         ({"pre_expert_s": -1.0}, "Work.pre_expert_s is -1.0; expected a finite number of seconds"),
         ({"backward_s": float("nan")}, "Work.backward_s is nan"),
+        ({"backward_exchanges": -1}, "Work.backward_exchanges is -1; expected at least 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             Work(**({"token_bytes": 1.0, "expert_bytes": 1.0, "pre_expert_s": 0.0} | change))

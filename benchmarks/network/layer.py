@@ -77,7 +77,11 @@ class Sizes:
         """Of the same as they travel."""
         home = self.num_experts // NUM_RANKS
         up, down = (home, self.width, self.inner), (home, self.inner, self.width)
-        return codec.encoded_bytes(Experts(*(jax.ShapeDtypeStruct(shape, np.float32) for shape in (up, down))))  # type: ignore[arg-type]
+        found: list[int] = []
+        shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in (up, down)]
+        # No array, so that no backend starts: ranks are forked from here.
+        jax.eval_shape(lambda *weights: found.append(codec.encoded_bytes(Experts(*weights))), *shapes)
+        return found[0]
 
 
 @dataclass(frozen=True)
@@ -108,20 +112,22 @@ class Choice:
         return f"{self.dc} x {self.gpu}" + (f", CR {self.ratio:.0f}" if self.dc * self.gpu > 1 else "")
 
 
-CHOICES = (
-    Choice(1, 1),
-    *(Choice(dc, gpu, ratio) for dc, gpu in ((1, 2), (2, 1), (2, 2)) for ratio in (1.0, 10.0, 50.0)),
-)
-"""All admissible domain sizes; the first is plain expert parallelism."""
+PLAIN = Choice(1, 1)
+"""Plain expert parallelism."""
+
+RATIOS = (1.0, 10.0, 50.0)
+
+CHOICES = (PLAIN, *(Choice(dc, gpu, ratio) for dc, gpu in ((1, 2), (2, 1), (2, 2)) for ratio in RATIOS))
+"""All admissible domain sizes."""
 
 
 def work_of(sizes: Sizes, ratio: float) -> Work:
     """For the model of domain sizes: forward and backward, with nothing that hides a gather."""
     return Work(
-        sizes.token_bytes,
-        sizes.encoded_bytes(Codec(ratio)),
+        float(sizes.token_bytes),
+        float(sizes.encoded_bytes(Codec(ratio))),
         pre_expert_s=0.0,
-        gradient_bytes=sizes.expert_bytes,
+        gradient_bytes=float(sizes.expert_bytes),
         backward_exchanges=BACKWARD_EXCHANGES,
     )
 

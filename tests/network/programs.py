@@ -108,6 +108,65 @@ def wait():
         launch(network, body, deadline_s=120)
 
 
+LAYER = (512, 128, 128)
+"""`T`, `H`, `F` of the layer below."""
+
+
+def layer():
+    """Outputs and gradients of a layer across two datacenters, by every rank, and bytes on the link between."""
+    from benchmarks.network.jax_ranks import barrier, check_same_program, launch_jax
+    from benchmarks.network.layer import PLAIN, Choice, Sizes, jitted_step
+
+    def body(rank):
+        import jax
+
+        results = []
+        for choice in (PLAIN, Choice(2, 1)):
+            step, args = jitted_step(choice, Sizes(*LAYER))
+            lowered = step.lower(*args)
+            check_same_program(lowered.as_text())
+            program = lowered.compile()
+            out = program(*args)
+            barrier("compiled")
+            before = rank.network.counters() if rank.index == 0 else ()
+            barrier("counted")
+            jax.block_until_ready(program(*args))
+            barrier("done")
+            after = rank.network.counters() if rank.index == 0 else ()
+            sent = [end.sent_bytes - start.sent_bytes for start, end in zip(before, after, strict=True)]
+            results.append({"sent_bytes": sent, "leaves": [samples(leaf) for leaf in jax.tree.leaves(out)]})
+        return results
+
+    with TwoDatacenters(1, 500e6).build() as network:
+        return launch_jax(network, body, devices_per_process=2, deadline_s=60)
+
+
+def samples(leaf):
+    """Of every block that this process holds, where it starts and some of its numbers."""
+    return [
+        ([part.start or 0 for part in shard.index], shard.data.reshape(-1)[::97].tolist())
+        for shard in leaf.addressable_shards
+    ]
+
+
+def dead_rank():
+    """What the parent says when a rank dies in the middle of an exchange, and after how long."""
+    from benchmarks.network.jax_ranks import barrier, launch_jax
+
+    def body(rank):
+        barrier("all there")
+        if rank.index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        barrier("never")
+
+    with TwoDatacenters(1, 500e6).build() as network:
+        start_s = time.monotonic()
+        try:
+            launch_jax(network, body, devices_per_process=1, deadline_s=60)
+        except RanksFailed as error:
+            return {"message": str(error), "seconds": time.monotonic() - start_s}
+
+
 if __name__ == "__main__":
     sandbox.enter()
     print(json.dumps(globals()[sys.argv[1]]()))

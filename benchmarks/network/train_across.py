@@ -1,0 +1,136 @@
+"""The tiny language model across two datacenters: `python -m benchmarks.network.train_across`.
+
+Two processes of two devices each in network namespaces: plain expert parallelism over all of them, and HybridEP with
+domains across the datacenters, experts as they are and encoded. Same seed, same batches.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.network import sandbox
+from benchmarks.network.launch import Rank
+from benchmarks.network.shaping import check_rate
+from benchmarks.network.topologies import TwoDatacenters
+
+RUNS = {"plain": (1, 1.0), "HybridEP, CR 1": (2, 1.0), "HybridEP, CR 50": (2, 50.0)}
+"""Members of a domain along the datacenters, and the ratio of the codec."""
+
+DEVICES_PER_PROCESS = 2
+
+WARMUP_STEPS = 2
+"""Not timed."""
+
+
+def body(rank: Rank, steps: int) -> dict[str, Any]:
+    """Trains by every run in turn: losses, seconds of every step, and bytes that each datacenter sent."""
+    import jax
+    from flax import nnx
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from benchmarks.network.jax_ranks import barrier, check_same_program
+    from benchmarks.network.layer import Choice, domains_of
+    from jax_moe_lb import Migrate, plain
+    from models.common import LanguageModel
+    from models.data import default_corpus
+    from models.presets import preset
+    from models.training import make_optimizer, next_byte_loss
+
+    config = dataclasses.replace(preset("tiny"), steps=steps)
+    corpus, results = default_corpus(config.max_corpus_bytes), {}
+    for name, (domain_size, ratio) in RUNS.items():
+        choice = Choice(domain_size, 1, ratio)
+        mesh, domains = domains_of(choice)
+        migrate = Migrate(domains, choice.codec)
+
+        def create(mesh=mesh, migrate=migrate) -> tuple[LanguageModel, nnx.Optimizer]:
+            options = {"mesh": mesh, "topology": migrate.domains.between, "migrate": migrate}
+            model = LanguageModel(config.model, system=plain(), rngs=nnx.Rngs(config.seed), **options)
+            return model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)
+
+        graphdef, shapes = nnx.split(nnx.eval_shape(create))
+        shardings = jax.tree.map(lambda spec, mesh=mesh: NamedSharding(mesh, spec), nnx.get_partition_spec(shapes))
+
+        def step(state, tokens, graphdef=graphdef):
+            model, optimizer = nnx.merge(graphdef, state)
+            (loss, _), gradients = nnx.value_and_grad(next_byte_loss, has_aux=True)(model, tokens)
+            optimizer.update(model, gradients)
+            return nnx.state((model, optimizer)), loss
+
+        everywhere, spread = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec(mesh.axis_names)))
+        run = jax.jit(step, out_shardings=(shardings, everywhere), donate_argnums=0)
+        state = jax.jit(lambda create=create: nnx.state(create()), out_shardings=shardings)()
+        losses, times_s = [], []
+        program = None
+        for number in range(1, steps + 1):
+            batch = corpus.batch(config.seed, number, config.batch_size, config.sequence_length)
+            tokens = jax.make_array_from_callback(batch.shape, spread, lambda index, batch=batch: batch[index])
+            if program is None:
+                lowered = run.lower(state, tokens)
+                check_same_program(lowered.as_text())
+                program = lowered.compile()
+            if number == WARMUP_STEPS + 1:
+                barrier("warm")
+                before = rank.network.counters()
+            start_s = time.perf_counter()
+            state, loss = program(state, tokens)
+            losses.append(float(loss.addressable_data(0)))
+            times_s.append(time.perf_counter() - start_s)
+        barrier("done")
+        sent = [after.sent_bytes - b.sent_bytes for after, b in zip(rank.network.counters(), before, strict=True)]
+        timed = times_s[WARMUP_STEPS:]
+        results[name] = {
+            "losses": losses,
+            "seconds": timed,
+            "tokens_per_s": config.tokens_per_step * len(timed) / sum(timed),
+            "sent_bytes_per_step": max(sent) / len(timed),
+        }
+        if rank.index == 0:
+            print(f"{name}: loss {losses[-1]:.6f}, {results[name]['tokens_per_s']:.0f} tokens/s", flush=True)
+    return results
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Losses and speeds side by side."""
+    reference = np.asarray(results["plain"]["losses"])
+    lines = ["| | last loss | largest difference | MB per step | tokens/s | times plain |", "|---|---|---|---|---|---|"]
+    for name, result in results.items():
+        difference = np.abs(np.asarray(result["losses"]) - reference).max()
+        gain = result["tokens_per_s"] / results["plain"]["tokens_per_s"]
+        lines.append(
+            f"| {name} | {result['losses'][-1]:.6f} | {difference:.1g} | {result['sent_bytes_per_step'] / 1e6:.1f} "
+            f"| {result['tokens_per_s']:.0f} | {gain:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    sandbox.enter()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--wan-bits-per-s", type=float, default=100e6)
+    parser.add_argument("--json", type=Path, help="where losses and times are written to")
+    given = parser.parse_args()
+    check_rate("--wan-bits-per-s", given.wan_bits_per_s)
+    if given.steps <= WARMUP_STEPS:
+        parser.error(f"--steps is {given.steps}; expected more than {WARMUP_STEPS}")
+    from benchmarks.network.jax_ranks import launch_jax
+
+    load = os.getloadavg()[0]
+    with TwoDatacenters(1, given.wan_bits_per_s).build() as network:
+        ranks = launch_jax(
+            network, lambda rank: body(rank, given.steps), devices_per_process=DEVICES_PER_PROCESS, deadline_s=600
+        )
+    print(f"\n{table(ranks[0])}\n\nload average {load:.1f} before, {os.getloadavg()[0]:.1f} after")
+    if given.json:
+        given.json.write_text(json.dumps(ranks[0], indent=1))
+
+
+if __name__ == "__main__":
+    main()
