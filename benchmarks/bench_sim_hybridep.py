@@ -72,7 +72,7 @@ def table_v(setting: Setting, names: str = "ML") -> list[Table]:
                 " s",
             )
             if size in (6, 192):
-                home = Migration(chosen.domain_sizes, SR)
+                home = Migration(chosen.domain_sizes, SR, mean_travels=False)
                 returned.add(label, step(shape, machine, home).step_s, HYBRIDEP[name][size], " s")
     tutel.notes.append(
         f"Fitted: {setting.line_bytes_per_s * 8e-9:.2f} Gbit/s on each line of 10, "

@@ -122,7 +122,8 @@ def migration(shape: ModelShape, machine: Cluster, codec: Codec, sizes: tuple[in
     home = shape.experts // machine.num_ranks
     tokens = float(shape.tokens * shape.per_token * shape.row_bytes)
     work = Work(tokens, float(shape.encoded_bytes(codec, home)), shape.before_experts_s(machine))
-    return Migration(sizes or choose_domains(work, machine.topology()).domain_sizes, codec, gradients_home=False)
+    sizes = sizes or choose_domains(work, machine.topology()).domain_sizes
+    return Migration(sizes, codec, gradients_home=False, mean_travels=False)
 
 
 def fitted(assumed: Assumed = Assumed(), relative: bool = True, names: str = "ML") -> Setting:

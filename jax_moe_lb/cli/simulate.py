@@ -184,7 +184,7 @@ def _migration(config: Config, name: str, domain_sizes: str | None) -> Migration
     found = config.migration.build()
     if domain_sizes is not None:
         sizes = tuple(positive("--domain-sizes", size) or 1 for size in domain_sizes.split(","))
-        found = Migration(sizes, found.codec, found.gather_again)
+        found = replace(found, domain_sizes=sizes)
     if found.domain_sizes and not name.startswith("hybridep"):
         raise ValueError(
             f"domain_sizes is {found.domain_sizes} for {name!r}; expected a system that starts with hybridep"

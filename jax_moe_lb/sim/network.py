@@ -98,6 +98,23 @@ def all_to_all(rank_bytes: float, sizes: tuple[int, ...], cluster: Cluster) -> F
     return even_flow(tuple(by_level), cluster)
 
 
+def all_reduce(num_bytes: float, cluster: Cluster) -> Flow:
+    """A sum over all ranks, on a ring in their order, which leaves and enters every member once.
+
+    Args:
+        num_bytes: of the sum.
+        cluster: its links.
+    """
+    passed_on = 2 * num_bytes * (cluster.num_ranks - 1) / cluster.num_ranks
+    by_level, outside = [], 0
+    for inner in cluster.inner:
+        members = cluster.num_ranks // inner
+        crossing = members if members > 1 else 0
+        by_level.append(passed_on * (crossing - outside) / cluster.num_ranks)
+        outside = crossing
+    return even_flow(tuple(by_level), cluster)
+
+
 def seconds(flow: Flow, cluster: Cluster, *, messages: int = 1, copy_engine: bool = False) -> float:
     """That a stage takes at least: its busiest link, and the latency of the slowest level that it crosses.
 

@@ -11,7 +11,7 @@ from jax_moe_lb.balancers.hybridep import HybridEP
 from jax_moe_lb.plan import Plan, load
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.model import ModelShape
-from jax_moe_lb.sim.network import Flow, all_to_all, even_flow, flow
+from jax_moe_lb.sim.network import Flow, all_reduce, all_to_all, even_flow, flow
 from jax_moe_lb.sim.planning import Group, groups, in_waves, plan_layer, reads_counts
 from jax_moe_lb.sim.traffic import gradients_between, hops, replicas_between, rows_between, rows_per_slot
 from jax_moe_lb.systems import System
@@ -39,12 +39,15 @@ class Migration:
         gather_again: whether the backward pass gathers again, instead of having kept the experts.
         gradients_home: whether gradients of gathered experts return to their homes, as in this library. HybridEP's
             paper counts no such bytes.
+        mean_travels: whether the shared expert that `codec` needs is summed over all ranks before every gather, as in
+            this library. HybridEP's paper does that beside the backward pass and does not count it.
     """
 
     domain_sizes: tuple[int, ...] = ()
     codec: Codec = field(default_factory=Codec)
     gather_again: bool = False
     gradients_home: bool = True
+    mean_travels: bool = True
 
     def sizes(self, cluster: Cluster) -> tuple[int, ...]:
         """`S` of every level of the cluster.
@@ -79,7 +82,7 @@ class LayerWork:
     """One layer of one microbatch.
 
     Args:
-        gather: experts inside their domains, level by level, which needs no counts.
+        gather: the shared expert's all-reduce, and experts inside their domains, level by level; needs no counts.
         gather_home: their gradients' way back.
         gather_again: see `Migration`.
         counts: the all-gather of the load; with `address`, which waits for the plan.
@@ -206,7 +209,7 @@ def shared_work(model: ModelShape, cluster: Cluster, migration: Migration, num_e
     travelling = float(model.encoded_bytes(migration.codec, num_home))
     returning = float(num_home * model.expert_gradient_bytes * migration.gradients_home)
     return LayerWork(
-        gather=_gather(travelling, sizes, cluster),
+        gather=(*_mean(model, migration, cluster), *_gather(travelling, sizes, cluster)),
         gather_home=_gather(returning, sizes, cluster),
         gather_again=migration.gather_again,
         counts=all_to_all(4.0 * members * (num_experts + ERROR_WORDS), inside, cluster),
@@ -219,6 +222,13 @@ def shared_work(model: ModelShape, cluster: Cluster, migration: Migration, num_e
         waves=(),
         load=np.zeros(1, np.int64),
     )
+
+
+def _mean(model: ModelShape, migration: Migration, cluster: Cluster) -> tuple[Flow, ...]:
+    """The all-reduce of the shared expert, of which encoded ones are the difference."""
+    codec = migration.codec
+    wanted = codec.compresses and codec.shared and migration.mean_travels and math.prod(migration.sizes(cluster)) > 1
+    return (all_reduce(float(model.expert_bytes), cluster),) if wanted else ()
 
 
 def _gather(num_bytes: float, sizes: tuple[int, ...], cluster: Cluster) -> tuple[Flow, ...]:

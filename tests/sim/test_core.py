@@ -2,20 +2,21 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_moe_lb import Level, Topology, Work, choose_domains, systems
+from jax_moe_lb import Codec, Level, Topology, Work, choose_domains, systems
 from jax_moe_lb.balancers.hybridep import HybridEP
 from jax_moe_lb.plan import load, traffic
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Step, simulate, simulate_uniform
-from jax_moe_lb.sim.network import flow, level_bytes, seconds
+from jax_moe_lb.sim.network import all_reduce, flow, level_bytes, seconds
 from jax_moe_lb.sim.planning import groups, plan_layer
 from jax_moe_lb.sim.traffic import gradients_between, hops, replicas_between, rows_between, rows_per_slot
-from jax_moe_lb.sim.work import layer_work
+from jax_moe_lb.sim.work import layer_work, shared_work
 from jax_moe_lb.split import nearest_first
 from jax_moe_lb.streams import latency
 
@@ -309,3 +310,14 @@ def test_simulate_refuses_what_does_not_fit():
         Cluster((Links("gpu", 4, 1e9, links=2),))
     with pytest.raises(ValueError, match=r"Cluster.levels are \['gpu', 'node'\]"):
         Cluster((Links("gpu", 4, 1e9), Links("node", 4, 1e9)))
+
+
+def test_an_all_reduce_passes_every_member_once():
+    cluster = Cluster((Links("dc", 2, 1e9), Links("node", 2, 1e9, links=2), Links("gpu", 4, 1e9)))
+    sent = all_reduce(16.0, cluster)
+    # On a ring of 16 ranks every rank sends 30 bytes: 2 of them leave a datacenter, 4 a node.
+    assert level_bytes(sent, cluster) == pytest.approx((2 * 30, 4 * 30, 12 * 30))
+    alone = Migration((2, 1, 1), Codec(10.0, shared=False))
+    shape = model(experts=32)
+    plainly = shared_work(shape, cluster, alone, 32).gather
+    assert len(shared_work(shape, cluster, replace(alone, codec=Codec(10.0)), 32).gather) == len(plainly) + 1
