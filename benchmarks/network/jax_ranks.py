@@ -9,7 +9,6 @@ import flax.nnx  # noqa: F401
 import jax
 import jax.experimental.multihost_utils as multihost_utils
 import numpy as np
-import optax  # type: ignore[import-untyped]  # noqa: F401
 
 import jax_moe_lb.nn  # noqa: F401
 from benchmarks.network.launch import Body, Rank, launch

@@ -120,6 +120,7 @@ def main() -> None:
     check_rate("--wan-bits-per-s", given.wan_bits_per_s)
     if given.steps <= WARMUP_STEPS:
         parser.error(f"--steps is {given.steps}; expected more than {WARMUP_STEPS}")
+    import models.training  # noqa: F401 (once, before ranks are forked)
     from benchmarks.network.jax_ranks import launch_jax
 
     load = os.getloadavg()[0]
