@@ -10,7 +10,10 @@ import threading
 import time
 
 from benchmarks.network import sandbox
+from benchmarks.network.bench_rails import measure, result_of
+from benchmarks.network.exchange import Ways
 from benchmarks.network.launch import RanksFailed, launch
+from benchmarks.network.rail_cases import cases, plan_of, scaled
 from benchmarks.network.topologies import Multipath, Rails, TwoDatacenters
 
 NUM_BYTES = 1_000_000
@@ -67,6 +70,17 @@ def rails():
             for to in (1, 2, 3):
                 results[f"{name} {to}"] = transfer(network, 0, to)["sent_bytes"]
     return results
+
+
+def sprayed_rows():
+    """A skewed exchange between two nodes, straight and sprayed: seconds, and how far NICs were off the plan."""
+    counts = scaled(cases(0)["hot pair"], 2000)
+    rows, rails = plan_of(counts)
+    ways = {"straight": Ways.straight(rows), "sprayed": Ways.along_rails(rails)}
+    with Rails(2, 4, 50e6).build() as network:
+        trials = measure(network, ways, repeats=3, reconnect=False)
+    results = {name: result_of(trials[name], ways[name], 50e6) for name in ways}
+    return {name: {"seconds": result.median_s, "off_plan": result.off_plan} for name, result in results.items()}
 
 
 def failures():

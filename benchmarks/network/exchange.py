@@ -1,0 +1,310 @@
+"""Rows from process to process over TCP, straight or by relays: full duplex, exact bytes, bounded in time.
+
+A rank is one process with one connection to every rank that it has to do with. Rows travel in messages; a relay passes
+on a message as soon as it has all of it, so that the hops of a way overlap. Nobody waits for anybody: what is there to
+send is sent, what arrives is taken.
+"""
+
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice, pairwise, zip_longest
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.network.launch import Rank
+
+ROW_BYTES = 2048
+"""Of a token of width 1024 in two bytes."""
+
+MESSAGE_ROWS = 16
+"""At most: 5 ms of 50 Mbit/s."""
+
+HEADER = struct.Struct("<5i")
+"""Of a message: source, target, way, first row, rows."""
+
+PORT = 5300
+BUFFER_BYTES = 16 << 20
+"""Of a connection, in each direction: more than any case sends over one."""
+
+
+Route = Callable[[int, int, int], tuple[int, ...]]
+"""The ranks by which rows travel, of their source, their target and the number of their way; no rank twice."""
+
+
+class Stalled(RuntimeError):
+    """An exchange was not done in time."""
+
+
+# ---- who sends what by which way -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Which rows travel which way.
+
+    Args:
+        rows: from rank to rank on each way, `[R, R, W]`; a pair's rows stand in order of their way.
+        path: of each way.
+    """
+
+    rows: np.ndarray
+    path: Route
+
+    def __post_init__(self) -> None:
+        own = np.flatnonzero(np.einsum("rrw->r", self.rows))
+        if own.size:
+            raise ValueError(f"rows has rows from rank {own[0]} to itself; expected none")
+        if self.rows.min(initial=0) < 0:
+            raise ValueError(f"rows has {self.rows.min()} rows from a rank to another; expected at least 0")
+
+    @classmethod
+    def straight(cls, rows: np.ndarray) -> "Ways":
+        """From rank to rank, `[R, R]` rows."""
+        return cls(rows[:, :, None], lambda source, target, way: (source, target))
+
+    @classmethod
+    def along_rails(cls, rails: np.ndarray) -> "Ways":
+        """Between nodes of as many ranks as rails: by the rank of the own node on the rail, and that of the other.
+
+        Args:
+            rails: rows from rank to rank on each rail, `[R, R, N]`, as of `Plan.rails`.
+        """
+        num_rails = rails.shape[2]
+        if len(rails) % num_rails:
+            raise ValueError(f"rails has {num_rails} rails for {len(rails)} ranks; expected a divisor of the ranks")
+
+        def path(source: int, target: int, rail: int) -> tuple[int, ...]:
+            if source // num_rails == target // num_rails:
+                return source, target
+            near, far = (rank // num_rails * num_rails + rail for rank in (source, target))
+            # A relay that is the source or the target itself is no hop.
+            return tuple(dict.fromkeys((source, near, far, target)))
+
+        return cls(rails, path)
+
+    def hops(self) -> np.ndarray:
+        """Rows that pass from rank to rank, `[R, R]`: their own, and those of others."""
+        passing = np.zeros(self.rows.shape[:2], np.int64)
+        for source, target, way in np.argwhere(self.rows).tolist():
+            path = self.path(source, target, way)
+            for one, following in pairwise(path):
+                passing[one, following] += self.rows[source, target, way]
+        return passing
+
+
+def contents(source: int, target: int, count: int) -> np.ndarray:
+    """The rows from a rank to another, `[count, ROW_BYTES / 4]` int32: each says whose it is, and which."""
+    number = np.arange(count, dtype=np.int32)
+    rows = number[:, None] * np.int32(1009) + np.arange(ROW_BYTES // 4, dtype=np.int32)
+    rows[:, 0], rows[:, 1], rows[:, 2] = source, target, number
+    return rows
+
+
+def expected(rank: int, ways: Ways) -> np.ndarray:
+    """What a rank should receive: by source, then in order."""
+    counts = ways.rows[:, rank].sum(-1).tolist()
+    return np.concatenate([contents(source, rank, count) for source, count in enumerate(counts)])
+
+
+# ---- connections -------------------------------------------------------------------------
+
+
+def listen(rank: Rank) -> socket.socket:
+    """What others connect to. All ranks must listen before any connects.
+
+    The namespace gets large buffers, so that a NIC works on while the machine does not get to run a rank.
+    """
+    for name in ("tcp_rmem", "tcp_wmem"):
+        Path(f"/proc/sys/net/ipv4/{name}").write_text(f"4096 {BUFFER_BYTES} {BUFFER_BYTES}")
+    return socket.create_server((rank.address, PORT), backlog=len(rank.hosts))
+
+
+def connect(rank: Rank, server: socket.socket, peers: set[int], timeout_s: float) -> dict[int, socket.socket]:
+    """A connection to each peer, which calls this too.
+
+    Raises:
+        Stalled: with the peers that did not come.
+    """
+    connections = {}
+    for peer in sorted(peer for peer in peers if peer < rank.index):
+        address = rank.hosts[peer].address, PORT
+        connections[peer] = socket.create_connection(address, timeout_s, (rank.address, 0))
+        connections[peer].sendall(struct.pack("<i", rank.index))
+    server.settimeout(timeout_s)
+    while len(connections) < len(peers):
+        try:
+            connection = server.accept()[0]
+        except TimeoutError:
+            late = ", ".join(map(str, sorted(peers - set(connections))))
+            raise Stalled(f"rank {rank.index}: no connection from ranks {late} after {timeout_s} s") from None
+        connection.settimeout(timeout_s)
+        (peer,) = struct.unpack("<i", connection.recv(4, socket.MSG_WAITALL))
+        connections[peer] = connection
+    for connection in connections.values():
+        connection.setblocking(False)
+        # The end of a message does not wait for acknowledgements.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connections
+
+
+# ---- the exchange --------------------------------------------------------------------------
+
+
+@dataclass
+class _Peer:
+    """What one connection still has to carry, and the message that is on its way in."""
+
+    rank: int
+    missing: int
+    queue: deque[memoryview] = field(default_factory=deque)
+    header: bytearray = field(default_factory=lambda: bytearray(HEADER.size))
+    body: memoryview | None = None
+    into: memoryview = field(default_factory=lambda: memoryview(b""))
+
+    @property
+    def events(self) -> int:
+        """What to wait for."""
+        return (selectors.EVENT_READ if self.missing else 0) | (selectors.EVENT_WRITE if self.queue else 0)
+
+
+class Shipment:
+    """A rank's part in one exchange; `run` it once.
+
+    All that is not the exchange itself is done when it is made: who is to be heard of, memory, and messages.
+
+    Args:
+        rank: its number.
+        ways: of all ranks, the same on all.
+        sending: this rank's rows for every rank, `[rows, ROW_BYTES / 4]` int32.
+    """
+
+    def __init__(self, rank: int, ways: Ways, sending: list[np.ndarray]) -> None:
+        self.rank, self.path = rank, ways.path
+        hops = ways.hops()
+        self.peers = {
+            peer: _Peer(peer, int(hops[peer, rank])) for peer in np.flatnonzero(hops[rank] + hops[:, rank]).tolist()
+        }
+        for peer in self.peers.values():
+            peer.into = memoryview(peer.header)
+        counts = ways.rows[:, rank].sum(-1)
+        self.starts = (counts.cumsum() - counts).tolist()
+        self.arrived = np.zeros((counts.sum(), ROW_BYTES // 4), np.int32)
+        """In order of `expected`."""
+        for to, header, rows in _messages(rank, ways, sending):
+            self.peers[to].queue += [memoryview(header), rows]
+
+    def run(self, connections: dict[int, socket.socket], timeout_s: float) -> None:
+        """Returns when this rank has sent and received everything, its part as a relay included.
+
+        Raises:
+            Stalled: not within that time; with the peers that are missed.
+            ConnectionError: a peer closed its connection.
+        """
+        end_s = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            for peer in self.peers.values():
+                if peer.events:
+                    selector.register(connections[peer.rank], peer.events, peer)
+            while selector.get_map():
+                ready = selector.select(max(end_s - time.monotonic(), 0))
+                if not ready:
+                    raise Stalled(self._complaint(timeout_s))
+                for key, events in ready:
+                    self._serve(connections[key.data.rank], key.data, events)
+                for peer in self.peers.values():
+                    _await(selector, connections[peer.rank], peer)
+
+    def _serve(self, connection: socket.socket, peer: _Peer, events: int) -> None:
+        """What a connection is ready for."""
+        try:
+            if events & selectors.EVENT_WRITE:
+                _send(connection, peer)
+            if events & selectors.EVENT_READ:
+                self._receive(connection, peer)
+        except (ConnectionError, EOFError) as error:
+            message = f"rank {self.rank}: rank {peer.rank} closed its connection; {peer.missing} rows are missing"
+            raise ConnectionError(message) from error
+
+    def _receive(self, connection: socket.socket, peer: _Peer) -> None:
+        """A message, or what there is of it."""
+        while peer.into:
+            try:
+                count = connection.recv_into(peer.into)
+            except BlockingIOError:
+                return
+            if not count:
+                raise EOFError
+            peer.into = peer.into[count:]
+            if not peer.into and peer.body is None:
+                peer.into = peer.body = self._room(peer)
+        self._finish(peer)
+
+    def _room(self, peer: _Peer) -> memoryview:
+        """Where the rows of a message go whose header is there."""
+        source, target, _, first, count = HEADER.unpack(peer.header)
+        if target != self.rank:
+            return memoryview(bytearray(count * ROW_BYTES))
+        start = self.starts[source] + first
+        return memoryview(self.arrived[start : start + count]).cast("B")
+
+    def _finish(self, peer: _Peer) -> None:
+        """Passes on the message if it is for another rank."""
+        source, target, way, _, count = HEADER.unpack(peer.header)
+        peer.missing -= count
+        if target != self.rank and peer.body is not None:
+            path = self.path(source, target, way)
+            following = self.peers[path[path.index(self.rank) + 1]]
+            following.queue += [memoryview(bytes(peer.header)), peer.body]
+        peer.into, peer.body = memoryview(peer.header), None
+
+    def _complaint(self, timeout_s: float) -> str:
+        missing = [f"{peer.missing} rows from rank {peer.rank}" for peer in self.peers.values() if peer.missing]
+        kept = [f"{sum(map(len, p.queue))} bytes for rank {p.rank}" for p in self.peers.values() if p.queue]
+        return f"rank {self.rank}: after {timeout_s} s still missing [{', '.join(missing)}], unsent [{', '.join(kept)}]"
+
+
+def _messages(rank: int, ways: Ways, sending: list[np.ndarray]) -> Iterator[tuple[int, bytes, memoryview]]:
+    """For whom first, header and rows; of all ways in turn, so that all of them are busy from the start."""
+    flows = []
+    for turn in range(len(sending)):
+        target = (rank + turn) % len(sending)
+        first = 0
+        for way, count in enumerate(ways.rows[rank, target].tolist()):
+            if count:
+                cuts = range(first, first + count, MESSAGE_ROWS)
+                flows.append([(target, way, cut, min(MESSAGE_ROWS, first + count - cut)) for cut in cuts])
+            first += count
+    for round_of_messages in zip_longest(*flows):
+        for target, way, first, count in filter(None, round_of_messages):
+            header = HEADER.pack(rank, target, way, first, count)
+            yield ways.path(rank, target, way)[1], header, memoryview(sending[target][first : first + count]).cast("B")
+
+
+def _send(connection: socket.socket, peer: _Peer) -> None:
+    """As much as the connection takes at once."""
+    try:
+        sent = connection.sendmsg(list(islice(peer.queue, 8)))
+    except BlockingIOError:
+        return
+    while sent:
+        part = peer.queue.popleft()
+        if sent < len(part):
+            peer.queue.appendleft(part[sent:])
+        sent -= min(sent, len(part))
+
+
+def _await(selector: selectors.BaseSelector, connection: socket.socket, peer: _Peer) -> None:
+    """Waits for what the peer still has to do, which relaying changes."""
+    key = selector.get_map().get(connection)
+    if key is None and peer.events:
+        selector.register(connection, peer.events, peer)
+    elif key is not None and not peer.events:
+        selector.unregister(connection)
+    elif key is not None and key.events != peer.events:
+        selector.modify(connection, peer.events, peer)

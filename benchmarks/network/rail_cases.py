@@ -1,0 +1,64 @@
+"""Skewed all-to-alls between two nodes of four ranks: token copies per expert, of which RailS makes its plan."""
+
+import numpy as np
+
+from jax_moe_lb import RailS, Topology, plain_plan
+from jax_moe_lb.balancers.rails import rows_between
+from jax_moe_lb.topology import Level
+
+NODES, RAILS = 2, 4
+RANKS = NODES * RAILS
+TOPOLOGY = Topology((Level("node", NODES), Level("gpu", RAILS)), RAILS, rails_per_domain=RAILS)
+EXPERTS = 16
+TOKENS = 8192
+
+
+def cases(seed: int) -> dict[str, np.ndarray]:
+    """Token copies of each rank for each expert, `[RANKS, EXPERTS]`, before `scaled`."""
+    rng = np.random.default_rng(seed)
+    home = np.arange(EXPERTS) * RANKS // EXPERTS
+    node, offset = np.arange(RANKS) // RAILS, np.arange(RANKS) % RAILS
+    hot_receiver = np.where(offset[home] == 1, 9.0, 1.0) * np.ones((RANKS, 1))
+    hot_sender = np.where(offset == 2, 9.0, 1.0)[:, None] * np.ones(EXPERTS)
+    pair = (np.arange(RANKS)[:, None] == 2) & (home == 5)
+    sparse = rng.gamma(2, size=(RANKS, EXPERTS)) * (rng.random((RANKS, EXPERTS)) >= 0.8)
+    popular = np.arange(1.0, EXPERTS + 1) ** -1.2
+    weights = {
+        "even": np.ones((RANKS, EXPERTS)),
+        "hot receiver": hot_receiver,
+        "hot sender": hot_sender,
+        "hot pair": np.where(pair, 30.0, 1.0),
+        "Zipf 1.2": rng.multinomial(2 * TOKENS, rng.permutation(popular) / popular.sum(), RANKS).astype(float),
+        "own preferences": _preferences(rng, 1.5),
+        "sparse 0.8": sparse,
+    }
+    return {name: np.where(node[:, None] == node[home], 0, weight) for name, weight in weights.items()}
+
+
+def _preferences(rng: np.random.Generator, spread: float) -> np.ndarray:
+    """Two experts for each token, and every rank has favourites of its own."""
+    logits = spread * rng.normal(size=(RANKS, 1, EXPERTS)) + rng.gumbel(size=(RANKS, TOKENS, EXPERTS))
+    chosen = np.argsort(-logits, -1)[:, :, :2].reshape(RANKS, -1)
+    return np.stack([np.bincount(row, minlength=EXPERTS) for row in chosen]).astype(float)
+
+
+def scaled(weights: np.ndarray, rows: int) -> np.ndarray:
+    """Counts `[RANKS, EXPERTS]` of which the busiest node, as a sender or receiver, has about `rows`."""
+    return (weights * rows / busiest_node(weights.reshape(RANKS, RANKS, -1).sum(-1))).round().astype(np.int32)
+
+
+def busiest_node(rows: np.ndarray) -> float:
+    """What it sends or receives, of `[RANKS, RANKS]` rows between nodes."""
+    between = rows.reshape(NODES, RAILS, NODES, RAILS).sum((1, 3))
+    return max(between.sum(0).max(), between.sum(1).max())
+
+
+def plan_of(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows from rank to rank, `[RANKS, RANKS]`, and those on each rail, `[RANKS, RANKS, RAILS]`, by `RailS`."""
+    plan, _ = RailS().rebalance(counts, plain_plan(counts, TOPOLOGY), TOPOLOGY, ())
+    return np.asarray(rows_between(counts, plan)), np.asarray(plan.rails)
+
+
+def by_receiver(rows: np.ndarray) -> np.ndarray:
+    """Every row on the rail of the rank that receives it, as `Spray` does without `plan.rails`."""
+    return rows[:, :, None] * (np.arange(RANKS)[:, None] % RAILS == np.arange(RAILS))
