@@ -27,12 +27,13 @@ from typing import TypeVar
 import numpy as np
 
 from benchmarks.network import sandbox
-from benchmarks.network.exchange import ROW_BYTES, Shipment, Ways, connect, contents, expected, listen
+from benchmarks.network.exchange import Shipment, connect, listen
 from benchmarks.network.launch import Rank, launch
 from benchmarks.network.network import Network
 from benchmarks.network.rail_cases import NODES, RAILS, RANKS, busiest_node, by_receiver, cases, plan_of, scaled
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.topologies import Multipath, Rails
+from benchmarks.network.ways import ROW_BYTES, Ways, contents, expected
 from benchmarks.timing import summary
 
 NIC_BITS_PER_S = 50e6

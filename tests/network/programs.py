@@ -11,10 +11,10 @@ import time
 
 from benchmarks.network import sandbox
 from benchmarks.network.bench_rails import measure, result_of
-from benchmarks.network.exchange import Ways
 from benchmarks.network.launch import RanksFailed, launch
 from benchmarks.network.rail_cases import cases, plan_of, scaled
 from benchmarks.network.topologies import Multipath, Rails, TwoDatacenters
+from benchmarks.network.ways import Ways
 
 NUM_BYTES = 1_000_000
 

@@ -8,8 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.network.exchange import ROW_BYTES, Shipment, Stalled, Ways, contents, expected
+from benchmarks.network.exchange import Shipment, Stalled
 from benchmarks.network.rail_cases import NODES, RAILS, busiest_node, by_receiver, cases, plan_of, scaled
+from benchmarks.network.ways import Ways, contents, expected
 from tests.network.sandboxed import run
 
 
@@ -93,4 +94,3 @@ def test_plans_of_the_cases_are_even_over_rails():
         assert (by_receiver(rows).sum(-1) == rows).all()
         nodes = rails.reshape(NODES, RAILS, NODES, RAILS, RAILS).sum((1, 3))
         assert nodes.max() <= 1.02 * busiest_node(rows) / RAILS, name
-    assert ROW_BYTES % 4 == 0
