@@ -8,7 +8,7 @@ from jax_moe_lb.topology import Level
 
 NODES, RAILS = 2, 4
 RANKS = NODES * RAILS
-TOPOLOGY = Topology((Level("node", NODES), Level("gpu", RAILS)), RAILS, rails_per_domain=RAILS)
+TOPOLOGY = Topology((Level("node", NODES), Level("gpu", RAILS)), RAILS, rails_per_node=RAILS)
 EXPERTS = 16
 TOKENS = 8192
 
