@@ -1,9 +1,13 @@
 """The simulator against real networks: seconds and bytes of every measured point beside the simulated ones.
 
-Run it with `python -m benchmarks.bench_sim_networks`. It reads `benchmarks/results/two_datacenters.json`, what
-`benchmarks.network.bench_hybridep` measured of one MoE layer between two processes on a shaped link. Nothing is fitted:
-the link's rate is the shaper's less headers; what a step takes beside the link is that of the same program without a
-limit on it, which stands in the file, and the simulated experts take no time.
+Run it with `python -m benchmarks.bench_sim_networks`. It reads what two benchmarks measured with `--json`, kept in
+`benchmarks/results/`. Nothing is fitted: the rate of links is the shaper's less headers.
+
+- `two_datacenters.json`, of `benchmarks.network.bench_hybridep`: one MoE layer between two processes on a shaped link.
+  What a step takes beside the link is that of the same program without a limit on it, which stands in the file; the
+  simulated experts take no time.
+- `two_nodes_of_rails.json`, of `benchmarks.network.bench_rails`: all-to-alls between two nodes of four NICs. The
+  kernel's hash is not known to the simulator, so ECMP is left out.
 """
 
 import argparse
@@ -15,11 +19,17 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.network.bench_rails import NODE_ROWS
+from benchmarks.network.rail_cases import NODES, RAILS, TOPOLOGY, cases, plan_of, scaled
 from benchmarks.network.shaping import payload_bytes_per_s
-from jax_moe_lb import Codec, plain
+from benchmarks.network.ways import ROW_BYTES
+from jax_moe_lb import Codec, RailS, plain, plain_plan
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, simulate
+from jax_moe_lb.sim.flow_paths import Fabric, spine_paths
+from jax_moe_lb.sim.flow_policies import hashed_flows, planned_flows
+from jax_moe_lb.sim.flows import simulate as flow_simulation
 
-MEASURED = Path(__file__).parent / "results" / "two_datacenters.json"
+RESULTS = Path(__file__).parent / "results"
 AT_ONCE = 1e15
 """A rate that takes no time: of what the file's own calibration contains."""
 
@@ -131,18 +141,79 @@ def _bytes_off(point: Point) -> float:
     return point.bytes_off
 
 
+# ---- rails ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RailPoint:
+    """One all-to-all.
+
+    Args:
+        case: who sends what to whom.
+        way: by which NICs.
+        measured_s: median.
+        simulated_s: of the flows.
+    """
+
+    case: str
+    way: str
+    measured_s: float
+    simulated_s: float
+
+
+def rail_points(measured: dict[str, Any]) -> list[RailPoint]:
+    """All cases and ways but ECMP.
+
+    Raises:
+        ValueError: the file's bytes are not those of the cases.
+    """
+    # One spine that nothing limits, and as much room inside nodes.
+    fabric = Fabric(NODES, RAILS, payload_bytes_per_s(measured["nic_bits_per_s"]), AT_ONCE, 1, AT_ONCE)
+    points = []
+    for name, weights in cases(0).items():
+        counts, case = scaled(weights, NODE_ROWS), measured["cases"][name]
+        rows, _ = plan_of(counts)
+        if not np.array_equal(rows * ROW_BYTES, case["bytes_between_ranks"]):
+            raise ValueError(f"case {name!r} of the file sends other bytes than the case of this name")
+        start = plain_plan(counts, TOPOLOGY)
+        sprayed, _ = RailS().rebalance(counts, start, TOPOLOGY, ())
+        flows = {
+            "direct": hashed_flows(rows, fabric, ROW_BYTES, spine_paths, lanes=1, seed=0),
+            "receiver's rail": planned_flows(counts, start, fabric, ROW_BYTES),
+            "sprayed": planned_flows(counts, sprayed, fabric, ROW_BYTES),
+        }
+        for way, some in flows.items():
+            seconds = float(np.median(case["ways"][way]["seconds"]))
+            points.append(RailPoint(name, way, seconds, flow_simulation(some, fabric, None, 0.0, 0).seconds))
+    return points
+
+
+def rail_table(points: list[RailPoint]) -> str:
+    """Measured and simulated seconds, and the deviation in percent."""
+    ways = list(dict.fromkeys(point.way for point in points))
+    lines = ["| case | " + " | ".join(ways) + " |", "|---" * (1 + len(ways)) + "|"]
+    for case in dict.fromkeys(point.case for point in points):
+        some = [point for point in points if point.case == case]
+        off = [100 * (point.simulated_s / point.measured_s - 1) for point in some]
+        cells = [f"{p.measured_s:.3f}, {p.simulated_s:.3f} ({x:+.1f})" for p, x in zip(some, off, strict=True)]
+        lines.append(f"| {case} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--measured", type=Path, default=MEASURED)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder with both files")
     parser.add_argument("--json", action="store_true", help="every point, in full")
     given = parser.parse_args()
-    points = [point_of(row) for row in json.loads(given.measured.read_text())]
+    points = [point_of(row) for row in json.loads((given.results / "two_datacenters.json").read_text())]
+    by_rail = rail_points(json.loads((given.results / "two_nodes_of_rails.json").read_text()))
     if given.json:
-        print(json.dumps([asdict(point) for point in points], indent=1))
+        print(json.dumps([asdict(point) for point in (*points, *by_rail)], indent=1))
         return
     print("Simulated less measured seconds, %\n\n" + matrix(points, _seconds_off))
     print("\nSimulated less counted bytes, %\n\n" + matrix(points, _bytes_off))
     print("\n" + summary(points))
+    print("\nAll-to-alls between NICs, seconds: measured, simulated (deviation in %)\n\n" + rail_table(by_rail))
 
 
 if __name__ == "__main__":
