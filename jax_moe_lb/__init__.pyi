@@ -14,7 +14,6 @@ from .balancers.lplb import LPLB as LPLB
 from .balancers.plain import Plain as Plain
 from .balancers.rails import RailS as RailS
 from .balancers.rails import interface_rows as interface_rows
-from .balancers.rails import rows_between as rows_between
 from .balancers.ultraep import UltraEP as UltraEP
 from .costs import Cost as Cost
 from .experts import Experts as Experts
@@ -34,6 +33,7 @@ from .plan import Plan as Plan
 from .plan import imbalance as imbalance
 from .plan import load as load
 from .plan import plain_plan as plain_plan
+from .plan import rows_between as rows_between
 from .plan import straggler as straggler
 from .plan import traffic as traffic
 from .repacking import rebalance_experts as rebalance_experts

@@ -3,14 +3,15 @@
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
 from jax_moe_lb._pytree import pytree
-from jax_moe_lb.split import Split, kept
+from jax_moe_lb.split import Split, kept, nearest_first
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import AnyArray, Counts, Load, host_iota, namespace
+from jax_moe_lb.types import AnyArray, Counts, Load, host_iota, iota, namespace
 
 if TYPE_CHECKING:
     Scalar = Any
@@ -147,6 +148,34 @@ def traffic(plan: Plan, counts: Counts) -> Traffic:
     senders = xp.where(replicas >= 0, senders, plan.num_ranks)
     fan_out = (senders[..., None] == host_iota(plan.num_ranks)[None, None]).sum((0, 1), dtype=np.int32)
     return Traffic(counts.sum(dtype=np.int32) - stay, fan_out.sum(dtype=np.int32), fan_out)
+
+
+def rows_between(counts: Counts, plan: Plan) -> Int[AnyArray, "R R"]:
+    """Token copies from rank to rank, by the plan's split rule; on the diagonal those that stay.
+
+    Args:
+        counts: `[R, E]`.
+        plan: legal for them.
+    """
+    if isinstance(counts, np.ndarray) and isinstance(plan.quota, np.ndarray):
+        return _rows_on_host(counts, plan)
+
+    def row(rank: AnyArray) -> AnyArray:
+        return nearest_first(counts, plan.quota, rank, plan.domain, plan.split).sum(0, dtype=np.int32)
+
+    return jax.lax.map(row, iota(plan.num_ranks), batch_size=min(plan.num_ranks, 8))
+
+
+def _rows_on_host(counts: Counts, plan: Plan) -> Int[AnyArray, "R R"]:
+    """An expert that one rank alone serves leaves nothing to split: the rule is asked for the others only."""
+    shared = (plan.quota > 0).sum(1) > 1
+    rows = np.zeros((plan.num_ranks, plan.num_ranks), np.int32)
+    np.add.at(rows.T, plan.quota.argmax(1)[~shared], counts.T[~shared])
+    if shared.any():
+        some, quota = counts[:, shared], plan.quota[shared]
+        for rank in range(plan.num_ranks):
+            rows[rank] += nearest_first(some, quota, rank, plan.domain, plan.split).sum(0, dtype=np.int32)
+    return rows
 
 
 def _as_float(array: AnyArray) -> AnyArray:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jax_moe_lb import RailS, Topology, plain_plan
-from jax_moe_lb.balancers.rails import rows_between
+from jax_moe_lb.plan import rows_between
 from jax_moe_lb.topology import Level
 
 NODES, RAILS = 2, 4

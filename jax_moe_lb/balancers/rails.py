@@ -3,16 +3,14 @@
 import math
 from dataclasses import dataclass, replace
 
-import jax
 import numpy as np
 from jaxtyping import Int
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.ops.spray import MAX_CHUNKS, MAX_TICKS, spray
-from jax_moe_lb.plan import Plan
-from jax_moe_lb.split import nearest_first
+from jax_moe_lb.plan import Plan, rows_between
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import AnyArray, Counts, State, iota, namespace
+from jax_moe_lb.types import AnyArray, Counts, State, namespace
 
 
 @dataclass(frozen=True)
@@ -98,17 +96,6 @@ def best_chunks(bytes_on_rail: float, bytes_per_s: float, message_s: float) -> i
         if not 0 < value < math.inf:
             raise ValueError(f"{name} is {value}; expected a finite number above 0")
     return round(min(max(math.sqrt(bytes_on_rail / bytes_per_s / message_s), 1), MAX_CHUNKS))
-
-
-def rows_between(counts: Counts, plan: Plan) -> Int[AnyArray, "R R"]:
-    """Token copies from rank to rank, by the plan's split rule."""
-
-    def row(rank: AnyArray | int) -> AnyArray:
-        return nearest_first(counts, plan.quota, rank, plan.domain, plan.split).sum(0, dtype=np.int32)
-
-    if isinstance(counts, np.ndarray) and isinstance(plan.quota, np.ndarray):
-        return np.stack([row(rank) for rank in range(plan.num_ranks)])
-    return jax.lax.map(row, iota(plan.num_ranks), batch_size=min(plan.num_ranks, 8))
 
 
 def interface_rows(rails: Int[AnyArray, "R R N"], ranks_per_node: int) -> tuple[AnyArray, AnyArray]:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from jax_moe_lb.balancers.rails import rows_between
-from jax_moe_lb.plan import Plan
+from jax_moe_lb.plan import Plan, rows_between
 from jax_moe_lb.sim.flow_paths import Fabric, PathsOf, rail_paths
 from jax_moe_lb.sim.flows import Flows, Policy, Seen
 from jax_moe_lb.types import AnyArray, Counts

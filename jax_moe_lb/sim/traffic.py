@@ -4,31 +4,9 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jax_moe_lb.plan import Plan
-from jax_moe_lb.split import nearest_first
-from jax_moe_lb.types import Counts
 
 Matrix = Int[np.ndarray, "R R"]
 """From rank (row) to rank (column)."""
-
-
-def rows_between(counts: Counts, plan: Plan) -> Matrix:
-    """Token copies from rank to rank, by the plan's split rule; on the diagonal those that stay.
-
-    An expert that one rank alone serves leaves nothing to split, so the rule is asked for the others only.
-
-    Args:
-        counts: `[R, E]`.
-        plan: NumPy, legal for `counts`.
-    """
-    shared = (plan.quota > 0).sum(1) > 1
-    rows = np.zeros((plan.num_ranks, plan.num_ranks), np.int64)
-    server = plan.quota.argmax(1)
-    np.add.at(rows.T, server[~shared], counts.T[~shared])
-    if shared.any():
-        some, quota = counts[:, shared], plan.quota[shared]
-        for rank in range(plan.num_ranks):
-            rows[rank] += nearest_first(some, quota, rank, plan.domain, plan.split).sum(0, dtype=np.int64)
-    return rows
 
 
 def replicas_between(plan: Plan) -> Matrix:
@@ -55,7 +33,7 @@ def hops(rows: Matrix, plan: Plan, members: int, sprayed: bool) -> tuple[Matrix,
     """The exchanges, one after the other, that bring token copies to the ranks that serve them.
 
     Args:
-        rows: of `rows_between`.
+        rows: of `plan.rows_between`.
         plan: its rails; without them rows travel along the rail of the rank that serves them.
         members: `M`, ranks of a domain, which share its rails.
         sprayed: whether rows for other domains pass by relays (`Spray`); else they go straight there.

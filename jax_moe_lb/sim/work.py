@@ -8,12 +8,12 @@ import numpy as np
 from jaxtyping import Int, Num
 
 from jax_moe_lb.balancers.hybridep import HybridEP
-from jax_moe_lb.plan import Plan, load
+from jax_moe_lb.plan import Plan, load, rows_between
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import Flow, all_reduce, all_to_all, even_flow, flow
 from jax_moe_lb.sim.planning import Group, groups, in_waves, plan_layer, reads_counts
-from jax_moe_lb.sim.traffic import gradients_between, hops, replicas_between, rows_between, rows_per_slot
+from jax_moe_lb.sim.traffic import gradients_between, hops, replicas_between, rows_per_slot
 from jax_moe_lb.systems import System
 from jax_moe_lb.transport.codec import Codec
 from jax_moe_lb.transport.peer_copy import PeerCopy
@@ -158,7 +158,7 @@ def _part(system: System, model: ModelShape, group: Group, counts: Counts, start
     members = group.cluster.topology(group.sizes).ranks_per_node
     waves = []
     for wave_counts, wave_plan in in_waves(system, counts, start, plan):
-        rows = rows_between(wave_counts, wave_plan)
+        rows = rows_between(wave_counts, wave_plan).astype(np.int64)  # bytes need more than 32 bits
         matrices = hops(rows, wave_plan, members, isinstance(system.dispatch, Spray))
         waves.append((tuple(map(group.spread, matrices)), rows_per_slot(wave_plan), _rounds(system, model, wave_plan)))
     return _Part(

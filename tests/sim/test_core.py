@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from jax_moe_lb import Codec, Level, Topology, Work, choose_domains, systems
 from jax_moe_lb.balancers.hybridep import HybridEP
-from jax_moe_lb.plan import load, traffic
+from jax_moe_lb.plan import load, rows_between, traffic
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Step, simulate, simulate_uniform
 from jax_moe_lb.sim.network import all_reduce, flow, level_bytes, seconds
 from jax_moe_lb.sim.planning import groups, plan_layer
-from jax_moe_lb.sim.traffic import gradients_between, hops, replicas_between, rows_between, rows_per_slot
+from jax_moe_lb.sim.traffic import gradients_between, hops, replicas_between, rows_per_slot
 from jax_moe_lb.sim.work import layer_work, shared_work
 from jax_moe_lb.split import nearest_first
 from jax_moe_lb.streams import latency

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_moe_lb import RailS, plain_plan
-from jax_moe_lb.balancers.rails import rows_between
+from jax_moe_lb.plan import rows_between
 from jax_moe_lb.sim.flow_paths import Fabric, rail_paths, spine_paths
 from jax_moe_lb.sim.flow_policies import MinRtt, Recycle, Rehash, hashed_flows, planned_flows
 from jax_moe_lb.sim.flows import Flows, max_min_rates, simulate

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Chain, Direct, Greedy, Plan, RailS, Spray, System, Topology, plain_plan
-from jax_moe_lb.balancers.rails import rows_between
 from jax_moe_lb.ops import ragged_all_to_all as exchange_module
+from jax_moe_lb.plan import rows_between
 from jax_moe_lb.transport.relays import by_own_rail, by_relay
 from jax_moe_lb.transport.rounds import to_sending_order
 from tests.layer import Case, make_mesh, sharded_moe, with_gradients
