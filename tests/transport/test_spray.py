@@ -30,8 +30,8 @@ HEADROOM = 0.4  # several rounds, and of these some in several steps
 # mesh sizes, ranks per domain, rails
 LAYOUTS = {
     "two ranks at each rail": ((2, 4), 4, 2),
-    "four domains, of two axes": ((2, 2, 2), 2, 2),
-    "one domain, of two axes": ((2, 4), 8, 8),
+    "four domains, on two axes": ((2, 2, 2), 2, 2),
+    "one domain": ((8,), 8, 8),
 }
 
 
