@@ -130,25 +130,21 @@ def test_scan_over_layers_with_remat():
     layer = sharded_moe(mesh, Topology.from_mesh(mesh), greedy(1, headroom=0.4), losses=losses)
     x, mask, kernel, experts, target = arguments(case, BY_NAME["zipf"], 8)
 
-    def loss(x, kernel, experts, wrap, scan):
+    def loss(x, kernel, experts, wrap):
         def step(carry, _):
             y, stats = wrap(layer)(carry[0], mask, kernel, experts)
             return (carry[0] + 0.1 * y, carry[1] + stats.loss[0]), None
 
         carry = (x, jnp.float32(0))
-        if scan:
-            carry, _ = jax.lax.scan(step, carry, None, length=2)
-        else:
-            for _ in range(2):
-                carry, _ = step(carry, None)
+        carry, _ = jax.lax.scan(step, carry, None, length=2)
         return (carry[0] * target).sum() + carry[1]
 
-    def gradients(wrap, scan):
-        return jax.jit(jax.grad(lambda *args: loss(*args, wrap, scan), argnums=(0, 1, 2)))(x, kernel, experts)
+    def gradients(wrap):
+        return jax.jit(jax.grad(lambda *args: loss(*args, wrap), argnums=(0, 1, 2)))(x, kernel, experts)
 
-    expected = gradients(lambda f: f, scan=False)
-    assert_close(gradients(lambda f: jax.checkpoint(f, policy=policy), scan=True), expected, 1e-5)
-    assert_close(gradients(jax.checkpoint, scan=True), expected, 1e-5)
+    expected = gradients(lambda f: f)
+    assert_close(gradients(lambda f: jax.checkpoint(f, policy=policy)), expected, 1e-5)
+    assert_close(gradients(jax.checkpoint), expected, 1e-5)
 
 
 def test_the_layer_runs_twice_to_the_same_bits():
