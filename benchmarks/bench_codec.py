@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_moe_lb import Codec, Domains, Migrate, Topology, hybrid_mesh, plain, use_virtual_cpu_devices
+from jax_moe_lb import Codec, CodecBase, Domains, Migrate, Topology, hybrid_mesh, plain, use_virtual_cpu_devices
 from models.common import LanguageModel
 from models.data import Corpus, default_corpus
 from models.parallel import make_mesh
@@ -32,9 +32,11 @@ from models.training import make_optimizer, next_byte_loss
 CODECS = {
     "ratio 1": Codec(),
     "ratio 10, shared": Codec(10.0),
-    "ratio 10, alone": Codec(10.0, shared=False),
+    "ratio 10, alone": Codec(10.0, CodecBase.ZERO),
+    "ratio 10, remembered": Codec(10.0, CodecBase.REMEMBERED),
     "ratio 50, shared": Codec(50.0),
-    "ratio 50, alone": Codec(50.0, shared=False),
+    "ratio 50, alone": Codec(50.0, CodecBase.ZERO),
+    "ratio 50, remembered": Codec(50.0, CodecBase.REMEMBERED),
 }
 AVERAGED_STEPS = 20
 """The final loss is the mean of so many steps, and of as many seeds."""

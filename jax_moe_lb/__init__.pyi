@@ -60,6 +60,7 @@ from .systems import ultraep as ultraep
 from .topology import Level as Level
 from .topology import Topology as Topology
 from .transport.codec import Codec as Codec
+from .transport.codec import CodecBase as CodecBase
 from .transport.direct import Direct as Direct
 from .transport.gather import Gather as Gather
 from .transport.migrate import DomainGather as DomainGather

@@ -40,6 +40,10 @@ class RunningLoads(nnx.Variable):
     """The running mean of each expert's load, float32 `[E]`; moved by `MoE.update_loads`."""
 
 
+class KnownWeights(nnx.Variable):
+    """What ranks have decoded of their domains' experts, `[E * M, ...]`; moved by every call, never by gradients."""
+
+
 def logical_axis_rules(topology: Topology, migrate: Migrate | None = None) -> LogicalAxisRules:
     """The default table: experts over the expert axes, their weights whole.
 
@@ -126,6 +130,9 @@ class MoE(nnx.Module):
             self.shared_down = param((shared_mlp_dim, embed_dim), ("mlp", "embed"))
             self.shared_gate = param((embed_dim, shared_mlp_dim), ("embed", "mlp")) if gated else None
         self.has_shared = bool(shared_mlp_dim)
+        self.known = nnx.List([])
+        if migrate is not None and migrate.codec.remembers:
+            self.known = nnx.List(self._known_weights(migrate))
         self.bias = RouterBias(jnp.zeros((num_experts,), jnp.float32)) if use_bias else None
         self.homes = ExpertHomes(jnp.arange(num_experts, dtype=jnp.int32)) if relocatable else None
         self.loads = RunningLoads(jnp.zeros((num_experts,), jnp.float32)) if relocatable else None
@@ -162,7 +169,7 @@ class MoE(nnx.Module):
         mask = jnp.ones((num_tokens,), bool) if mask is None else mask.reshape(num_tokens)
         state = self.empty_state if self.state is None else self.state.get_value()
         experts = jax.tree.map(lambda w: w.astype(x.dtype), self._experts())
-        y, stats, state = _sharded_moe(
+        y, stats, state, known = _sharded_moe(
             tokens,
             mask,
             self.kernel[...],
@@ -170,6 +177,7 @@ class MoE(nnx.Module):
             None if self.bias is None else self.bias[...],
             None if self.homes is None else self.homes[...],
             state,
+            Experts(*(weights[...] for weights in self.known)) if self.known else None,
             router=self.router,
             system=self.system,
             migrate=self.migrate,
@@ -180,10 +188,21 @@ class MoE(nnx.Module):
         )
         if self.state is not None:
             self.state.set_value(state)
+        for weights, now in zip(self.known, jax.tree.leaves(known), strict=True):
+            weights.set_value(now)
         y = _place(y.reshape(x.shape), jax.typeof(x).sharding, self.mesh)
         if self.has_shared:
             y = y + dense_ffn(x, jax.tree.map(lambda w: w.astype(x.dtype), self._shared()))
         return y, stats
+
+    def tell_domains(self) -> None:
+        """Sends all experts of a domain to all its ranks, whole, where a codec remembers them.
+
+        A layer begins with that. Call it after loading other weights, or moving experts; without, the codec makes up
+        for it little by little.
+        """
+        if self.migrate is not None and self.known:
+            self.known = nnx.List(self._known_weights(self.migrate))
 
     def update_bias(self, stats: Stats, rate: float = 1e-3) -> None:
         """Moves the router's bias against the load of one step (see `updated_bias`); call it after the optimizer.
@@ -215,6 +234,11 @@ class MoE(nnx.Module):
     def _experts(self) -> Experts:
         return Experts(self.up[...], self.down[...], None if self.gate is None else self.gate[...])
 
+    def _known_weights(self, migrate: Migrate) -> list[KnownWeights]:
+        known = _sharded_known(self._experts(), migrate=migrate, mesh=self.mesh)
+        axes = (_expert_axes(self.topology, migrate), None, None)
+        return [KnownWeights(leaf, out_sharding=axes, mesh=self.mesh) for leaf in jax.tree.leaves(known)]
+
     def _shared(self) -> Experts:
         gate = None if self.shared_gate is None else self.shared_gate[...]
         return Experts(self.shared_up[...], self.shared_down[...], gate)
@@ -244,6 +268,7 @@ def _sharded_moe(
     bias: Float[Array, "E"] | None,
     homes: Int[Array, "E"] | None,
     state: State,
+    known: Experts | None,
     *,
     router: Router,
     system: System,
@@ -252,7 +277,7 @@ def _sharded_moe(
     mesh: Mesh,
     losses: Losses,
     sequence_length: int | None,
-) -> tuple[Float[Array, "C H"], Stats, State]:
+) -> tuple[Float[Array, "C H"], Stats, State, Experts | None]:
     """`moe` over the tokens of all ranks; statistics and state have one entry per group."""
     by_expert = PartitionSpec(_expert_axes(topology, migrate))
     by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
@@ -266,12 +291,17 @@ def _sharded_moe(
         bias: Array | None,
         homes: Array | None,
         state: State,
-    ) -> tuple[Array, Stats, State]:
+        known: Experts | None,
+    ) -> tuple[Array, Stats, State, Experts | None]:
         state = jax.tree.map(lambda leaf: leaf[0], state)
+        if migrate is not None and known is not None:
+            experts, known = migrate.update(experts, known)
+        elif migrate is not None:
+            experts = migrate(experts)
         y, stats, state = moe(
             tokens,
             kernel,
-            experts if migrate is None else migrate(experts),
+            experts,
             router,
             system,
             topology,
@@ -282,12 +312,21 @@ def _sharded_moe(
             losses=losses,
             sequence_length=sequence_length,
         )
-        return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state))
+        return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state)), known
 
-    specs = (by_token, by_token, PartitionSpec(), by_expert, PartitionSpec(), PartitionSpec(), by_group)
-    args = (tokens, mask, kernel, experts, bias, homes, state)
+    specs = (by_token, by_token, PartitionSpec(), by_expert, PartitionSpec(), PartitionSpec(), by_group, by_expert)
+    args = (tokens, mask, kernel, experts, bias, homes, state, known)
     placed = [_place(arg, NamedSharding(mesh, spec), mesh) for arg, spec in zip(args, specs, strict=True)]
-    return jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=(by_token, by_group, by_group))(*placed)
+    out_specs = (by_token, by_group, by_group, by_expert)
+    return jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=out_specs)(*placed)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("migrate", "mesh"))
+def _sharded_known(experts: Experts, *, migrate: Migrate, mesh: Mesh) -> Experts:
+    """`migrate.known` of all ranks."""
+    spec = PartitionSpec(migrate.domains.expert_axes)
+    placed = _place(experts, NamedSharding(mesh, spec), mesh)
+    return jax.shard_map(migrate.known, mesh=mesh, in_specs=spec, out_specs=spec)(placed)
 
 
 def _place(tree: Any, sharding: jax.sharding.Sharding, mesh: Mesh) -> Any:

@@ -18,7 +18,7 @@ from jax_moe_lb.sim.gemm import AnalyticGemm, Gemm, MeasuredGemm
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.schedule import Step
 from jax_moe_lb.sim.work import Migration
-from jax_moe_lb.transport.codec import Codec
+from jax_moe_lb.transport.codec import Codec, CodecBase
 
 VERSION = 1
 """Of the format. Files of another version are refused."""
@@ -109,12 +109,12 @@ class MigrationSection(_Section):
 
     domain_sizes: tuple[Count, ...] = ()
     ratio: float = 1.0
-    shared: bool = True
+    base: CodecBase = CodecBase.SHARED
     gather_again: bool = False
 
     def build(self) -> Migration:
         """The migration."""
-        return Migration(self.domain_sizes, Codec(self.ratio, self.shared), self.gather_again)
+        return Migration(self.domain_sizes, Codec(self.ratio, self.base), self.gather_again)
 
 
 class StepSection(_Section):

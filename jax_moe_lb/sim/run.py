@@ -50,8 +50,8 @@ class Memory:
 
     Args:
         weights: home experts of all layers.
-        replicas: slots beyond them, weights and gradients, which all layers share; and gathered experts, of all
-            layers if they are kept, else of two.
+        replicas: slots beyond them, weights and gradients, which all layers share; gathered experts, of all layers
+            if they are kept, else of two; and what a codec remembers of all layers.
         buffers: rows that a rank receives in one round, twice: as they come, and as they leave.
         kept: token copies between forward and backward, of all layers.
     """
@@ -224,6 +224,8 @@ def _memory(system: System, model: ModelShape, cluster: Cluster, migration: Migr
     home, copies = model.experts // cluster.num_ranks, model.tokens * model.per_token
     gathered = home * (int(np.prod(migration.sizes(cluster))) - 1) * model.expert_bytes
     held = gathered * (2 if migration.gather_again else model.layers)
+    if migration.codec.remembers:
+        held += model.layers * (gathered + home * model.expert_bytes)
     slots = system.replica_slots * (model.expert_bytes + model.expert_gradient_bytes)
     dispatch: Any = system.dispatch.direct if isinstance(system.dispatch, Staged) else system.dispatch
     return Memory(

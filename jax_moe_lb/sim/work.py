@@ -15,7 +15,7 @@ from jax_moe_lb.sim.network import Flow, all_reduce, all_to_all, even_flow, flow
 from jax_moe_lb.sim.planning import Group, groups, in_waves, plan_layer, reads_counts
 from jax_moe_lb.sim.traffic import gradients_between, hops, replicas_between, rows_per_slot
 from jax_moe_lb.systems import System
-from jax_moe_lb.transport.codec import Codec
+from jax_moe_lb.transport.codec import Codec, CodecBase
 from jax_moe_lb.transport.peer_copy import PeerCopy
 from jax_moe_lb.transport.relay import Relay
 from jax_moe_lb.transport.spray import Spray
@@ -227,7 +227,8 @@ def shared_work(model: ModelShape, cluster: Cluster, migration: Migration, num_e
 def _mean(model: ModelShape, migration: Migration, cluster: Cluster) -> tuple[Flow, ...]:
     """The all-reduce of the shared expert, of which encoded ones are the difference."""
     codec = migration.codec
-    wanted = codec.compresses and codec.shared and migration.mean_travels and math.prod(migration.sizes(cluster)) > 1
+    shares = codec.compresses and codec.base is CodecBase.SHARED
+    wanted = shares and migration.mean_travels and math.prod(migration.sizes(cluster)) > 1
     return (all_reduce(float(model.expert_bytes), cluster),) if wanted else ()
 
 

@@ -1,11 +1,14 @@
-"""Experts in fewer bytes: one shared by all, and the largest entries of what each differs from it.
+"""Experts in fewer bytes: a base that the receiver has, and the largest entries of the difference to it.
 
-HybridEP's parameter-efficient migration. Experts resemble each other, so few entries of the difference to their mean
-carry most of it.
+HybridEP's parameter-efficient migration takes the mean of all experts for the base: where experts resemble each other,
+few entries of the difference carry most of it. From one step of training to the next an expert resembles itself far
+more; so the base may also be what the receiver last had of it: error feedback, as EF21 (arXiv 2106.05203) has it for
+gradients.
 """
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +35,17 @@ class Encoded:
     indices: tuple[Array, ...]
 
 
+class CodecBase(Enum):
+    """What an expert is encoded as the difference to."""
+
+    ZERO = "zero"
+    """Nothing: the largest entries of the expert itself."""
+    SHARED = "shared"
+    """The mean of all experts, which every rank computes: an all-reduce (the paper's shared expert)."""
+    REMEMBERED = "remembered"
+    """What the ranks of the domain decoded the last time, and kept: what one step leaves out, the next ones send."""
+
+
 @dataclass(frozen=True)
 class Codec:
     """How much of an expert travels.
@@ -40,12 +54,11 @@ class Codec:
         ratio: bytes of an expert over the bytes that stand for it, indices included; 1: the expert as it is.
             An index costs as much as half a float32 value, or all of it, so just above 1 already only two thirds or
             half of the entries are kept.
-        shared: whether entries are of the difference to the mean of all experts, which every rank holds, or of the
-            expert itself.
+        base: what entries are the difference to.
     """
 
     ratio: float = 1.0
-    shared: bool = True
+    base: CodecBase = CodecBase.SHARED
 
     def __post_init__(self) -> None:
         if not 1 <= self.ratio < math.inf:
@@ -55,6 +68,11 @@ class Codec:
     def compresses(self) -> bool:
         """Whether anything is left out."""
         return self.ratio > 1
+
+    @property
+    def remembers(self) -> bool:
+        """Whether ranks keep what they decoded, for the next time."""
+        return self.compresses and self.base is CodecBase.REMEMBERED
 
     def num_kept(self, num_entries: int, itemsize: int) -> int:
         """`k`: entries of a matrix of so many entries that fit into its bytes over the ratio; at least 1."""
@@ -72,26 +90,18 @@ class Codec:
         extra = _index_dtype(num_entries).itemsize if self.compresses else 0
         return leaf.shape[0] * self.num_kept(num_entries, itemsize) * (itemsize + extra)
 
-    def encode(self, experts: Experts, mean: Experts | None, error: Experts | None = None) -> tuple[Encoded, Experts]:
+    def encode(self, experts: Experts, base: Experts | None) -> Encoded:
         """Keeps the largest entries.
 
         Args:
             experts: `G` of them.
-            mean: one expert, the same on all ranks, near to all others; `None`: zeros.
-            error: what was left out so far, for error feedback, which sends it later; `None`: nothing.
-
-        Returns:
-            What travels, and what it leaves out: the next `error`.
+            base: one expert for all of them, or one for each; `None`: zeros. Receivers must have the same.
         """
         residual = jax.tree.map(lambda w: w.astype(wide_dtype(w)), experts)
-        if mean is not None:
-            residual = jax.tree.map(lambda r, m: r - m[None].astype(r.dtype), residual, mean)
-        if error is not None:
-            residual = jax.tree.map(lambda r, e: r + e.astype(r.dtype), residual, error)
+        if base is not None:
+            residual = jax.tree.map(lambda r, b: r - b.reshape(-1, *r.shape[1:]).astype(r.dtype), residual, base)
         pairs = [self._largest(r, w) for r, w in zip(jax.tree.leaves(residual), jax.tree.leaves(experts), strict=True)]
-        encoded = Encoded(tuple(values for values, _ in pairs), tuple(indices for _, indices in pairs))
-        sent = self.decode(encoded, None, residual)
-        return encoded, jax.tree.map(jnp.subtract, residual, sent)
+        return Encoded(tuple(values for values, _ in pairs), tuple(indices for _, indices in pairs))
 
     def _largest(self, residual: Array, like: Array) -> tuple[Array, Array]:
         flat = residual.reshape(residual.shape[0], -1)
@@ -100,16 +110,16 @@ class Codec:
         values = jnp.take_along_axis(flat, indices, axis=1).astype(like.dtype)
         return values, indices.astype(_index_dtype(num_entries))
 
-    def decode(self, encoded: Encoded, mean: Experts | None, like: Experts) -> Experts:
+    def decode(self, encoded: Encoded, base: Experts | None, like: Experts) -> Experts:
         """The experts that `encoded` stands for.
 
         Args:
             encoded: of `encode`.
-            mean: that of `encode`.
+            base: that of `encode`.
             like: experts of this kind, in the dtype of the result; their number does not matter.
         """
         leaves, tree = jax.tree.flatten(like)
-        bases = [None] * len(leaves) if mean is None else jax.tree.leaves(mean)
+        bases = [None] * len(leaves) if base is None else jax.tree.leaves(base)
         parts = zip(encoded.values, encoded.indices, bases, leaves, strict=True)
         return jax.tree.unflatten(tree, [_fill(*part) for part in parts])
 
@@ -117,10 +127,11 @@ class Codec:
 def _fill(values: Array, indices: Array, base: Array | None, like: Array) -> Array:
     """Entries added to the base, or to zeros: one scatter."""
     num_experts, shape = values.shape[0], like.shape[1:]
+    num_entries = math.prod(shape)
     dtype = like.dtype if base is None else wide_dtype(like)
-    start = jnp.zeros((math.prod(shape),), dtype) if base is None else base.reshape(-1).astype(dtype)
+    start = jnp.zeros((1, num_entries), dtype) if base is None else base.reshape(-1, num_entries).astype(dtype)
     expert = jnp.broadcast_to(jnp.arange(num_experts, dtype=jnp.int32)[:, None], indices.shape)
-    flat = jnp.broadcast_to(start[None], (num_experts, start.shape[0]))
+    flat = jnp.broadcast_to(start, (num_experts, num_entries))
     # The zero gives the base the manual axes of the values.
     flat = flat + values[:, :1].astype(dtype) * 0 if values.shape[1] else flat
     filled = flat.at[expert, indices.astype(jnp.int32)].add(values.astype(dtype), unique_indices=True)

@@ -15,7 +15,7 @@ from jax_moe_lb.hybrid import Domains
 from jax_moe_lb.ops.gather_tiles import gather_tiles, sum_tiles
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.codec import Codec, Encoded, average
+from jax_moe_lb.transport.codec import Codec, CodecBase, Encoded, average
 
 Carry = TypeVar("Carry")
 
@@ -44,6 +44,9 @@ class Migrate:
     gather's transpose, a reduce-scatter over the same axes, also where the experts were encoded: gradients are
     those of the decoded experts, as if nothing were left out (straight through).
 
+    With a codec whose base is remembered there is a state, what all ranks of the domain know of its experts: begin with
+    `known`, call `update`. Else call it.
+
     Args:
         domains: of the mesh.
         codec: what travels.
@@ -54,29 +57,30 @@ class Migrate:
 
     def average(self, experts: Experts) -> Experts | None:
         """The shared expert of these home experts; `None` if the codec has no use for one. See `codec.average`."""
-        wanted = self.codec.compresses and self.codec.shared
+        wanted = self.codec.compresses and self.codec.base is CodecBase.SHARED
         return average(jax.lax.stop_gradient(experts), self.domains.expert_axes) if wanted else None
 
-    def pack(
-        self, experts: Experts, mean: Experts | None = None, error: Experts | None = None
-    ) -> tuple[Packed | None, Experts | None]:
+    def pack(self, experts: Experts, mean: Experts | None = None) -> Packed | None:
         """Encodes the home experts; best right after the optimizer step.
 
         Args:
             experts: the `L` home experts of this rank.
             mean: an earlier `average`, of the weights before the step for example; `None`: that of `experts`.
-            error: what was left out so far; `None`: without error feedback.
 
         Returns:
-            What travels, `None` if the experts do as they are; and what it leaves out, for the next call.
+            What travels; `None` if the experts do as they are.
+
+        Raises:
+            ValueError: the codec's base is remembered.
         """
+        if self.codec.remembers:
+            raise ValueError("codec.base is CodecBase.REMEMBERED; expected another, as it needs a state: call update")
         if not self.codec.compresses:
-            return None, None
+            return None
         experts = jax.lax.stop_gradient(experts)
         if mean is None:
             mean = self.average(experts)
-        encoded, error = self.codec.encode(experts, mean, error)
-        return Packed(encoded, mean), error
+        return Packed(self.codec.encode(experts, mean), mean)
 
     def __call__(self, experts: Experts, packed: Packed | None = None) -> Experts:
         """The experts of the domain, its first rank's first.
@@ -87,14 +91,46 @@ class Migrate:
 
         Returns:
             `L * M` experts. To the topology `domains.between` they are the home experts of this rank.
+
+        Raises:
+            ValueError: the codec's base is remembered.
         """
+        packed = self.pack(experts) if packed is None else packed
+        if packed is None:
+            return self._whole(experts)
+        return self._placed(experts, self.codec.decode(self._gathered(packed.encoded), packed.mean, experts))
+
+    def known(self, experts: Experts) -> Experts:
+        """What `update` begins with: the domain's experts, which travel whole this once, `[L * M, ...]`."""
+        return jax.lax.stop_gradient(self._whole(experts))
+
+    def update(self, experts: Experts, known: Experts) -> tuple[Experts, Experts]:
+        """The experts of the domain, of which only what changed most has travelled.
+
+        Args:
+            experts: the `L` home experts of this rank, which stay as they are. Differentiable.
+            known: what all ranks of the domain have of its experts: of `known`, or of the last call. A wider dtype than
+                that of `experts` does. If it is off, calls to come correct it.
+
+        Returns:
+            `L * M` experts as `__call__` does, and what is known now.
+        """
+        known, now = jax.lax.stop_gradient((known, experts))
+        num_home = experts.up.shape[0]
+        first = jax.lax.axis_index(self.domains.offset_axes) * num_home
+        mine = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, num_home), known)
+        known = self.codec.decode(self._gathered(self.codec.encode(now, mine)), known, known)
+        held = jax.tree.map(lambda k, w: k.astype(w.dtype), known, experts)
+        return self._placed(experts, held), known
+
+    def _whole(self, experts: Experts) -> Experts:
+        return jax.tree.map(lambda leaf: _gather(leaf, self.domains.offset_axes), experts)
+
+    def _gathered(self, encoded: Encoded) -> Encoded:
+        return jax.tree.map(lambda leaf: _gather(leaf, self.domains.offset_axes), encoded)
+
+    def _placed(self, experts: Experts, decoded: Experts) -> Experts:
         axes = self.domains.offset_axes
-        if not self.codec.compresses:
-            return jax.tree.map(lambda leaf: _gather(leaf, axes), experts)
-        packed = self.pack(experts)[0] if packed is None else packed
-        assert packed is not None
-        encoded = jax.tree.map(lambda leaf: _gather(leaf, axes), packed.encoded)
-        decoded = self.codec.decode(encoded, packed.mean, experts)
         return jax.tree.map(lambda home, others: _place_home(home, others, axes), experts, decoded)
 
 

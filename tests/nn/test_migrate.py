@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_moe_lb import Codec, Domains, Migrate, TopK, Topology, greedy, hybrid_mesh
+from jax_moe_lb import Codec, CodecBase, Domains, Migrate, TopK, Topology, greedy, hybrid_mesh
 from jax_moe_lb.nn import MoE
 from tests.layer import assert_close, make_mesh
 
@@ -32,6 +32,37 @@ def test_a_layer_with_domains_equals_one_without():
 
     assert_close(run(layer, placed(mesh)), run(reference, placed(base)), 1e-5)
     assert layer.up.get_value().sharding.spec[0] == ("expert_domain", "expert_offset")
+
+
+def test_a_codec_that_remembers_begins_exact_and_catches_up():
+    base = make_mesh((4,), ("expert",))
+    mesh = hybrid_mesh(base, {"expert": 2})
+    domains = Domains.from_mesh(mesh, Topology.from_mesh(base))
+
+    def layer(codec):
+        options = {"topology": domains.between, "migrate": Migrate(domains, codec), "rngs": nnx.Rngs(0)}
+        return MoE(16, 24, 8, TopK(2), mesh=mesh, **options)
+
+    exact, encoded = layer(Codec()), layer(Codec(8.0, CodecBase.REMEMBERED))
+    x = jax.random.normal(jax.random.key(1), (64, 16))
+
+    @nnx.jit
+    def run(layer):
+        gradient = nnx.grad(lambda layer: jnp.square(layer(x)[0]).mean())
+        return layer(x)[0], gradient(layer)
+
+    assert_close(run(encoded), run(exact), 1e-6)
+    for model in (exact, encoded):
+        model.up[...] = jnp.roll(model.up[...], 1, 0)
+    want = run(exact)[0]
+    errors = [float(jnp.abs(run(encoded)[0] - want).max()) for _ in range(8)]
+    assert errors[0] > 100 * errors[-1]
+    assert_close(run(encoded)[0], want, 1e-6)
+    encoded.down[...] = exact.down[...] = 2 * exact.down[...]
+    assert float(jnp.abs(run(encoded)[0] - run(exact)[0]).max()) > 0.1
+    encoded.tell_domains()
+    assert_close(run(encoded)[0], run(exact)[0], 1e-6)
+    assert [weights.sharding.spec for weights in encoded.known] == [encoded.up.sharding.spec] * 3
 
 
 def test_the_topology_of_another_mesh_is_refused():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_moe_lb import Codec, Level, Topology, Work, choose_domains, systems
+from jax_moe_lb import Codec, CodecBase, Level, Topology, Work, choose_domains, systems
 from jax_moe_lb.balancers.hybridep import HybridEP
 from jax_moe_lb.plan import load, rows_between, traffic
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Step, simulate, simulate_uniform
@@ -317,7 +317,7 @@ def test_an_all_reduce_passes_every_member_once():
     sent = all_reduce(16.0, cluster)
     # On a ring of 16 ranks every rank sends 30 bytes: 2 of them leave a datacenter, 4 a node.
     assert level_bytes(sent, cluster) == pytest.approx((2 * 30, 4 * 30, 12 * 30))
-    alone = Migration((2, 1, 1), Codec(10.0, shared=False))
+    alone = Migration((2, 1, 1), Codec(10.0, CodecBase.ZERO))
     shape = model(experts=32)
     plainly = shared_work(shape, cluster, alone, 32).gather
     assert len(shared_work(shape, cluster, replace(alone, codec=Codec(10.0)), 32).gather) == len(plainly) + 1

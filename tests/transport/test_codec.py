@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb import Codec, Domains, Experts, Migrate, Topology, hybrid_mesh
+from jax_moe_lb import Codec, CodecBase, Domains, Experts, Migrate, Topology, hybrid_mesh
 from jax_moe_lb.transport.codec import average
 from tests.layer import make_mesh
 
@@ -42,7 +42,7 @@ def test_bytes_are_those_of_values_and_indices(dtype):
     experts = Experts(*(jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype) for shape in shapes))
     for ratio in (1.5, 100.0):
         codec = Codec(ratio)
-        encoded = codec.encode(experts, None)[0]
+        encoded = codec.encode(experts, None)
         travels = sum(leaf.nbytes for leaf in jax.tree.leaves(encoded))
         assert travels == codec.encoded_bytes(experts) <= experts.nbytes / ratio
         assert travels > experts.nbytes / ratio - 4 * (experts.up.dtype.itemsize + 2)
@@ -56,7 +56,7 @@ def test_bytes_are_those_of_values_and_indices(dtype):
 def test_the_largest_entries_arrive_and_the_rest_is_the_mean():
     experts = alike()
     mean, codec = mean_of(experts), Codec(4.0)
-    encoded, left_out = codec.encode(experts, mean)
+    encoded = codec.encode(experts, mean)
     decoded = codec.decode(encoded, mean, experts)
     residual, count = np.asarray(experts.up - mean.up[None]).reshape(4, -1), codec.num_kept(60, 4)
     for expert in range(4):
@@ -65,7 +65,6 @@ def test_the_largest_entries_arrive_and_the_rest_is_the_mean():
         want = np.array(mean.up).reshape(-1)
         want[kept] += residual[expert][kept]
         np.testing.assert_allclose(decoded.up[expert].reshape(-1), want, rtol=1e-6, atol=1e-7)
-    jax.tree.map(lambda w, d, e: np.testing.assert_allclose(w, d + e, atol=1e-6), experts, decoded, left_out)
 
 
 def test_errors_fall_with_more_bytes_and_with_the_mean():
@@ -73,7 +72,7 @@ def test_errors_fall_with_more_bytes_and_with_the_mean():
     mean = mean_of(experts)
 
     def error(codec, mean):
-        return distance(experts, codec.decode(codec.encode(experts, mean)[0], mean, experts))
+        return distance(experts, codec.decode(codec.encode(experts, mean), mean, experts))
 
     shared = [error(Codec(ratio), mean) for ratio in (50.0, 5.0, 1.6)]
     alone = [error(Codec(ratio), None) for ratio in (50.0, 5.0, 1.6)]
@@ -82,25 +81,40 @@ def test_errors_fall_with_more_bytes_and_with_the_mean():
     assert all(a > 3 * b for a, b in zip(alone, shared, strict=True))
 
 
-def test_error_feedback_sends_everything_in_the_end():
-    experts = alike()
-    mean, codec = mean_of(experts), Codec(10.0)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_left_out_comes_later(dtype):
+    """Of weights that stay, everything arrives within the ratio; of weights that move, they lag by that many moves."""
+    experts = jax.tree.map(lambda w: w.astype(dtype), alike())
+    codec = Codec(10.0, CodecBase.REMEMBERED)
+    num_calls = 2 * 60 // codec.num_kept(60, experts.up.dtype.itemsize)
 
-    def step(error, _):
-        encoded, error = codec.encode(experts, mean, error)
-        return error, codec.decode(encoded, mean, experts)
+    def lag(moves):
+        def call(known, number):
+            now = jax.tree.map(lambda w, m: w + number.astype(w.dtype) * m, experts, moves)
+            known = codec.decode(codec.encode(now, known), known, known)
+            return known, now
 
-    zeros = jax.tree.map(jnp.zeros_like, experts)
-    _, decoded = jax.lax.scan(step, zeros, None, 400)
-    over_time = jax.tree.map(lambda d: d.mean(0), decoded)
-    once = codec.decode(codec.encode(experts, mean)[0], mean, experts)
-    assert distance(over_time, experts) < 0.1 * distance(once, experts)
+        zeros = jax.tree.map(lambda w: jnp.zeros_like(w, dtype="float32"), experts)
+        known, now = jax.lax.scan(call, zeros, jnp.arange(num_calls))
+        return jax.tree.map(lambda k, n: k - n[-1].astype("float32"), known, now)
+
+    def norm(tree):
+        return distance(tree, jax.tree.map(jnp.zeros_like, tree))
+
+    size = norm(experts)
+    assert norm(lag(jax.tree.map(jnp.zeros_like, experts))) < 1e-6 * size
+    behind = norm(lag(jax.tree.map(lambda w: 0.01 * jnp.flip(w), experts)))
+    assert 0 < behind < num_calls / 2 * 0.01 * size
 
 
 def on_mesh(mesh, domains, function, *args, out=None):
     spec = PartitionSpec(domains.expert_axes)
     specs = (spec,) * len(args)
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=spec if out is None else out))(*args)
+
+
+def product(held, target):
+    return sum(jax.tree.leaves(jax.tree.map(lambda h, t: (h * t.astype(h.dtype)).sum(), held, target)))
 
 
 def test_own_experts_stay_exact_and_all_gradients_come_home():
@@ -115,8 +129,7 @@ def test_own_experts_stay_exact_and_all_gradients_come_home():
     def loss_gradients(codec):
         def run(home, target):
             def loss(home):
-                held = Migrate(domains, codec)(home)
-                return sum(jax.tree.leaves(jax.tree.map(lambda h, t: (h * t).sum(), held, target)))
+                return product(Migrate(domains, codec)(home), target)
 
             return jax.grad(loss)(home), Migrate(domains, codec)(home)
 
@@ -126,7 +139,7 @@ def test_own_experts_stay_exact_and_all_gradients_come_home():
     want_gradients, exact = loss_gradients(Codec())
     jax.tree.map(np.testing.assert_array_equal, gradients, want_gradients)
     mean = mean_of(experts)
-    decoded = codec.decode(codec.encode(experts, mean)[0], mean, experts)
+    decoded = codec.decode(codec.encode(experts, mean), mean, experts)
     for rank in range(4):
         want = np.array(decoded.up)
         want[rank] = experts.up[rank]
@@ -135,12 +148,47 @@ def test_own_experts_stay_exact_and_all_gradients_come_home():
         np.testing.assert_array_equal(held.up[4 * rank + rank], experts.up[rank])
 
 
+def test_domains_remember_the_same_and_gradients_come_home():
+    """Two datacenters of two nodes, domains across datacenters; home experts in bfloat16, remembered in float32."""
+    mesh, domains = domains_on(make_mesh((2, 2), ("dc", "node")), dc=2, node=1)
+    migrate = Migrate(domains, Codec(5.0, CodecBase.REMEMBERED))
+    before, after = (jax.tree.map(lambda w: w.astype("bfloat16"), alike(8, seed)) for seed in (0, 1))
+    target = jax.tree.map(lambda w: jnp.tile(w, (2, 1, 1)), alike(8, 2))
+
+    def run(before, after, target):
+        def loss(home, known):
+            held, known = migrate.update(home, known)
+            return product(held, target), (held, known)
+
+        known = jax.tree.map(lambda leaf: leaf.astype("float32"), migrate.known(before))
+        gradients, (held, known) = jax.grad(loss, has_aux=True)(after, known)
+        exact = jax.grad(lambda home: product(Migrate(domains)(home), target))(after)
+        last = jax.lax.fori_loop(0, 20, lambda _, known: migrate.update(after, known)[1], known)
+        return gradients, exact, held, known, Migrate(domains)(after), last
+
+    gradients, exact, held, known, whole, last = on_mesh(mesh, domains, run, before, after, target)
+    jax.tree.map(np.testing.assert_array_equal, gradients, exact)
+    by_rank = np.asarray(known.up).reshape(4, 4, 6, 10)
+    # Ranks of a domain follow each other.
+    np.testing.assert_array_equal(by_rank[0], by_rank[1])
+    np.testing.assert_array_equal(by_rank[2], by_rank[3])
+    held, whole = (np.asarray(experts.up, "float32").reshape(4, 2, 2, 6, 10) for experts in (held, whole))
+    for rank in range(4):
+        mine = rank % 2
+        np.testing.assert_array_equal(held[rank, mine], whole[rank, mine])
+        np.testing.assert_array_equal(
+            held[rank, 1 - mine], by_rank[rank].reshape(2, 2, 6, 10)[1 - mine].astype(jnp.bfloat16).astype("float32")
+        )
+        assert (held[rank, 1 - mine] != whole[rank, 1 - mine]).any()
+    np.testing.assert_array_equal(np.asarray(last.up).reshape(whole.shape), whole)
+
+
 def test_packing_ahead_is_packing_on_the_way():
     mesh, domains = domains_on(make_mesh((4,), ("gpu",)), gpu=2)
     migrate = Migrate(domains, Codec(5.0))
 
     def ahead(home):
-        return migrate(home, migrate.pack(home)[0])
+        return migrate(home, migrate.pack(home))
 
     experts = alike(8)
     jax.tree.map(
@@ -160,7 +208,7 @@ def test_an_older_mean_does():
     before, after = alike(8), jax.tree.map(lambda w: w + 0.01, alike(8))
 
     def run(before, after):
-        return migrate(after, migrate.pack(after, migrate.average(before))[0])
+        return migrate(after, migrate.pack(after, migrate.average(before)))
 
     held = on_mesh(mesh, domains, run, before, after)
     fresh = on_mesh(mesh, domains, migrate, after)
@@ -168,6 +216,13 @@ def test_an_older_mean_does():
         lambda w: np.asarray(w).reshape(2, 2, 2, *w.shape[1:]).repeat(2, 1).reshape(16, *w.shape[1:]), after
     )
     assert distance(held, both) < 1.2 * distance(fresh, both)
+
+
+def test_a_codec_that_remembers_needs_a_state():
+    domains = domains_on(make_mesh((4,), ("gpu",)), gpu=2)[1]
+    with pytest.raises(ValueError, match=r"codec.base is CodecBase.REMEMBERED; expected another"):
+        Migrate(domains, Codec(2.0, CodecBase.REMEMBERED))(alike())
+    assert not Codec(1.0, CodecBase.REMEMBERED).remembers
 
 
 def test_impossible_ratios_are_named():
