@@ -12,6 +12,19 @@ namespace moe_lb {
 // Planning is int32 arithmetic in JAX: no sum of tokens may exceed it.
 constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();
 
+// tokens [E] of each expert.
+inline Status CheckTokens(View<const int32_t> tokens) {
+  int64_t sum = 0;
+  for (size_t expert = 0; expert < tokens.size(); ++expert) {
+    if (tokens[expert] < 0) {
+      return Refuse("tokens of expert ", expert, " is ", tokens[expert], "; expected at least 0");
+    }
+    sum += tokens[expert];
+  }
+  if (sum > kMaxTokens) return Refuse("tokens sum to ", sum, "; expected at most ", kMaxTokens);
+  return Ok();
+}
+
 // placement [R, S] holds experts below num_experts, or -1.
 inline Status CheckPlacement(MatrixView<const int32_t> placement, size_t num_experts) {
   if (placement.rows() < 1 || placement.columns() < 1) {

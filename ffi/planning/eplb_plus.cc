@@ -23,15 +23,7 @@ Status Check(View<const int32_t> tokens, MatrixView<const int32_t> placement, in
   }
   if (Status bad = CheckShape("new_placement", new_placement, num_ranks, placement.columns())) return bad;
   if (Status bad = CheckShape("quota", quota, num_experts, num_ranks)) return bad;
-  int64_t sum = 0;
-  for (size_t expert = 0; expert < num_experts; ++expert) {
-    if (tokens[expert] < 0) {
-      return Refuse("tokens of expert ", expert, " is ", tokens[expert], "; expected at least 0");
-    }
-    sum += tokens[expert];
-  }
-  if (sum > kMaxTokens) return Refuse("tokens sum to ", sum, "; expected at most ", kMaxTokens);
-  return Ok();
+  return CheckTokens(tokens);
 }
 
 class Replicas {

@@ -56,18 +56,6 @@ Status CheckCounts(View<const int32_t> tokens, MatrixView<const int32_t> counts,
   return Ok();
 }
 
-Status CheckTokens(View<const int32_t> tokens) {
-  int64_t sum = 0;
-  for (size_t expert = 0; expert < tokens.size(); ++expert) {
-    if (tokens[expert] < 0) {
-      return Refuse("tokens of expert ", expert, " is ", tokens[expert], "; expected at least 0");
-    }
-    sum += tokens[expert];
-  }
-  if (sum > kMaxTokens) return Refuse("tokens sum to ", sum, "; expected at most ", kMaxTokens);
-  return Ok();
-}
-
 Status Check(View<const int32_t> tokens, const ExactOptions& options, MatrixView<int32_t> placement,
              MatrixView<int32_t> quota) {
   const size_t num_experts = tokens.size();

@@ -12,15 +12,7 @@ namespace {
 Status Check(View<const int32_t> tokens, MatrixView<const int32_t> placement, MatrixView<int32_t> quota) {
   if (Status bad = CheckPlacement(placement, tokens.size())) return bad;
   if (Status bad = CheckShape("quota", quota, tokens.size(), placement.rows())) return bad;
-  int64_t sum = 0;
-  for (size_t expert = 0; expert < tokens.size(); ++expert) {
-    if (tokens[expert] < 0) {
-      return Refuse("tokens of expert ", expert, " is ", tokens[expert], "; expected at least 0");
-    }
-    sum += tokens[expert];
-  }
-  if (sum > kMaxTokens) return Refuse("tokens sum to ", sum, "; expected at most ", kMaxTokens);
-  return Ok();
+  return CheckTokens(tokens);
 }
 
 // The ranks that hold an expert, ascending.
