@@ -1,7 +1,8 @@
 """Does training bear encoded experts? `python -m benchmarks.bench_codec --steps 200 --out runs/codec`.
 
 The tiny language model over 8 virtual devices in 2 domains of 4, so three of four experts that a rank serves
-are decoded ones: plain (ratio 1), and ratios 10 and 50 with and without the shared expert, each from several seeds.
+are decoded ones: plain (ratio 1), and ratios 10 and 50 with the shared expert, without, and with what domains
+remember, each from several seeds.
 With `--upcycled` all experts of a layer start as copies of one, as when a dense model becomes a mixture of experts:
 they resemble each other more than experts that start as independent random numbers.
 Writes `codec.csv` (loss of every step), `codec.md` (final gaps) and `codec.png`.
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument(
         "--codecs", nargs="*", default=list(CODECS), choices=list(CODECS), help="the first is the reference"
     )
+    parser.add_argument("--learning-rate", type=float, help="at its peak; the preset's by default")
     parser.add_argument("--upcycled", action="store_true", help="experts of a layer start as copies of one")
     parser.add_argument("--out", type=Path, default=Path("runs/codec"))
     given = parser.parse_args()
@@ -140,7 +142,8 @@ def main() -> None:
         writer = csv.writer(file)
         writer.writerow(["codec", "seed", "step", "loss"])
         for seed, name in itertools.product(range(given.seeds), given.codecs):
-            config = dataclasses.replace(base, steps=given.steps, seed=seed)
+            rate = given.learning_rate or base.learning_rate
+            config = dataclasses.replace(base, steps=given.steps, seed=seed, learning_rate=rate)
             losses, last = results[name, seed] = train(
                 config, mesh, Migrate(domains, CODECS[name]), corpus, given.upcycled
             )

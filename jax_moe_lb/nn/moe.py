@@ -2,24 +2,24 @@
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.losses import Losses
+from jax_moe_lb.nn.sharded import expert_axes, place, sharded_known, sharded_moe
 from jax_moe_lb.ops.grouped_ffn import dense_ffn
-from jax_moe_lb.pipeline import Stats, moe
+from jax_moe_lb.pipeline import Stats
 from jax_moe_lb.plan import home_experts_per_rank
 from jax_moe_lb.routing import Router, updated_bias
 from jax_moe_lb.systems import System
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.migrate import Migrate
-from jax_moe_lb.types import DType, State
+from jax_moe_lb.types import DType
 
 LogicalAxisRules = tuple[tuple[str, tuple[str, ...] | str | None], ...]
 
@@ -49,11 +49,7 @@ def logical_axis_rules(topology: Topology, migrate: Migrate | None = None) -> Lo
 
     Replace entries to shard `embed` or `mlp` over further axes (FSDP): the layer gathers what it needs.
     """
-    return (("exp", _expert_axes(topology, migrate)), ("embed", None), ("mlp", None))
-
-
-def _expert_axes(topology: Topology, migrate: Migrate | None) -> tuple[str, ...]:
-    return topology.expert_axes if migrate is None else migrate.domains.expert_axes
+    return (("exp", expert_axes(topology, migrate)), ("embed", None), ("mlp", None))
 
 
 class MoE(nnx.Module):
@@ -130,7 +126,7 @@ class MoE(nnx.Module):
             self.shared_down = param((shared_mlp_dim, embed_dim), ("mlp", "embed"))
             self.shared_gate = param((embed_dim, shared_mlp_dim), ("embed", "mlp")) if gated else None
         self.has_shared = bool(shared_mlp_dim)
-        self.known = nnx.List([])
+        self.known: nnx.List[KnownWeights] = nnx.List([])
         if migrate is not None and migrate.codec.remembers:
             self.known = nnx.List(self._known_weights(migrate))
         self.bias = RouterBias(jnp.zeros((num_experts,), jnp.float32)) if use_bias else None
@@ -169,7 +165,7 @@ class MoE(nnx.Module):
         mask = jnp.ones((num_tokens,), bool) if mask is None else mask.reshape(num_tokens)
         state = self.empty_state if self.state is None else self.state.get_value()
         experts = jax.tree.map(lambda w: w.astype(x.dtype), self._experts())
-        y, stats, state, known = _sharded_moe(
+        y, stats, state, known = sharded_moe(
             tokens,
             mask,
             self.kernel[...],
@@ -190,7 +186,7 @@ class MoE(nnx.Module):
             self.state.set_value(state)
         for weights, now in zip(self.known, jax.tree.leaves(known), strict=True):
             weights.set_value(now)
-        y = _place(y.reshape(x.shape), jax.typeof(x).sharding, self.mesh)
+        y = place(y.reshape(x.shape), jax.typeof(x).sharding, self.mesh)
         if self.has_shared:
             y = y + dense_ffn(x, jax.tree.map(lambda w: w.astype(x.dtype), self._shared()))
         return y, stats
@@ -235,8 +231,8 @@ class MoE(nnx.Module):
         return Experts(self.up[...], self.down[...], None if self.gate is None else self.gate[...])
 
     def _known_weights(self, migrate: Migrate) -> list[KnownWeights]:
-        known = _sharded_known(self._experts(), migrate=migrate, mesh=self.mesh)
-        axes = (_expert_axes(self.topology, migrate), None, None)
+        known = sharded_known(self._experts(), migrate=migrate, mesh=self.mesh)
+        axes = (expert_axes(self.topology, migrate), None, None)
         return [KnownWeights(leaf, out_sharding=axes, mesh=self.mesh) for leaf in jax.tree.leaves(known)]
 
     def _shared(self) -> Experts:
@@ -252,88 +248,6 @@ as_linen = functools.partial(nnx.bridge.to_linen, MoE)
 
 State and bias are in collections of their own, `BalancerState` and `RouterBias`.
 """
-
-
-# Compiled once for all layers of a kind, also where the caller does not jit.
-@functools.partial(
-    jax.jit,
-    inline=True,
-    static_argnames=("router", "system", "migrate", "topology", "mesh", "losses", "sequence_length"),
-)
-def _sharded_moe(
-    tokens: Float[Array, "C H"],
-    mask: Bool[Array, "C"],
-    kernel: Float[Array, "H E"],
-    experts: Experts,
-    bias: Float[Array, "E"] | None,
-    homes: Int[Array, "E"] | None,
-    state: State,
-    known: Experts | None,
-    *,
-    router: Router,
-    system: System,
-    migrate: Migrate | None,
-    topology: Topology,
-    mesh: Mesh,
-    losses: Losses,
-    sequence_length: int | None,
-) -> tuple[Float[Array, "C H"], Stats, State, Experts | None]:
-    """`moe` over the tokens of all ranks; statistics and state have one entry per group."""
-    by_expert = PartitionSpec(_expert_axes(topology, migrate))
-    by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
-    by_group = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
-
-    def one_rank(
-        tokens: Array,
-        mask: Array,
-        kernel: Array,
-        experts: Experts,
-        bias: Array | None,
-        homes: Array | None,
-        state: State,
-        known: Experts | None,
-    ) -> tuple[Array, Stats, State, Experts | None]:
-        state = jax.tree.map(lambda leaf: leaf[0], state)
-        if migrate is not None and known is not None:
-            experts, known = migrate.update(experts, known)
-        elif migrate is not None:
-            experts = migrate(experts)
-        y, stats, state = moe(
-            tokens,
-            kernel,
-            experts,
-            router,
-            system,
-            topology,
-            state=state,
-            bias=bias,
-            homes=homes,
-            mask=mask,
-            losses=losses,
-            sequence_length=sequence_length,
-        )
-        return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state)), known
-
-    specs = (by_token, by_token, PartitionSpec(), by_expert, PartitionSpec(), PartitionSpec(), by_group, by_expert)
-    args = (tokens, mask, kernel, experts, bias, homes, state, known)
-    placed = [_place(arg, NamedSharding(mesh, spec), mesh) for arg, spec in zip(args, specs, strict=True)]
-    out_specs = (by_token, by_group, by_group, by_expert)
-    return jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=out_specs)(*placed)
-
-
-@functools.partial(jax.jit, inline=True, static_argnames=("migrate", "mesh"))
-def _sharded_known(experts: Experts, *, migrate: Migrate, mesh: Mesh) -> Experts:
-    """`migrate.known` of all ranks."""
-    spec = PartitionSpec(migrate.domains.expert_axes)
-    placed = _place(experts, NamedSharding(mesh, spec), mesh)
-    return jax.shard_map(migrate.known, mesh=mesh, in_specs=spec, out_specs=spec)(placed)
-
-
-def _place(tree: Any, sharding: jax.sharding.Sharding, mesh: Mesh) -> Any:
-    """Reshards where the mesh has Explicit axes; where they are Auto, the compiler does."""
-    if AxisType.Explicit not in mesh.axis_types:
-        return tree
-    return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
 
 
 def _check_domains(topology: Topology, migrate: Migrate | None) -> None:

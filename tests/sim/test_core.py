@@ -321,3 +321,13 @@ def test_an_all_reduce_passes_every_member_once():
     shape = model(experts=32)
     plainly = shared_work(shape, cluster, alone, 32).gather
     assert len(shared_work(shape, cluster, replace(alone, codec=Codec(10.0)), 32).gather) == len(plainly) + 1
+
+
+def test_what_a_codec_remembers_takes_memory():
+    cluster, shape = Cluster((Links("dc", 2, 1e9), Links("gpu", 4, 1e9))), model(experts=32)
+    forgetful, remembering = (
+        simulate_uniform(shape, cluster, migration=Migration((2, 1), Codec(10.0, base))).memory
+        for base in (CodecBase.ZERO, CodecBase.REMEMBERED)
+    )
+    # Two ranks' four experts each, of all layers.
+    assert remembering.total - forgetful.total == shape.layers * 8 * shape.expert_bytes

@@ -1,0 +1,104 @@
+"""`moe` and the gather of expert domains over the arrays of all ranks, compiled."""
+
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_moe_lb.experts import Experts
+from jax_moe_lb.losses import Losses
+from jax_moe_lb.pipeline import Stats, moe
+from jax_moe_lb.routing import Router
+from jax_moe_lb.systems import System
+from jax_moe_lb.topology import Topology
+from jax_moe_lb.transport.migrate import Migrate
+from jax_moe_lb.types import State
+
+
+def expert_axes(topology: Topology, migrate: Migrate | None) -> tuple[str, ...]:
+    """The mesh axes that home experts are sharded over."""
+    return topology.expert_axes if migrate is None else migrate.domains.expert_axes
+
+
+# Compiled once for all layers of a kind, also where the caller does not jit.
+@functools.partial(
+    jax.jit,
+    inline=True,
+    static_argnames=("router", "system", "migrate", "topology", "mesh", "losses", "sequence_length"),
+)
+def sharded_moe(
+    tokens: Float[Array, "C H"],
+    mask: Bool[Array, "C"],
+    kernel: Float[Array, "H E"],
+    experts: Experts,
+    bias: Float[Array, "E"] | None,
+    homes: Int[Array, "E"] | None,
+    state: State,
+    known: Experts | None,
+    *,
+    router: Router,
+    system: System,
+    migrate: Migrate | None,
+    topology: Topology,
+    mesh: Mesh,
+    losses: Losses,
+    sequence_length: int | None,
+) -> tuple[Float[Array, "C H"], Stats, State, Experts | None]:
+    """`moe` over the tokens of all ranks; statistics and state have one entry per group."""
+    by_expert = PartitionSpec(expert_axes(topology, migrate))
+    by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
+    by_group = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
+
+    def one_rank(
+        tokens: Array,
+        mask: Array,
+        kernel: Array,
+        experts: Experts,
+        bias: Array | None,
+        homes: Array | None,
+        state: State,
+        known: Experts | None,
+    ) -> tuple[Array, Stats, State, Experts | None]:
+        state = jax.tree.map(lambda leaf: leaf[0], state)
+        if migrate is not None and known is not None:
+            experts, known = migrate.update(experts, known)
+        elif migrate is not None:
+            experts = migrate(experts)
+        y, stats, state = moe(
+            tokens,
+            kernel,
+            experts,
+            router,
+            system,
+            topology,
+            state=state,
+            bias=bias,
+            homes=homes,
+            mask=mask,
+            losses=losses,
+            sequence_length=sequence_length,
+        )
+        return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state)), known
+
+    specs = (by_token, by_token, PartitionSpec(), by_expert, PartitionSpec(), PartitionSpec(), by_group, by_expert)
+    args = (tokens, mask, kernel, experts, bias, homes, state, known)
+    placed = [place(arg, NamedSharding(mesh, spec), mesh) for arg, spec in zip(args, specs, strict=True)]
+    out_specs = (by_token, by_group, by_group, by_expert)
+    return jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=out_specs)(*placed)
+
+
+@functools.partial(jax.jit, inline=True, static_argnames=("migrate", "mesh"))
+def sharded_known(experts: Experts, *, migrate: Migrate, mesh: Mesh) -> Experts:
+    """`migrate.known` of all ranks."""
+    spec = PartitionSpec(migrate.domains.expert_axes)
+    placed = place(experts, NamedSharding(mesh, spec), mesh)
+    return jax.shard_map(migrate.known, mesh=mesh, in_specs=spec, out_specs=spec)(placed)
+
+
+def place(tree: Any, sharding: jax.sharding.Sharding, mesh: Mesh) -> Any:
+    """Reshards where the mesh has Explicit axes; where they are Auto, the compiler does."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return tree
+    return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
