@@ -14,8 +14,19 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_moe_lb import Domains, Experts, Migrate, TopK, Topology, hybrid_mesh, legality, moe, pipeline, plain
-from jax_moe_lb.transport.migrate import scan_prefetched
+from jax_moe_lb import (
+    Domains,
+    Experts,
+    Migrate,
+    TopK,
+    Topology,
+    hybrid_mesh,
+    legality,
+    moe,
+    pipeline,
+    plain,
+    scan_prefetched,
+)
 
 LAYERS, WIDTH, INNER, NUM_EXPERTS, TOKENS = 4, 1024, 2048, 16, 1024
 # By default collectives of a TPU are not asynchronous.

@@ -62,10 +62,11 @@ from .topology import Topology as Topology
 from .transport.codec import Codec as Codec
 from .transport.codec import CodecBase as CodecBase
 from .transport.direct import Direct as Direct
+from .transport.domain_gather import DomainGather as DomainGather
 from .transport.gather import Gather as Gather
-from .transport.migrate import DomainGather as DomainGather
 from .transport.migrate import Migrate as Migrate
 from .transport.peer_copy import PeerCopy as PeerCopy
+from .transport.prefetch import scan_prefetched as scan_prefetched
 from .transport.relay import Relay as Relay
 from .transport.spray import Spray as Spray
 from .transport.staged import Staged as Staged

@@ -16,8 +16,8 @@ from jax_moe_lb.balancers.rails import RailS
 from jax_moe_lb.balancers.ultraep import UltraEP
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.domain_gather import DomainGather
 from jax_moe_lb.transport.gather import Gather
-from jax_moe_lb.transport.migrate import DomainGather
 from jax_moe_lb.transport.peer_copy import PeerCopy
 from jax_moe_lb.transport.relay import Relay
 from jax_moe_lb.transport.spray import Spray

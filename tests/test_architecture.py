@@ -29,6 +29,8 @@ LAYERS = [
         "transport.staged",
         "transport.codec",
         "transport.migrate",
+        "transport.prefetch",
+        "transport.domain_gather",
     ],
     ["systems"],
     ["transport.rounds", "transport.waves"],

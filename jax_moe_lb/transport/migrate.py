@@ -1,9 +1,6 @@
 """Moving experts inside their domains, whole or encoded, before any token is known."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +10,7 @@ from jax_moe_lb._pytree import pytree
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.hybrid import Domains
 from jax_moe_lb.ops.gather_tiles import gather_tiles, sum_tiles
-from jax_moe_lb.plan import Plan
-from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.codec import Codec, CodecBase, Encoded, average
-
-Carry = TypeVar("Carry")
 
 
 @pytree
@@ -40,7 +33,7 @@ class Migrate:
     From the outermost level inwards, so that a rank receives its offset's experts alone over the slowest links. A
     domain of several levels gathers over each level's axis, never across two at once.
 
-    It needs no token, so it may run long before the layer: see `scan_prefetched`. The gradients' way home is the
+    It needs no token, so it may run long before the layer: see `prefetch.py`. The gradients' way home is the
     gather's transpose, a reduce-scatter over the same axes, also where the experts were encoded: gradients are
     those of the decoded experts, as if nothing were left out (straight through).
 
@@ -162,131 +155,3 @@ def _place_home(home: Array, others: Array, axes: tuple[str, ...]) -> Array:
 
     place.defvjp(lambda home, others: (place(home, others), None), backward)
     return place(home, jax.lax.stop_gradient(others))
-
-
-Block = Callable[[Carry, Any, Experts], tuple[Carry, Any]]
-"""`(x, layer, held) -> (x, out)`, `held` being the domain's experts, for `pipeline.moe`."""
-
-
-def scan_prefetched(
-    block: Block,
-    x: Carry,
-    layers: Any,
-    experts: Experts,
-    migrate: Migrate,
-    packed: Packed | None = None,
-    *,
-    gather_again: bool = False,
-) -> tuple[Carry, Any]:
-    """`jax.lax.scan` over layers, each layer's experts gathered during the layer before.
-
-    The gather of a layer stands in the loop body of the one before and depends on nothing that is computed there: a
-    backend whose collectives are asynchronous runs it beside that layer's attention and experts. Only the first
-    layer's gather, before the loop, has nothing to hide under. Two layers' experts of a domain are held at a time.
-
-    Args:
-        block: a layer.
-        x: what goes into the first layer.
-        layers: the other parameters, stacked over layers.
-        experts: home experts, stacked over layers: `[N, L, ...]`.
-        migrate: how they travel.
-        packed: of `migrate.pack`, stacked; `None`: done on the way.
-        gather_again: keep for the backward pass what goes into a layer and nothing else: it gathers the experts
-            again and computes the layer again. Else all layers' gathered experts are kept.
-
-    Returns:
-        What comes out of the last layer, and `out` of all layers, stacked.
-    """
-
-    def part(tree: Any, at: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf[at], tree)
-
-    def run(x: Carry, layer: Any, home: Experts, sent: Packed | None, held: Experts) -> tuple[Carry, Any]:
-        return _forgetful(block, migrate, x, layer, home, sent, held) if gather_again else block(x, layer, held)
-
-    def step(carry: tuple[Carry, Experts], now: tuple) -> tuple[tuple, Any]:
-        x, held = carry
-        layer, home, sent, following = now
-        prefetched = migrate(*following)
-        x, out = run(x, layer, home, sent, held)
-        return (x, prefetched), out
-
-    first, most, rest = part((experts, packed), 0), slice(-1), slice(1, None)
-    along = (*part((layers, experts, packed), most), part((experts, packed), rest))
-    (x, held), outs = jax.lax.scan(step, (x, migrate(*first)), along)
-    layer, home, sent = part((layers, experts, packed), -1)
-    x, last = run(x, layer, home, sent, held)
-    return x, jax.tree.map(lambda out, end: jnp.concatenate([out, end[None]]), outs, last)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _forgetful(
-    block: Block, migrate: Migrate, x: Carry, layer: Any, home: Experts, sent: Packed | None, held: Experts
-) -> tuple[Carry, Any]:
-    """`block`, whose backward pass has `held` gathered again from `home`."""
-    del home, sent, migrate
-    return block(x, layer, held)
-
-
-def _keep_home(block: Block, migrate: Migrate, *args: Any) -> tuple[tuple[Carry, Any], tuple]:
-    return _forgetful(block, migrate, *args), args[:4]
-
-
-def _through_home(block: Block, migrate: Migrate, saved: tuple, upstream: tuple) -> tuple:
-    x, layer, home, sent = saved
-    # Or XLA sees that the forward pass gathered the same, and keeps that.
-    home, sent, upstream = jax.lax.optimization_barrier((home, sent, upstream))
-    pull_back = jax.vjp(lambda x, layer, home: block(x, layer, migrate(home, sent)), x, layer, home)[1]
-    return *pull_back(upstream), None, None
-
-
-_forgetful.defvjp(_keep_home, _through_home)
-
-
-@dataclass(frozen=True)
-class DomainGather:
-    """The slots of a plan over all ranks, out of the experts of the domain: `Gather` by an all-gather.
-
-    All experts of the domain come, whatever the plan wants of them; so it suits plans such as `HybridEP`'s, which want
-    all.
-
-    Args:
-        domains: of the mesh. The plan's domain is at most theirs, and the topology `domains.whole`.
-    """
-
-    domains: Domains
-
-    def __call__(self, experts: Experts, plan: Plan, topology: Topology) -> Experts:
-        """The weights of this rank's slots; 0 in an empty one. Differentiable in `experts`.
-
-        Raises:
-            ValueError: the plan's domain or the topology is not that of these domains, or it asks for relays.
-        """
-        size = self.domains.domain_size
-        if topology.expert_axes != self.domains.expert_axes:
-            raise ValueError(f"topology has axes {topology.expert_axes}; expected {self.domains.expert_axes}")
-        if size % plan.domain:
-            raise ValueError(f"plan.domain is {plan.domain}; expected a divisor of the {size} ranks of a domain")
-        if plan.relay is not None:
-            raise ValueError("plan.relay is set; expected None, as DomainGather copies every slot from home")
-        held = Migrate(self.domains)(experts)
-        rank = jax.lax.axis_index(topology.expert_axes)
-        wanted = plan.placement[rank]
-        # A domain is a block of ranks and holds a block of experts.
-        at = jnp.where(wanted >= 0, wanted - rank // size * size * plan.num_home, 0)
-        empty = (wanted < 0)[:, None, None]
-        return jax.tree.map(lambda leaf: jnp.where(empty, 0, leaf[at]), held)
-
-    def start(self, experts: Experts, plan: Plan, topology: Topology) -> Experts:
-        """The replicas alone, at once."""
-        return jax.tree.map(lambda slots: slots[plan.num_home :], self(experts, plan, topology))
-
-    def join(self, pending: Experts, after: Any) -> Experts:
-        """What `start` returned."""
-        del after
-        return pending
-
-    def sum_at_home(self, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
-        """The transpose of `start`."""
-        home = jax.tree.map(lambda g: jnp.zeros_like(g, shape=(plan.num_home, *g.shape[1:])), gradients)
-        return jax.vjp(lambda home: self.start(home, plan, topology), home)[1](gradients)[0]

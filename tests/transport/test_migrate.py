@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb import Domains, Experts, Migrate, TopK, Topology, hybrid_mesh, moe, plain
-from jax_moe_lb.transport.migrate import scan_prefetched
+from jax_moe_lb import Domains, Experts, Migrate, TopK, Topology, hybrid_mesh, moe, plain, scan_prefetched
 from tests.layer import assert_close, make_mesh
 from tests.oracle import dense_moe
 
