@@ -198,7 +198,8 @@ class MoE(nnx.Module):
         for it little by little.
         """
         if self.migrate is not None and self.known:
-            self.known = nnx.List(self._known_weights(self.migrate))
+            for weights, now in zip(self.known, self._known_weights(self.migrate), strict=True):
+                weights.set_value(now.get_value())
 
     def update_bias(self, stats: Stats, rate: float = 1e-3) -> None:
         """Moves the router's bias against the load of one step (see `updated_bias`); call it after the optimizer.

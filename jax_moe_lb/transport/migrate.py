@@ -107,9 +107,18 @@ class Migrate:
 
         Returns:
             `L * M` experts as `__call__` does, and what is known now.
+
+        Raises:
+            ValueError: the codec's base is not remembered, or `known` is of another number of experts.
         """
-        known, now = jax.lax.stop_gradient((known, experts))
         num_home = experts.up.shape[0]
+        if not self.codec.remembers:
+            raise ValueError(f"codec is {self.codec}; expected a ratio above 1 and CodecBase.REMEMBERED, for update")
+        if known.up.shape[0] != num_home * self.domains.domain_size:
+            raise ValueError(
+                f"known has {known.up.shape[0]} experts; expected the domain's {num_home * self.domains.domain_size}"
+            )
+        known, now = jax.lax.stop_gradient((known, experts))
         first = jax.lax.axis_index(self.domains.offset_axes) * num_home
         mine = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, num_home), known)
         known = self.codec.decode(self._gathered(self.codec.encode(now, mine)), known, known)

@@ -223,6 +223,10 @@ def test_a_codec_that_remembers_needs_a_state():
     with pytest.raises(ValueError, match=r"codec.base is CodecBase.REMEMBERED; expected another"):
         Migrate(domains, Codec(2.0, CodecBase.REMEMBERED))(alike())
     assert not Codec(1.0, CodecBase.REMEMBERED).remembers
+    with pytest.raises(ValueError, match=r"codec is Codec\(ratio=2.0, .*; expected a ratio above 1 and"):
+        Migrate(domains, Codec(2.0)).update(alike(), alike())
+    with pytest.raises(ValueError, match="known has 4 experts; expected the domain's 8"):
+        Migrate(domains, Codec(2.0, CodecBase.REMEMBERED)).update(alike(), alike())
 
 
 def test_impossible_ratios_are_named():
