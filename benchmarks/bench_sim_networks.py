@@ -13,17 +13,19 @@ Run it with `python -m benchmarks.bench_sim_networks`. It reads what two benchma
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.network.bench_rails import NODE_ROWS
-from benchmarks.network.rail_cases import NODES, RAILS, TOPOLOGY, cases, plan_of, scaled
+from benchmarks.network.rail_cases import NODES, RAILS, cases, scaled, sprayed
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.ways import ROW_BYTES
-from jax_moe_lb import Codec, RailS, plain, plain_plan
+from jax_moe_lb import Codec, plain
+from jax_moe_lb.plan import rows_between
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, simulate
 from jax_moe_lb.sim.flow_paths import Fabric, spine_paths
 from jax_moe_lb.sim.flow_policies import hashed_flows, planned_flows
@@ -104,6 +106,9 @@ def point_of(row: dict[str, Any]) -> Point:
     )
 
 
+SECONDS_OFF, BYTES_OFF = OFF = attrgetter("seconds_off"), attrgetter("bytes_off")
+
+
 def matrix(points: list[Point], off: Callable[[Point], float]) -> str:
     """Deviations of all points in percent."""
     columns = list(dict.fromkeys(point.column for point in points))
@@ -123,7 +128,7 @@ def summary(points: list[Point]) -> str:
             name = ("encoded" if encoded else "experts as they are") + (
                 f", steps of {least_s} s or more" if least_s else ""
             )
-            cells = [_spread([off(point) for point in some]) for off in (_seconds_off, _bytes_off)]
+            cells = [_spread([off(point) for point in some]) for off in OFF]
             lines.append(f"| {name} | {len(some)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -131,14 +136,6 @@ def summary(points: list[Point]) -> str:
 def _spread(values: list[float]) -> str:
     low, median, high = np.quantile(values, [0, 0.5, 1])
     return f"{median:+.1f} ({low:+.1f} to {high:+.1f})"
-
-
-def _seconds_off(point: Point) -> float:
-    return point.seconds_off
-
-
-def _bytes_off(point: Point) -> float:
-    return point.bytes_off
 
 
 # ---- rails ---------------------------------------------------------------------
@@ -172,15 +169,14 @@ def rail_points(measured: dict[str, Any]) -> list[RailPoint]:
     points = []
     for name, weights in cases(0).items():
         counts, case = scaled(weights, NODE_ROWS), measured["cases"][name]
-        rows, _ = plan_of(counts)
+        plan = sprayed(counts)
+        rows = rows_between(counts, plan)
         if not np.array_equal(rows * ROW_BYTES, case["bytes_between_ranks"]):
             raise ValueError(f"case {name!r} of the file sends other bytes than the case of this name")
-        start = plain_plan(counts, TOPOLOGY)
-        sprayed, _ = RailS().rebalance(counts, start, TOPOLOGY, ())
         flows = {
             "direct": hashed_flows(rows, fabric, ROW_BYTES, spine_paths, lanes=1, seed=0),
-            "receiver's rail": planned_flows(counts, start, fabric, ROW_BYTES),
-            "sprayed": planned_flows(counts, sprayed, fabric, ROW_BYTES),
+            "receiver's rail": planned_flows(counts, replace(plan, rails=None), fabric, ROW_BYTES),
+            "sprayed": planned_flows(counts, plan, fabric, ROW_BYTES),
         }
         for way, some in flows.items():
             seconds = float(np.median(case["ways"][way]["seconds"]))
@@ -210,8 +206,8 @@ def main() -> None:
     if given.json:
         print(json.dumps([asdict(point) for point in (*points, *by_rail)], indent=1))
         return
-    print("Simulated less measured seconds, %\n\n" + matrix(points, _seconds_off))
-    print("\nSimulated less counted bytes, %\n\n" + matrix(points, _bytes_off))
+    print("Simulated less measured seconds, %\n\n" + matrix(points, SECONDS_OFF))
+    print("\nSimulated less counted bytes, %\n\n" + matrix(points, BYTES_OFF))
     print("\n" + summary(points))
     print("\nAll-to-alls between NICs, seconds: measured, simulated (deviation in %)\n\n" + rail_table(by_rail))
 

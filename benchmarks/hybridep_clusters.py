@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from scipy.optimize import least_squares
 
-from jax_moe_lb import Codec, Work, choose_domains
+from jax_moe_lb import Codec
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, Step, simulate, simulate_uniform
+from jax_moe_lb.sim.advise import chosen_migration
 from jax_moe_lb.systems import System
 
 MIB = 2**20
@@ -119,10 +120,7 @@ def migration(shape: ModelShape, machine: Cluster, codec: Codec, sizes: tuple[in
         codec: of experts.
         sizes: domain sizes; `()`: those that the paper's stream model chooses.
     """
-    home = shape.experts // machine.num_ranks
-    tokens = float(shape.tokens * shape.per_token * shape.row_bytes)
-    work = Work(tokens, float(shape.encoded_bytes(codec, home)), shape.before_experts_s(machine))
-    sizes = sizes or choose_domains(work, machine.topology()).domain_sizes
+    sizes = sizes or chosen_migration(shape, machine, codec, Step(backward=False)).domain_sizes
     return Migration(sizes, codec, gradients_home=False, mean_travels=False)
 
 

@@ -25,9 +25,14 @@ def measured_s(function: Callable[..., Any], *args: Any, repeats: int = 5) -> fl
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; expected at least 1")
     program = jax.jit(function)
+    return median_s(lambda: program(*args), repeats)
+
+
+def median_s(call: Callable[[], Any], repeats: int) -> float:
+    """The median seconds of a call, until its results are there; two go before."""
     times_s = []
     for _ in range(2 + repeats):
         start_s = time.perf_counter()
-        jax.block_until_ready(program(*args))
+        jax.block_until_ready(call())
         times_s.append(time.perf_counter() - start_s)
     return statistics.median(times_s[2:])

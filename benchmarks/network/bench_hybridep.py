@@ -199,7 +199,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
         for counted in one
     ]
     seconds_off = [np.median(row["measured_s"]) / row["predicted_s"] - 1 for row in rows]
-    points = [point for point in winners(rows) if point["clear"]]
+    found = winners(rows)
+    points = [point for point in found if point["clear"]]
     hits = [point for point in points if point["model"] == point["measured"][0]]
     lines = [
         *(
@@ -211,7 +212,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
         f"seconds measured over predicted: median {np.median(seconds_off):+.1%}, "
         f"{min(seconds_off):+.1%} to {max(seconds_off):+.1%}",
         f"the model's domain size across datacenters is that of the fastest in {len(hits)} of the {len(points)} clear "
-        f"points, of {len(winners(rows))}",
+        f"points, of {len(found)}",
     ]
     for point in points:
         if point not in hits:
@@ -221,7 +222,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
                 f"experts {row['expert_bytes'] / 1e6:.2f} MB, CR {point['ratio']:.0f}: "
                 f"the model says {point['model']}, fastest was {point['measured']}"
             )
-    lines.append(f"largest speed-up over plain: {max(point['speedup'] for point in winners(rows)):.2f}")
+    lines.append(f"largest speed-up over plain: {max(point['speedup'] for point in found):.2f}")
     return "\n".join(lines)
 
 

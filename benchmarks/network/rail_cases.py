@@ -3,7 +3,7 @@
 import numpy as np
 
 from jax_moe_lb import RailS, Topology, plain_plan
-from jax_moe_lb.plan import rows_between
+from jax_moe_lb.plan import Plan, rows_between
 from jax_moe_lb.topology import Level
 
 NODES, RAILS = 2, 4
@@ -53,9 +53,14 @@ def busiest_node(rows: np.ndarray) -> float:
     return max(between.sum(0).max(), between.sum(1).max())
 
 
+def sprayed(counts: np.ndarray) -> Plan:
+    """Plain expert parallelism, with the rails of `RailS`."""
+    return RailS().rebalance(counts, plain_plan(counts, TOPOLOGY), TOPOLOGY, ())[0]
+
+
 def plan_of(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows from rank to rank, `[RANKS, RANKS]`, and those on each rail, `[RANKS, RANKS, RAILS]`, by `RailS`."""
-    plan, _ = RailS().rebalance(counts, plain_plan(counts, TOPOLOGY), TOPOLOGY, ())
+    plan = sprayed(counts)
     return np.asarray(rows_between(counts, plan)), np.asarray(plan.rails)
 
 

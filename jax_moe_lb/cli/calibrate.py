@@ -6,8 +6,6 @@ Medians of a few calls each. Ranks of one CPU share its cores, so what they meas
 import contextlib
 import datetime
 import platform
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jax_moe_lb.balancers.greedy import Greedy
 from jax_moe_lb.experts import Experts
+from jax_moe_lb.measure import median_s
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn
 from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
 from jax_moe_lb.plan import Plan, plain_plan
@@ -121,17 +120,6 @@ def to_yaml(found: Measured) -> str:
     return head + yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    """Median of `REPEATS` calls, after one that compiles."""
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def _on_ranks(mesh: jax.sharding.Mesh, one_rank: Callable, *arrays: np.ndarray) -> Callable[[], Any]:
     """A compiled call of `one_rank` on all ranks, each with the same arrays."""
     spec = PartitionSpec("expert")
@@ -152,12 +140,13 @@ def _ffn_s(mesh: jax.sharding.Mesh, rows: int) -> float:
         sizes = jnp.full(GROUPS, rows, jnp.int32)
         return grouped_ffn(x, Experts(up, down, gate), jax.lax.pcast(sizes, ("expert",), to="varying"))
 
-    return _seconds(_on_ranks(mesh, one_rank, np.ones((GROUPS * rows, HIDDEN), np.float32), *_weights()))
+    call = _on_ranks(mesh, one_rank, np.ones((GROUPS * rows, HIDDEN), np.float32), *_weights())
+    return median_s(call, REPEATS)
 
 
 def _product_s(mesh: jax.sharding.Mesh) -> float:
     square = np.ones((1024, 1024), np.float32)
-    return _seconds(_on_ranks(mesh, jnp.matmul, square, square))
+    return median_s(_on_ranks(mesh, jnp.matmul, square, square), REPEATS)
 
 
 def _exchange_s(mesh: jax.sharding.Mesh, rows: int) -> float:
@@ -169,7 +158,7 @@ def _exchange_s(mesh: jax.sharding.Mesh, rows: int) -> float:
 
     starts = np.arange(mesh.size, dtype=np.int32) * each
     sizes = np.full(mesh.size, each, np.int32)
-    return _seconds(_on_ranks(mesh, one_rank, np.ones((rows, HIDDEN), np.float32), starts, sizes))
+    return median_s(_on_ranks(mesh, one_rank, np.ones((rows, HIDDEN), np.float32), starts, sizes), REPEATS)
 
 
 def _copy_s(mesh: jax.sharding.Mesh) -> float:
@@ -182,11 +171,11 @@ def _copy_s(mesh: jax.sharding.Mesh) -> float:
         plan = Plan(jnp.asarray(placement), jnp.zeros((experts.size, mesh.size), jnp.int32), domain=mesh.size)
         return PeerCopy()(Experts(up, down, gate), plan, topology)
 
-    return _seconds(_on_ranks(mesh, one_rank, *_weights()))
+    return median_s(_on_ranks(mesh, one_rank, *_weights()), REPEATS)
 
 
 def _planner_s(ranks: int) -> float:
     counts = np.random.default_rng(0).integers(0, 1000, (ranks, 8 * ranks), np.int32)
     topology = Topology.flat(ranks)
     start = plain_plan(counts, topology, 10)
-    return _seconds(lambda: Greedy().rebalance(counts, start, topology, ()))
+    return median_s(lambda: Greedy().rebalance(counts, start, topology, ()), REPEATS)

@@ -1,6 +1,5 @@
 """Which system is fastest here, and from how many tokens on it is."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -82,9 +81,10 @@ def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: St
         gradient_bytes=float(home * model.expert_gradient_bytes) if step.backward else 0.0,
         backward_s=2 * pre_expert_s,
     )
-    sizes = choose_domains(work, cluster.topology()).domain_sizes
-    kept_bytes = model.layers * home * (math.prod(sizes) - 1) * model.expert_bytes
-    return Migration(sizes, codec, cluster.memory_bytes is not None and kept_bytes > cluster.memory_bytes / 2)
+    chosen = Migration(choose_domains(work, cluster.topology()).domain_sizes, codec)
+    kept_bytes = model.layers * chosen.gathered_bytes(model, cluster)
+    again = cluster.memory_bytes is not None and kept_bytes > cluster.memory_bytes / 2
+    return replace(chosen, gather_again=again)
 
 
 def outcomes(

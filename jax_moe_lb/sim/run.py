@@ -15,9 +15,8 @@ from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import level_bytes
 from jax_moe_lb.sim.schedule import Scheduler, Step
 from jax_moe_lb.sim.uniform import uniform_work
-from jax_moe_lb.sim.work import LayerWork, Migration, layer_work
+from jax_moe_lb.sim.work import LayerWork, Migration, layer_work, receive_capacity
 from jax_moe_lb.systems import System
-from jax_moe_lb.transport.staged import Staged
 from jax_moe_lb.types import State
 
 States = list[list[State]]
@@ -221,18 +220,16 @@ def _report(
 
 
 def _memory(system: System, model: ModelShape, cluster: Cluster, migration: Migration) -> Memory:
-    home, copies = model.experts // cluster.num_ranks, model.tokens * model.per_token
-    gathered = home * (int(np.prod(migration.sizes(cluster))) - 1) * model.expert_bytes
+    home, gathered = model.experts // cluster.num_ranks * model.expert_bytes, migration.gathered_bytes(model, cluster)
     held = gathered * (2 if migration.gather_again else model.layers)
     if migration.codec.remembers:
-        held += model.layers * (gathered + home * model.expert_bytes)
+        held += model.layers * (gathered + home)
     slots = system.replica_slots * (model.expert_bytes + model.expert_gradient_bytes)
-    dispatch: Any = system.dispatch.direct if isinstance(system.dispatch, Staged) else system.dispatch
     return Memory(
-        weights=float(model.layers * home * model.expert_bytes),
+        weights=float(model.layers * home),
         replicas=float(held + slots),
-        buffers=float(2 * dispatch.capacity(copies) * model.row_bytes),
-        kept=float(model.layers * copies * model.row_bytes),
+        buffers=float(2 * receive_capacity(system, model) * model.row_bytes),
+        kept=float(model.layers * model.tokens * model.per_token * model.row_bytes),
     )
 
 

@@ -128,7 +128,7 @@ class Scheduler:
         flows = tuple(flow.times(float(sends)) for flow in wave.dispatch)
         return self._exchanges(stage, flows, at, after, messages=sends * wave.rounds) or after
 
-    def _serve(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> "_Served":
+    def _serve(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> _Served:
         """Experts, and what they put out on its way back."""
         experts_s = self.cluster.gemm.seconds(wave.rows, factor * self.model.row_flops, max(wave.rounds, 1))
         computed = (self.timeline.add("experts" + mark, ("compute",), experts_s, after, layer=at),)

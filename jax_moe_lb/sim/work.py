@@ -15,7 +15,7 @@ from jax_moe_lb.sim.network import Flow, all_reduce, all_to_all, even_flow, flow
 from jax_moe_lb.sim.planning import Group, groups, in_waves, plan_layer, reads_counts
 from jax_moe_lb.sim.traffic import gradients_between, hops, replicas_between, rows_per_slot
 from jax_moe_lb.systems import System
-from jax_moe_lb.transport.codec import Codec, CodecBase
+from jax_moe_lb.transport.codec import Codec
 from jax_moe_lb.transport.peer_copy import PeerCopy
 from jax_moe_lb.transport.relay import Relay
 from jax_moe_lb.transport.spray import Spray
@@ -60,6 +60,11 @@ class Migration:
         if len(sizes) != len(members) or any(s < 1 or size % s for s, size in zip(sizes, members, strict=True)):
             raise ValueError(f"domain_sizes is {sizes}; expected a divisor of each of the levels' sizes {members}")
         return sizes
+
+    def gathered_bytes(self, model: ModelShape, cluster: Cluster) -> int:
+        """Of the experts that a rank holds beyond its home experts, in each layer."""
+        others = math.prod(self.sizes(cluster)) - 1
+        return model.experts // cluster.num_ranks * others * model.expert_bytes
 
 
 @dataclass(frozen=True)
@@ -167,8 +172,13 @@ def _part(system: System, model: ModelShape, group: Group, counts: Counts, start
 
 
 def _rounds(system: System, model: ModelShape, plan: Plan) -> int:
+    return -(-int(load(plan).max()) // receive_capacity(system, model))
+
+
+def receive_capacity(system: System, model: ModelShape) -> int:
+    """`A`, rows that a rank receives in one round."""
     dispatch: Any = system.dispatch.direct if isinstance(system.dispatch, Staged) else system.dispatch
-    return -(-int(load(plan).max()) // dispatch.capacity(model.tokens * model.per_token))
+    return dispatch.capacity(model.tokens * model.per_token)
 
 
 def _merged(
@@ -226,9 +236,7 @@ def shared_work(model: ModelShape, cluster: Cluster, migration: Migration, num_e
 
 def _mean(model: ModelShape, migration: Migration, cluster: Cluster) -> tuple[Flow, ...]:
     """The all-reduce of the shared expert, of which encoded ones are the difference."""
-    codec = migration.codec
-    shares = codec.compresses and codec.base is CodecBase.SHARED
-    wanted = shares and migration.mean_travels and math.prod(migration.sizes(cluster)) > 1
+    wanted = migration.codec.shares and migration.mean_travels and math.prod(migration.sizes(cluster)) > 1
     return (all_reduce(float(model.expert_bytes), cluster),) if wanted else ()
 
 

@@ -70,6 +70,11 @@ class Codec:
         return self.ratio > 1
 
     @property
+    def shares(self) -> bool:
+        """Whether ranks need the mean of all experts."""
+        return self.compresses and self.base is CodecBase.SHARED
+
+    @property
     def remembers(self) -> bool:
         """Whether ranks keep what they decoded, for the next time."""
         return self.compresses and self.base is CodecBase.REMEMBERED

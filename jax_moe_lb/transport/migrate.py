@@ -1,6 +1,7 @@
 """Moving experts inside their domains, whole or encoded, before any token is known."""
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ from jax_moe_lb._pytree import pytree
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.hybrid import Domains
 from jax_moe_lb.ops.gather_tiles import gather_tiles, sum_tiles
-from jax_moe_lb.transport.codec import Codec, CodecBase, Encoded, average
+from jax_moe_lb.transport.codec import Codec, Encoded, average
+
+Travelling = TypeVar("Travelling", Experts, Encoded)
 
 
 @pytree
@@ -50,8 +53,7 @@ class Migrate:
 
     def average(self, experts: Experts) -> Experts | None:
         """The shared expert of these home experts; `None` if the codec has no use for one. See `codec.average`."""
-        wanted = self.codec.compresses and self.codec.base is CodecBase.SHARED
-        return average(jax.lax.stop_gradient(experts), self.domains.expert_axes) if wanted else None
+        return average(jax.lax.stop_gradient(experts), self.domains.expert_axes) if self.codec.shares else None
 
     def pack(self, experts: Experts, mean: Experts | None = None) -> Packed | None:
         """Encodes the home experts; best right after the optimizer step.
@@ -90,12 +92,12 @@ class Migrate:
         """
         packed = self.pack(experts) if packed is None else packed
         if packed is None:
-            return self._whole(experts)
+            return self._gathered(experts)
         return self._placed(experts, self.codec.decode(self._gathered(packed.encoded), packed.mean, experts))
 
     def known(self, experts: Experts) -> Experts:
         """What `update` begins with: the domain's experts, which travel whole this once, `[L * M, ...]`."""
-        return jax.lax.stop_gradient(self._whole(experts))
+        return jax.lax.stop_gradient(self._gathered(experts))
 
     def update(self, experts: Experts, known: Experts) -> tuple[Experts, Experts]:
         """The experts of the domain, of which only what changed most has travelled.
@@ -125,11 +127,8 @@ class Migrate:
         held = jax.tree.map(lambda k, w: k.astype(w.dtype), known, experts)
         return self._placed(experts, held), known
 
-    def _whole(self, experts: Experts) -> Experts:
-        return jax.tree.map(lambda leaf: _gather(leaf, self.domains.offset_axes), experts)
-
-    def _gathered(self, encoded: Encoded) -> Encoded:
-        return jax.tree.map(lambda leaf: _gather(leaf, self.domains.offset_axes), encoded)
+    def _gathered(self, tree: Travelling) -> Travelling:
+        return jax.tree.map(lambda leaf: _gather(leaf, self.domains.offset_axes), tree)
 
     def _placed(self, experts: Experts, decoded: Experts) -> Experts:
         axes = self.domains.offset_axes
