@@ -21,14 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jax_moe_lb import Codec, CodecBase, Domains, Migrate, Topology, hybrid_mesh, plain, use_virtual_cpu_devices
-from models.common import LanguageModel
 from models.data import Corpus, default_corpus
-from models.parallel import make_mesh
+from models.parallel import make_mesh, place_batch
 from models.presets import TrainConfig, preset
-from models.training import make_optimizer, next_byte_loss
+from models.training import make_programs
 
 CODECS = {
     "ratio 1": Codec(),
@@ -43,52 +42,31 @@ AVERAGED_STEPS = 20
 """The final loss is the mean of so many steps, and of as many seeds."""
 
 
-def copies_of_one(model: LanguageModel) -> None:
-    """Has all experts of a layer begin as its first."""
-    for block in model.blocks:
-        for weights in (block.moe.up, block.moe.gate, block.moe.down):
-            first = weights.get_value()[:1]
-            weights.set_value(jnp.broadcast_to(first, weights.get_value().shape))
+def copies_of_one(state: nnx.State) -> nnx.State:
+    """The state with all experts of a layer as its first, also what is remembered of them."""
+
+    def copied(path: tuple, leaf: jax.Array) -> jax.Array:
+        of_experts = "moe" in jax.tree_util.keystr(path) and leaf.ndim == 3
+        return jnp.broadcast_to(leaf[:1], leaf.shape) if of_experts else leaf
+
+    return jax.tree_util.tree_map_with_path(copied, state)
 
 
 def train(
     config: TrainConfig, mesh: Mesh, migrate: Migrate, corpus: Corpus, upcycled: bool
 ) -> tuple[list[float], float]:
     """Loss of every step, and of the validation text in the end."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    spread = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-
-    def create() -> tuple[LanguageModel, nnx.Optimizer]:
-        model = LanguageModel(
-            config.model,
-            mesh=mesh,
-            topology=migrate.domains.between,
-            system=plain(2.0),
-            migrate=migrate,
-            rngs=nnx.Rngs(config.seed),
-        )
-        if upcycled:
-            copies_of_one(model)
-        return model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)
-
-    graphdef, shapes = nnx.split(nnx.eval_shape(create))
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), nnx.get_partition_spec(shapes))
-
-    def step(state, tokens):
-        model, optimizer = nnx.merge(graphdef, state)
-        (loss, _), gradients = nnx.value_and_grad(next_byte_loss, has_aux=True)(model, tokens)
-        optimizer.update(model, gradients)
-        return nnx.state((model, optimizer)), loss
-
-    run = jax.jit(step, out_shardings=(shardings, everywhere), donate_argnums=0)
-    evaluate = jax.jit(lambda state, tokens: next_byte_loss(nnx.merge(graphdef, state)[0], tokens)[0])
-    state, losses = jax.jit(lambda: nnx.state(create()), out_shardings=shardings)(), []
+    programs = make_programs(config, mesh, plain(2.0), migrate)
+    state, losses = programs.init(), []
+    if upcycled:
+        shardings = jax.tree.map(lambda shape: shape.sharding, programs.state_shapes)
+        state = jax.jit(copies_of_one, out_shardings=shardings, donate_argnums=0)(state)
     for number in range(1, config.steps + 1):
         tokens = corpus.batch(config.seed, number, config.batch_size, config.sequence_length)
-        state, loss = run(state, jax.device_put(tokens, spread))
+        state, loss, _ = programs.step(state, place_batch(tokens, mesh))
         losses.append(float(loss))
     batches = corpus.validation_batches(config.validation_batches, config.batch_size, config.sequence_length)
-    return losses, float(np.mean([float(evaluate(state, jax.device_put(batch, spread))) for batch in batches]))
+    return losses, float(np.mean([float(programs.evaluate(state, place_batch(batch, mesh))) for batch in batches]))
 
 
 def table(results: dict[tuple[str, int], tuple[list[float], float]], codecs: list[str], seeds: list[int]) -> str:

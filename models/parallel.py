@@ -40,7 +40,7 @@ def make_mesh(parallel: ParallelConfig) -> Mesh:
 
 def place_batch(batch: np.ndarray, mesh: Mesh) -> jax.Array:
     """A batch that every process holds, split by sequence over all devices."""
-    sharding = NamedSharding(mesh, PartitionSpec(MESH_AXES))
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     return jax.make_array_from_callback(batch.shape, sharding, lambda index: batch[index])
 
 

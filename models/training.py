@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
-from jax_moe_lb import Stats, System, Topology
+from jax_moe_lb import Migrate, Stats, System, Topology
 from jax_moe_lb.nn.moe import BalancerState
 from models.common import LanguageModel
 from models.presets import TrainConfig
@@ -42,19 +42,34 @@ class Programs:
     topology: Topology
 
 
-def make_programs(config: TrainConfig, mesh: Mesh, system: System) -> Programs:
+def make_programs(config: TrainConfig, mesh: Mesh, system: System, migrate: Migrate | None = None) -> Programs:
     """Builds them, compiling nothing.
+
+    Args:
+        config: of the run.
+        mesh: of `make_mesh`; with `migrate` its own.
+        system: how load is balanced.
+        migrate: gathers experts inside expert domains first; `None`: they stay at home.
 
     Raises:
         ValueError: the model does not fit the mesh.
     """
-    topology = Topology.from_mesh(mesh, ranks_per_domain=config.parallel.ranks_per_domain)
+    if migrate is None:
+        topology = Topology.from_mesh(mesh, ranks_per_domain=config.parallel.ranks_per_domain)
+    else:
+        topology = migrate.domains.between
     relocatable = config.relocate_interval is not None
 
     def create() -> tuple[LanguageModel, nnx.Optimizer]:
         rngs = nnx.Rngs(config.seed)
         model = LanguageModel(
-            config.model, mesh=mesh, topology=topology, system=system, relocatable=relocatable, rngs=rngs
+            config.model,
+            mesh=mesh,
+            topology=topology,
+            system=system,
+            relocatable=relocatable,
+            migrate=migrate,
+            rngs=rngs,
         )
         return model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)
 

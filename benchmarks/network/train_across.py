@@ -30,56 +30,35 @@ WARMUP_STEPS = 2
 
 def body(rank: Rank, steps: int) -> dict[str, Any]:
     """Trains by every run in turn: losses, seconds of every step, and bytes that each datacenter sent."""
-    import jax
-    from flax import nnx
-    from jax.sharding import NamedSharding, PartitionSpec
-
     from benchmarks.network.jax_ranks import barrier, check_same_program
     from benchmarks.network.layer import Choice, domains_of
     from jax_moe_lb import Migrate, plain
-    from models.common import LanguageModel
     from models.data import default_corpus
+    from models.parallel import place_batch
     from models.presets import preset
-    from models.training import make_optimizer, next_byte_loss
+    from models.training import make_programs
 
     config = dataclasses.replace(preset("tiny"), steps=steps)
     corpus, results = default_corpus(config.max_corpus_bytes), {}
     for name, (domain_size, ratio) in RUNS.items():
         choice = Choice(domain_size, 1, ratio)
         mesh, domains = domains_of(choice)
-        migrate = Migrate(domains, choice.codec)
-
-        def create(mesh=mesh, migrate=migrate) -> tuple[LanguageModel, nnx.Optimizer]:
-            options = {"mesh": mesh, "topology": migrate.domains.between, "migrate": migrate}
-            model = LanguageModel(config.model, system=plain(), rngs=nnx.Rngs(config.seed), **options)
-            return model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)
-
-        graphdef, shapes = nnx.split(nnx.eval_shape(create))
-        shardings = jax.tree.map(lambda spec, mesh=mesh: NamedSharding(mesh, spec), nnx.get_partition_spec(shapes))
-
-        def step(state, tokens, graphdef=graphdef):
-            model, optimizer = nnx.merge(graphdef, state)
-            (loss, _), gradients = nnx.value_and_grad(next_byte_loss, has_aux=True)(model, tokens)
-            optimizer.update(model, gradients)
-            return nnx.state((model, optimizer)), loss
-
-        everywhere, spread = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec(mesh.axis_names)))
-        run = jax.jit(step, out_shardings=(shardings, everywhere), donate_argnums=0)
-        state = jax.jit(lambda create=create: nnx.state(create()), out_shardings=shardings)()
+        programs = make_programs(config, mesh, plain(), Migrate(domains, choice.codec))
+        state = programs.init()
         losses, times_s = [], []
         program = None
         for number in range(1, steps + 1):
             batch = corpus.batch(config.seed, number, config.batch_size, config.sequence_length)
-            tokens = jax.make_array_from_callback(batch.shape, spread, lambda index, batch=batch: batch[index])
+            tokens = place_batch(batch, mesh)
             if program is None:
-                lowered = run.lower(state, tokens)
+                lowered = programs.step.lower(state, tokens)
                 check_same_program(lowered.as_text())
                 program = lowered.compile()
             if number == WARMUP_STEPS + 1:
                 barrier("warm")
                 before = rank.network.counters()
             start_s = time.perf_counter()
-            state, loss = program(state, tokens)
+            state, loss, _ = program(state, tokens)
             losses.append(float(loss.addressable_data(0)))
             times_s.append(time.perf_counter() - start_s)
         barrier("done")
