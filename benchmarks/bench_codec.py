@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jax_moe_lb import Codec, CodecBase, Domains, Migrate, Topology, hybrid_mesh, plain, use_virtual_cpu_devices
+from jax_moe_lb import Codec, CodecBase, ExpertDomains, Migrate, Topology, hybrid_mesh, plain, use_virtual_cpu_devices
 from models.data import Corpus, default_corpus
 from models.parallel import make_mesh, place_batch
 from models.presets import TrainConfig, preset
@@ -113,7 +113,7 @@ def main() -> None:
     base = preset("tiny")
     whole = make_mesh(base.parallel)
     mesh = hybrid_mesh(whole, {"expert": given.domain_size})
-    domains = Domains.from_mesh(mesh, Topology.from_mesh(whole))
+    domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(whole))
     corpus, results = default_corpus(base.max_corpus_bytes), {}
     given.out.mkdir(parents=True, exist_ok=True)
     with open(given.out / "codec.csv", "w", newline="") as file:

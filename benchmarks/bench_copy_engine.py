@@ -23,8 +23,8 @@ import jaxlib
 
 from jax_moe_lb.ops._peer import Route
 from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join, start
-from jax_moe_lb.ops.greedy import greedy, greedy_planner
 from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
+from jax_moe_lb.planners.greedy import greedy, greedy_planner
 
 RANKS = 8
 RESULTS = Path(__file__).parent / "results"

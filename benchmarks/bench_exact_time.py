@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks import recorded
 from benchmarks.timing import interleaved_s
 from jax_moe_lb import _planning, rebalance_experts
-from jax_moe_lb.ops.exact import exact
+from jax_moe_lb.planners.exact import exact
 
 NAMES = ("eps", "max_fan_out", "localize")
 # ranks, experts, replica slots

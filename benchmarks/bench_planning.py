@@ -8,14 +8,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax_moe_lb.ops.lpt import lpt, lpt_reference
+from jax_moe_lb.ops.quota import quota, quota_reference
 
 from benchmarks.timing import interleaved_s, summary
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Greedy, Topology, _planning, imbalance, load, nearest_first, plain_plan, traffic
 from jax_moe_lb.legality import ensure_legal
-from jax_moe_lb.ops.greedy import greedy, greedy_reference
-from jax_moe_lb.ops.lpt import lpt, lpt_reference
-from jax_moe_lb.ops.quota import quota, quota_reference
+from jax_moe_lb.planners.greedy import greedy, greedy_reference
 
 SHAPES = ((8, 128), (64, 256), (256, 256))
 LOGNORMAL = next(workload for workload in WORKLOADS if workload.name == "lognormal")

@@ -8,11 +8,11 @@ over its rails.
 """
 
 import numpy as np
+from jax_moe_lb.ops.lpt import lpt
 
 from benchmarks.timing import interleaved_s, summary
 from jax_moe_lb.balancers.rails import ticks_of
-from jax_moe_lb.ops.lpt import lpt
-from jax_moe_lb.ops.spray import spray
+from jax_moe_lb.planners.spray import spray
 
 MEMBERS = DOMAINS = 8
 RANKS = MEMBERS * DOMAINS

@@ -20,6 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.fabric.flows import simulate as flow_simulation
+from benchmarks.fabric.paths import Fabric, spine_paths
+from benchmarks.fabric.policies import hashed_flows, planned_flows
 from benchmarks.network.bench_rails import NODE_ROWS
 from benchmarks.network.rail_cases import NODES, RAILS, cases, scaled, sprayed
 from benchmarks.network.shaping import payload_bytes_per_s
@@ -27,9 +30,6 @@ from benchmarks.network.ways import ROW_BYTES
 from jax_moe_lb import Codec, plain
 from jax_moe_lb.plan import rows_between
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, simulate
-from jax_moe_lb.sim.flow_paths import Fabric, spine_paths
-from jax_moe_lb.sim.flow_policies import hashed_flows, planned_flows
-from jax_moe_lb.sim.flows import simulate as flow_simulation
 
 RESULTS = Path(__file__).parent / "results"
 AT_ONCE = 1e15

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.fabric.flows import Flows, Policy, simulate
+from benchmarks.fabric.paths import Fabric, PathsOf, rail_paths, spine_paths
+from benchmarks.fabric.policies import MinRtt, Recycle, Rehash, hashed_flows, planned_flows
 from jax_moe_lb import RailS, plain_plan
 from jax_moe_lb.plan import rows_between
-from jax_moe_lb.sim.flow_paths import Fabric, PathsOf, rail_paths, spine_paths
-from jax_moe_lb.sim.flow_policies import MinRtt, Recycle, Rehash, hashed_flows, planned_flows
-from jax_moe_lb.sim.flows import Flows, Policy, simulate
 
 GPUS = 8
 """Of a domain, and its NICs."""

@@ -43,7 +43,7 @@ from jax_moe_lb import (
     domain_floor,
     imbalance,
     load,
-    relocation,
+    plan_relocation,
 )
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.sim import Cluster, Report, Step, simulate, simulate_uniform
@@ -118,7 +118,7 @@ def figure_11(cluster: Cluster, tokens: int) -> list[Table]:
 def moved(loads: np.ndarray, cluster: Cluster) -> np.ndarray:
     """The slow tier: homes planned from other draws of the same popularity, one layer at a time."""
     earlier = np.random.default_rng(0).poisson(loads.sum(1))
-    order = relocation(earlier, cluster.topology())
+    order = plan_relocation(earlier, cluster.topology())
     return np.stack([layer[:, places] for layer, places in zip(loads, order, strict=True)])
 
 

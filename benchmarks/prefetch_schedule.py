@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_moe_lb import (
-    Domains,
+    ExpertDomains,
     Experts,
     Migrate,
     TopK,
@@ -43,7 +43,7 @@ def compiled() -> str:
     devices = np.asarray(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices)
     whole = Mesh(devices, ("gpu",), axis_types=(AxisType.Auto,))
     mesh = hybrid_mesh(whole, {"gpu": 4})
-    domains = Domains.from_mesh(mesh, Topology.from_mesh(whole, "gpu"))
+    domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(whole, "gpu"))
     by_rank, stacked = PartitionSpec(domains.expert_axes), PartitionSpec(None, domains.expert_axes)
 
     def block(x, parameters, held):

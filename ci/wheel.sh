@@ -31,10 +31,10 @@ for module in "$package"/*.so; do
   fi
 done
 # Also where the CUDA module finds neither a GPU nor a driver.
-JAX_PLATFORMS=cpu "$python" -c 'from jax_moe_lb.ops import _native; _native.register()'
+JAX_PLATFORMS=cpu "$python" -c 'from jax_moe_lb import _custom_calls; _custom_calls.register()'
 JAX_PLATFORMS=cpu "$work/venv/bin/jax-moe-lb" doctor
 # Its presets are in the wheel.
 JAX_PLATFORMS=cpu "$work/venv/bin/jax-moe-lb" simulate h100_node --json >/dev/null
 # Every custom call, and the planners on NumPy arrays.
-"$python" -m pytest -q -n 2 -p no:cacheprovider tests/test_planning_module.py tests/ops/test_planners.py \
+"$python" -m pytest -q -n 2 -p no:cacheprovider tests/test_planning_module.py tests/planners/test_planners.py \
   tests/ops/test_grouped_matmul.py tests/ops/test_exchange_faults.py tests/ops/test_plan_and_copy.py

@@ -17,7 +17,7 @@ BASE = jax.make_mesh((2, 2, 2), ("dc", "node", "gpu"), axis_types=(AxisType.Auto
 WHOLE = lb.Topology.from_mesh(BASE, ("dc", "node", "gpu"), ranks_per_domain=4, rails_per_node=2)
 # HybridEP: both datacenters hold all experts, so that no token leaves its own.
 MESH = lb.hybrid_mesh(BASE, {"dc": 2, "node": 1, "gpu": 1})
-MIGRATE = lb.Migrate(lb.Domains.from_mesh(MESH, WHOLE), lb.Codec())
+MIGRATE = lb.Migrate(lb.ExpertDomains.from_mesh(MESH, WHOLE), lb.Codec())
 BALANCER = lb.Chain((lb.Exact(), lb.RailS()))
 
 

@@ -19,8 +19,6 @@
 #include "ffi/planning/fastermoe.h"
 #include "ffi/planning/feplb.h"
 #include "ffi/planning/greedy.h"
-#include "ffi/planning/lpt.h"
-#include "ffi/planning/quota.h"
 #include "ffi/planning/relay.h"
 #include "ffi/planning/spray.h"
 #include "ffi/planning/ultraep.h"
@@ -123,32 +121,6 @@ void ForLayers(const Shape& layers, const std::function<moe_lb::Status(size_t)>&
   for (size_t layer = 0; layer < num_layers; ++layer) {
     if (const moe_lb::Status bad = plan(layer)) throw std::invalid_argument(LayerName(layer, layers) + *bad);
   }
-}
-
-Int32Array Lpt(const py::array& weights_array, int64_t num_bins, int64_t capacity) {
-  const Operand weights("weights", weights_array, "N");
-  const Shape layers = weights.layers();
-  const size_t items = weights.last(0);
-  Int32Array bins = Result(layers, {items});
-  int32_t* out = bins.mutable_data();
-  ForLayers(layers, [&](size_t layer) {
-    return moe_lb::Lpt({weights.Layer(layer, layers), items}, num_bins, capacity, {out + layer * items, items});
-  });
-  return bins;
-}
-
-Int32Array Quota(const py::array& tokens_array, const py::array& placement_array) {
-  const Operand tokens("tokens", tokens_array, "E");
-  const Operand placement("placement", placement_array, "R, S");
-  const Shape layers = Broadcast({&tokens, &placement});
-  const size_t experts = tokens.last(0), ranks = placement.last(0), slots = placement.last(1);
-  Int32Array quota = Result(layers, {experts, ranks});
-  int32_t* out = quota.mutable_data();
-  ForLayers(layers, [&](size_t layer) {
-    return moe_lb::Quota({tokens.Layer(layer, layers), experts}, {placement.Layer(layer, layers), ranks, slots},
-                         {out + layer * experts * ranks, experts, ranks});
-  });
-  return quota;
 }
 
 using In = moe_lb::MatrixView<const int32_t>;
@@ -274,10 +246,6 @@ Int32Array Spray(const py::array& rows_array, const py::array& ticks_array, int6
 
 PYBIND11_MODULE(_planning, module) {
   module.doc() = "Planners on NumPy arrays of int32; leading dimensions are layers and broadcast";
-  module.def("lpt", &Lpt, py::arg("weights"), py::arg("num_bins"), py::arg("capacity"),
-             "Bins [..., N] of items of the given weights [..., N]; see jax_moe_lb.ops.lpt");
-  module.def("quota", &Quota, py::arg("tokens"), py::arg("placement"),
-             "Quota [..., E, R] of tokens [..., E] on a placement [..., R, S]; see jax_moe_lb.ops.quota");
   module.def("greedy", &Greedy, py::arg("placement"), py::arg("quota"), py::arg("domain"), py::arg("min_tokens") = 1,
              "Placement [..., R, S] and quota [..., E, R] after greedy moves; see jax_moe_lb.ops.greedy");
   module.def("eplb_plus", &EplbPlus, py::arg("tokens"), py::arg("placement"), py::arg("domain"),

@@ -2,6 +2,7 @@
 
 from .balancers.base import Balancer as Balancer
 from .balancers.base import Chain as Chain
+from .balancers.cost import Cost as Cost
 from .balancers.eplb import EPLB as EPLB
 from .balancers.eplb_plus import EPLBPlus as EPLBPlus
 from .balancers.exact import Exact as Exact
@@ -14,14 +15,10 @@ from .balancers.lplb import LPLB as LPLB
 from .balancers.plain import Plain as Plain
 from .balancers.rails import RailS as RailS
 from .balancers.rails import interface_rows as interface_rows
+from .balancers.repacking import rebalance_experts as rebalance_experts
 from .balancers.ultraep import UltraEP as UltraEP
-from .costs import Cost as Cost
 from .experts import Experts as Experts
-from .homes import domain_floor as domain_floor
-from .homes import moved_experts as moved_experts
-from .homes import relocated as relocated
-from .homes import relocation as relocation
-from .hybrid import Domains as Domains
+from .hybrid import ExpertDomains as ExpertDomains
 from .hybrid import hybrid_mesh as hybrid_mesh
 from .legality import check_plan as check_plan
 from .losses import Losses as Losses
@@ -36,15 +33,18 @@ from .plan import plain_plan as plain_plan
 from .plan import rows_between as rows_between
 from .plan import straggler as straggler
 from .plan import traffic as traffic
-from .repacking import rebalance_experts as rebalance_experts
+from .relocation import domain_floor as domain_floor
+from .relocation import moved_experts as moved_experts
+from .relocation import homes_after as homes_after
+from .relocation import plan_relocation as plan_relocation
 from .routing import ForceBalanced as ForceBalanced
 from .routing import GroupLimit as GroupLimit
 from .routing import TopK as TopK
 from .split import Split as Split
 from .split import nearest_first as nearest_first
-from .streams import DomainChoice as DomainChoice
+from .streams import ExpertDomainChoice as ExpertDomainChoice
 from .streams import Work as Work
-from .streams import choose_domains as choose_domains
+from .streams import choose_expert_domains as choose_expert_domains
 from .systems import System as System
 from .systems import eplb as eplb
 from .systems import eplb_plus as eplb_plus

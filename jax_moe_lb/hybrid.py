@@ -71,7 +71,7 @@ class Domains:
     domain_size: int
 
     @classmethod
-    def from_mesh(cls, mesh: Mesh, topology: Topology) -> "Domains":
+    def from_mesh(cls, mesh: Mesh, topology: Topology) -> "ExpertDomains":
         """Reads them off a split mesh.
 
         Args:

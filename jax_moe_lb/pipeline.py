@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb.experts import Experts
-from jax_moe_lb.homes import check_homes
 from jax_moe_lb.legality import check_routed, ensure, ensure_legal
 from jax_moe_lb.losses import Losses
 from jax_moe_lb.plan import Plan, imbalance, load, plain_plan, straggler, traffic
+from jax_moe_lb.relocation import check_homes
 from jax_moe_lb.routing import (
     NO_EXPERT,
     Router,

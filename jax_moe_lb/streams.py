@@ -95,7 +95,7 @@ class LevelChoice:
 
 
 @dataclass(frozen=True)
-class DomainChoice:
+class ExpertDomainChoice:
     """The domain size of every level, outermost first, with the reasons. `print` it."""
 
     levels: tuple[LevelChoice, ...]
@@ -160,7 +160,7 @@ def choose_level(work: Work, level: Level, experts: int = 1) -> LevelChoice:
     return LevelChoice(level, candidates, best, closed_form(work, level, experts))
 
 
-def choose_domains(work: Work, topology: Topology) -> DomainChoice:
+def choose_expert_domains(work: Work, topology: Topology) -> ExpertDomainChoice:
     """Domain sizes of all levels, outermost first.
 
     A level that gathers has all ranks hold more experts, which the levels inside it then have to forward: there an
@@ -174,7 +174,7 @@ def choose_domains(work: Work, topology: Topology) -> DomainChoice:
     for level in topology.levels:
         chosen.append(choose_level(work, level, experts))
         experts *= chosen[-1].best.domain_size
-    return DomainChoice(tuple(chosen))
+    return ExpertDomainChoice(tuple(chosen))
 
 
 def _transfer(level: Level, num_bytes: float) -> float:

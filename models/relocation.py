@@ -8,7 +8,7 @@ from flax import nnx
 from jax import Array
 from jax.experimental import multihost_utils
 
-from jax_moe_lb import Topology, moved_experts, relocation
+from jax_moe_lb import Topology, moved_experts, plan_relocation
 from jax_moe_lb.nn import expert_bytes, relocate
 from models.presets import TrainConfig
 
@@ -23,7 +23,7 @@ def moved_state(state: nnx.State, permutation: Array) -> nnx.State:
 def next_homes(state: nnx.State, config: TrainConfig, topology: Topology) -> np.ndarray:
     """The permutation of each layer's places, `[layers, E]` int32; the same on all processes."""
     loads, homes = per_layer(state, "loads"), per_layer(state, "homes")
-    permutation = relocation(loads, topology, homes, min_gain=config.relocate_min_gain)
+    permutation = plan_relocation(loads, topology, homes, min_gain=config.relocate_min_gain)
     # Processors may round differently, and processes must not disagree.
     return np.asarray(multihost_utils.broadcast_one_to_all(permutation))
 

@@ -18,7 +18,7 @@ LAYERS = [
     ["topology", "experts", "split", "_floor_share"],
     ["plan", "ops", "routing", "history", "repacking", "hybrid", "streams"],
     ["legality", "losses", "costs", "homes"],
-    ["transport.dispatch", "transport.hop", "transport.packing", "transport.relays"],
+    ["transport.dispatch", "transport.rail_hops", "transport.packing", "transport.rail_hops"],
     [
         "balancers",
         "transport.direct",

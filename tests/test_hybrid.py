@@ -17,7 +17,7 @@ from jax_moe_lb import (
     Codec,
     Direct,
     DomainGather,
-    Domains,
+    ExpertDomains,
     Exact,
     HybridEP,
     Migrate,
@@ -43,7 +43,7 @@ def domains_of(sizes, domain_sizes, mesh=None):
     names = NAMES[-len(sizes) :]
     mesh = make_mesh(sizes, names) if mesh is None else mesh
     split = hybrid_mesh(mesh, dict(zip(names, domain_sizes, strict=True)))
-    return split, Domains.from_mesh(split, Topology.from_mesh(mesh, names))
+    return split, ExpertDomains.from_mesh(split, Topology.from_mesh(mesh, names))
 
 
 def hybrid_moe(mesh, domains, system, codec=Codec()):
@@ -179,7 +179,7 @@ def test_three_levels_at_once_equal_dense():
     base = make_mesh((2, 2, 2), NAMES)
     topology = Topology.from_mesh(base, NAMES, ranks_per_domain=4, rails_per_node=2)
     mesh = hybrid_mesh(base, {"dc": 2, "node": 1, "gpu": 1})
-    domains = Domains.from_mesh(mesh, topology)
+    domains = ExpertDomains.from_mesh(mesh, topology)
     assert (domains.between.ranks_per_domain, domains.between.ranks_per_node) == (4, 2)
     system = System(Chain((Exact(), RailS())), dispatch=Spray(), replica_slots=2)
     (y, stats), gradients = with_gradients(hybrid_moe(mesh, domains, system))(*inputs())
@@ -210,11 +210,11 @@ def test_bad_domains_are_named():
         hybrid_mesh(mesh, {"node": 2})
     topology = Topology.from_mesh(mesh, ("dc", "gpu"))
     with pytest.raises(ValueError, match=r"the mesh splits 'dc' into \{'dc_domain': 0"):
-        Domains.from_mesh(hybrid_mesh(mesh, {"gpu": 2}), topology)
+        ExpertDomains.from_mesh(hybrid_mesh(mesh, {"gpu": 2}), topology)
     with pytest.raises(ValueError, match=r"the mesh splits 'gpu' into .* expected parts of the topology's 4 members"):
-        Domains.from_mesh(hybrid_mesh(make_mesh((2, 2), ("dc", "gpu")), {"dc": 1, "gpu": 2}), topology)
+        ExpertDomains.from_mesh(hybrid_mesh(make_mesh((2, 2), ("dc", "gpu")), {"dc": 1, "gpu": 2}), topology)
     with pytest.raises(ValueError, match="topology has no expert_axes"):
-        Domains.from_mesh(mesh, Topology.flat(8))
+        ExpertDomains.from_mesh(mesh, Topology.flat(8))
     with pytest.raises(ValueError, match="different names"):
         hybrid_mesh(make_mesh((2, 2), ("dc", "dc_domain")), {"dc": 1})
     with pytest.raises(ValueError, match="domain_size is 0; expected at least 1"):

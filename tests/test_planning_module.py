@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jax_moe_lb import _planning
-from tests.ops.planner_cases import PLANNERS, as_tuple, assert_same, draw_placement, draw_tokens
+from tests.planners.planner_cases import PLANNERS, as_tuple, assert_same, draw_placement, draw_tokens
 
 EACH_PLANNER = pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
 RNG = np.random.default_rng

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_moe_lb import Level, Topology, Work, choose_domains, measured_s
+from jax_moe_lb import Level, Topology, Work, choose_expert_domains, measured_s
 from jax_moe_lb.streams import choose_level, closed_form, latency
 
 # Table IV prints B as "128 Gbps". With 128 gigabits per second the model's optima are not the published ones; with 128
@@ -45,10 +45,10 @@ def test_inner_levels_pay_for_what_outer_ones_gathered():
     work = Work(24e6, 8e6, 24e6 / MEANT)
     for outer, expected in [(1, (1, 4)), (2, (2, 2)), (4, (4, 1))]:
         topology = Topology((Level("node", outer, 10e9 / 8), Level("gpu", 8, MEANT)), 8)
-        assert choose_domains(work, topology).domain_sizes == expected
+        assert choose_expert_domains(work, topology).domain_sizes == expected
     big_tokens = Work(48e6, 2e6, 24e6 / MEANT)
     topology = Topology((Level("node", 4, 10e9 / 8), Level("gpu", 8, MEANT)), 8)
-    assert choose_domains(big_tokens, topology).domain_sizes == (4, 8)
+    assert choose_expert_domains(big_tokens, topology).domain_sizes == (4, 8)
 
 
 def test_the_best_domain_is_next_to_the_closed_form():
@@ -78,11 +78,11 @@ def test_latency_and_the_gradients_way_home_count():
 
 
 def test_the_choice_says_why():
-    text = str(choose_domains(MIX_2, Topology((Level("dc", 1), Level("gpu", 8, MEANT)), 8)))
+    text = str(choose_expert_domains(MIX_2, Topology((Level("dc", 1), Level("gpu", 8, MEANT)), 8)))
     assert "dc: domains of 1 of 1; there is nothing to reach" in text
     assert "gpu: domains of 4 of 8; 0.006 ms of the gather are not hidden, the rest is exchanged" in text
     assert text.count("<-") == 2
-    assert "no gather" in str(choose_domains(MIX_1, Topology((Level("gpu", 8, PRINTED),), 8)))
+    assert "no gather" in str(choose_expert_domains(MIX_1, Topology((Level("gpu", 8, PRINTED),), 8)))
 
 
 def test_bad_input_is_named():
@@ -99,7 +99,7 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"domain_size is 3; expected a divisor of the 4 members of 'dc'"):
         latency(MIX_1, level, 3)
     with pytest.raises(ValueError, match=r"Level\('dc'\).bytes_per_s is None; expected a finite rate, in bytes per"):
-        choose_domains(MIX_1, Topology((Level("dc", 4),), 4))
+        choose_expert_domains(MIX_1, Topology((Level("dc", 4),), 4))
     with pytest.raises(ValueError, match=r"bytes_per_s is 0\.0; expected > 0"):
         Level("dc", 4, bytes_per_s=0.0)
 

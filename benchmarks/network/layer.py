@@ -11,7 +11,7 @@ from jax.stages import Wrapped
 
 from jax_moe_lb import (
     Codec,
-    Domains,
+    ExpertDomains,
     Experts,
     ForceBalanced,
     Level,
@@ -167,11 +167,11 @@ def whole_mesh() -> Mesh:
     return jax.make_mesh(MESH_SHAPE, MESH_AXES, axis_types=axis_types, devices=jax.devices()[:NUM_RANKS])
 
 
-def domains_of(choice: Choice) -> tuple[Mesh, Domains]:
+def domains_of(choice: Choice) -> tuple[Mesh, ExpertDomains]:
     """The split mesh."""
     base = whole_mesh()
     mesh = hybrid_mesh(base, {"dc": choice.dc, "gpu": choice.gpu})
-    return mesh, Domains.from_mesh(mesh, Topology.from_mesh(base, MESH_AXES))
+    return mesh, ExpertDomains.from_mesh(mesh, Topology.from_mesh(base, MESH_AXES))
 
 
 def jitted_step(choice: Choice, sizes: Sizes) -> tuple[Wrapped, tuple]:

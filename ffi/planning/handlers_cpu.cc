@@ -23,8 +23,6 @@ struct OnCpu<make_call> {
   static xf::Error Run(Args... args, StatusResult status) { return PlanNow(make_call(args...), status); }
 };
 
-XLA_FFI_DEFINE_HANDLER(kLpt, OnCpu<LptCall>::Run, LptBinding());
-XLA_FFI_DEFINE_HANDLER(kQuota, OnCpu<QuotaCall>::Run, QuotaBinding());
 XLA_FFI_DEFINE_HANDLER(kGreedy, OnCpu<GreedyCall>::Run, GreedyBinding());
 XLA_FFI_DEFINE_HANDLER(kEplbPlus, OnCpu<EplbPlusCall>::Run, EplbPlusBinding());
 XLA_FFI_DEFINE_HANDLER(kFeplb, OnCpu<FeplbCall>::Run, FeplbBinding());
@@ -38,9 +36,7 @@ XLA_FFI_DEFINE_HANDLER(kExact, OnCpu<ExactCall>::Run, ExactBinding());
 
 Registrations PlanningRegistrations() {
   return {{},
-          {{"moe_lb_plan_lpt", kLpt},
-           {"moe_lb_plan_quota", kQuota},
-           {"moe_lb_plan_greedy", kGreedy},
+          {{"moe_lb_plan_greedy", kGreedy},
            {"moe_lb_plan_eplb_plus", kEplbPlus},
            {"moe_lb_plan_feplb", kFeplb},
            {"moe_lb_plan_fastermoe", kFasterMoe},

@@ -32,8 +32,6 @@ struct OnCuda<make_call> {
   }
 };
 
-XLA_FFI_DEFINE_HANDLER(kLpt, OnCuda<LptCall>::Run, OnStream(LptBinding()));
-XLA_FFI_DEFINE_HANDLER(kQuota, OnCuda<QuotaCall>::Run, OnStream(QuotaBinding()));
 XLA_FFI_DEFINE_HANDLER(kGreedy, OnCuda<GreedyCall>::Run, OnStream(GreedyBinding()));
 XLA_FFI_DEFINE_HANDLER(kEplbPlus, OnCuda<EplbPlusCall>::Run, OnStream(EplbPlusBinding()));
 XLA_FFI_DEFINE_HANDLER(kFeplb, OnCuda<FeplbCall>::Run, OnStream(FeplbBinding()));
@@ -49,9 +47,7 @@ constexpr XLA_FFI_TypeInfo kSchedulerInfo = xf::MakeTypeInfo<HostScheduler>();
 
 Registrations PlanningRegistrations() {
   return {{{"moe_lb_host_scheduler", &HostScheduler::id, &kSchedulerInfo}},
-          {{"moe_lb_plan_lpt", kLpt, kInstantiate},
-           {"moe_lb_plan_quota", kQuota, kInstantiate},
-           {"moe_lb_plan_greedy", kGreedy, kInstantiate},
+          {{"moe_lb_plan_greedy", kGreedy, kInstantiate},
            {"moe_lb_plan_eplb_plus", kEplbPlus, kInstantiate},
            {"moe_lb_plan_feplb", kFeplb, kInstantiate},
            {"moe_lb_plan_fastermoe", kFasterMoe, kInstantiate},

@@ -16,8 +16,6 @@
 #include "ffi/planning/fastermoe.h"
 #include "ffi/planning/feplb.h"
 #include "ffi/planning/greedy.h"
-#include "ffi/planning/lpt.h"
-#include "ffi/planning/quota.h"
 #include "ffi/planning/relay.h"
 #include "ffi/planning/spray.h"
 #include "ffi/planning/ultraep.h"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Bool
 
-from jax_moe_lb.ops._planner import HostPlanner
 from jax_moe_lb.plan import Plan
+from jax_moe_lb.planners.native import NativePlanner
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import AnyArray, Counts, State
 
@@ -50,7 +50,7 @@ class Balancer(abc.ABC):
         """
         return jnp.ones(plan.num_experts, bool)
 
-    def host_planner(self, domain: int) -> HostPlanner | None:
+    def native_planner(self, domain: int) -> NativePlanner | None:
         """The planner that `rebalance` applies to placement and quota, if it does nothing else.
 
         With it the plan can be made on the host while a GPU computes; see `ops/plan_and_copy.py`.

@@ -10,9 +10,9 @@ from jaxtyping import Bool
 
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.history import History, check_every, checked, mean, no_history, observe
-from jax_moe_lb.ops.eplb_plus import eplb_plus, holds, round_robin
+from jax_moe_lb.balancers.history import History, check_every, checked, mean, no_history, observe
 from jax_moe_lb.plan import Plan
+from jax_moe_lb.planners.eplb_plus import eplb_plus, holds, round_robin
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import AnyArray, Counts, Placement, State, host_iota, namespace
 

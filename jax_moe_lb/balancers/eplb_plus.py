@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.ops.eplb_plus import eplb_plus
 from jax_moe_lb.plan import Plan
+from jax_moe_lb.planners.eplb_plus import eplb_plus
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import Counts, State
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.costs import Cost
-from jax_moe_lb.ops._planner import alike, is_on_host
-from jax_moe_lb.ops.exact import check_exact, exact
+from jax_moe_lb.balancers.cost import Cost
 from jax_moe_lb.plan import Plan
+from jax_moe_lb.planners.exact import check_exact, exact
+from jax_moe_lb.planners.native import alike, is_on_host
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import Counts, State
 

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.costs import min_saved
-from jax_moe_lb.ops.fastermoe import fastermoe
+from jax_moe_lb.balancers.cost import min_saved
 from jax_moe_lb.plan import Plan
+from jax_moe_lb.planners.fastermoe import fastermoe
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import Counts, State
 

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Bool
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.ops._planner import HostPlanner, edit
-from jax_moe_lb.ops.feplb import check_options, dynamic_experts, feplb_planner
 from jax_moe_lb.plan import Plan
+from jax_moe_lb.planners.feplb import check_options, dynamic_experts, feplb_planner
+from jax_moe_lb.planners.native import NativePlanner, edit
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import AnyArray, Counts, State, iota
 
@@ -50,7 +50,7 @@ class FEPLB(Balancer):
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """One plan for all domains, each of which is planned for itself."""
         del counts, topology
-        placement, quota = edit(self.host_planner(plan.domain), plan.placement, plan.quota)
+        placement, quota = edit(self.native_planner(plan.domain), plan.placement, plan.quota)
         return replace(plan, placement=placement, quota=quota), state
 
     def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
@@ -60,6 +60,6 @@ class FEPLB(Balancer):
         busiest = dynamic_experts(served.reshape(plan.num_ranks, -1), self.num_dynamic).reshape(-1)
         return busiest | (jnp.asarray(plan.quota).sum(1, dtype=jnp.int32) > served)
 
-    def host_planner(self, domain: int) -> HostPlanner:
-        """See `ops/feplb.py`."""
+    def native_planner(self, domain: int) -> NativePlanner:
+        """See `planners/feplb.py`."""
         return feplb_planner(domain, self.num_dynamic, self.max_num_dyn, self.tau, self.skip)

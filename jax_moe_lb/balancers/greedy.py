@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.ops._planner import HostPlanner, edit
-from jax_moe_lb.ops.greedy import greedy_planner
 from jax_moe_lb.plan import Plan
+from jax_moe_lb.planners.greedy import greedy_planner
+from jax_moe_lb.planners.native import NativePlanner, edit
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import Counts, State
 
@@ -34,9 +34,9 @@ class Greedy(Balancer):
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """One plan for all domains, which are balanced side by side."""
         del counts, topology
-        placement, quota = edit(self.host_planner(plan.domain), plan.placement, plan.quota)
+        placement, quota = edit(self.native_planner(plan.domain), plan.placement, plan.quota)
         return replace(plan, placement=placement, quota=quota), state
 
-    def host_planner(self, domain: int) -> HostPlanner:
-        """See `ops/greedy.py`."""
+    def native_planner(self, domain: int) -> NativePlanner:
+        """See `planners/greedy.py`."""
         return greedy_planner(domain, self.min_tokens)

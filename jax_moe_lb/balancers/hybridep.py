@@ -22,7 +22,7 @@ class HybridEP(Balancer):
 
     Args:
         domain_size: `M`, ranks of a domain, a divisor of the plan's domain, with at least `L * M` slots on each rank;
-            `None`: the largest such number. `choose_domains` models which is fastest.
+            `None`: the largest such number. `choose_expert_domains` models which is fastest.
     """
 
     domain_size: int | None = None

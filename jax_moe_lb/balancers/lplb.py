@@ -9,8 +9,8 @@ from scipy.optimize import linprog
 
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.balancers.history import History, check_every, checked, mean, no_history, observe
 from jax_moe_lb.balancers.host import HostBalancer
-from jax_moe_lb.history import History, check_every, checked, mean, no_history, observe
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import AnyArray, Counts, Placement, State, host_iota, namespace

@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.ops.spray import MAX_CHUNKS, MAX_TICKS, spray
 from jax_moe_lb.plan import Plan, rows_between
+from jax_moe_lb.planners.spray import MAX_CHUNKS, MAX_TICKS, spray
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import AnyArray, Counts, State, namespace
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.ops.ultraep import check_eps, ultraep
 from jax_moe_lb.plan import Plan
+from jax_moe_lb.planners.ultraep import check_eps, ultraep
 from jax_moe_lb.split import Split, Tier
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import Counts, State

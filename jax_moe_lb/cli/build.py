@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jax_moe_lb.ops import _native
+from jax_moe_lb import _custom_calls
 
 IN_A_CHECKOUT = "in a checkout, `pip install .` where there is a C++17 compiler"
 HOW_TO_BUILD = {"cpu": IN_A_CHECKOUT, "cuda": f"{IN_A_CHECKOUT} and the CUDA toolkit"}
@@ -16,8 +16,8 @@ HOW_TO_BUILD = {"cpu": IN_A_CHECKOUT, "cuda": f"{IN_A_CHECKOUT} and the CUDA too
 
 def build_states() -> dict[str, str]:
     """Each extension module, and in words whether it is there."""
-    modules = {_native.MODULES[platform]: how for platform, how in HOW_TO_BUILD.items()} | {
-        _native.HOST_PLANNERS: IN_A_CHECKOUT
+    modules = {_custom_calls.MODULES[platform]: how for platform, how in HOW_TO_BUILD.items()} | {
+        _custom_calls.PLANNING_MODULE: IN_A_CHECKOUT
     }
     return {module: _state(module, how) for module, how in modules.items()}
 
@@ -29,7 +29,7 @@ def _state(module: str, how_to_build: str) -> str:
         loaded = importlib.import_module(module)
     except ImportError as error:
         return f"cannot be loaded: {error}"
-    return "built" if module == _native.HOST_PLANNERS else _registrations_state(loaded.registrations())
+    return "built" if module == _custom_calls.PLANNING_MODULE else _registrations_state(loaded.registrations())
 
 
 def _registrations_state(registrations: dict) -> str:

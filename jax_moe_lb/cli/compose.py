@@ -4,9 +4,9 @@ import inspect
 from dataclasses import replace
 
 from jax_moe_lb import systems
+from jax_moe_lb._custom_calls import has_planning_module
 from jax_moe_lb.balancers.base import Chain
 from jax_moe_lb.balancers.rails import RailS
-from jax_moe_lb.ops._native import has_host_planners
 from jax_moe_lb.sim import Cluster, Migration, ModelShape, Step
 from jax_moe_lb.sim.advise import Candidate, chosen_migration
 from jax_moe_lb.systems import System
@@ -75,8 +75,8 @@ def compose(
 
 def candidates(model: ModelShape, cluster: Cluster, step: Step, codec: Codec) -> list[Candidate]:
     """All that may help here: systems, and their compositions with domains and rails where there are some."""
-    names = [name for name in ADVISED if name != "exact" or has_host_planners()]
-    best = "exact" if has_host_planners() else "greedy"
+    names = [name for name in ADVISED if name != "exact" or has_planning_module()]
+    best = "exact" if has_planning_module() else "greedy"
     topology = cluster.topology()
     if topology.num_ranks > topology.ranks_per_node and topology.rails_per_node > 1:
         names += [SPRAYED, f"ultraep+{SPRAYED}", f"{best}+{SPRAYED}"]

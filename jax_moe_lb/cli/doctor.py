@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from jax_moe_lb import _custom_calls
 from jax_moe_lb.cli.build import HOW_TO_BUILD, build_states
-from jax_moe_lb.ops import _native
 from jax_moe_lb.ops.grouped_ffn import has_tokamax
 
 PACKAGES = ("jax_moe_lb", "jax", "jaxlib", "flax", "numpy")
@@ -116,7 +116,7 @@ def implementations(backend: str) -> list[Implementation]:
 
 def _implementation(op: Operation, backend: str) -> Implementation:
     platform = CUSTOM_CALL_PLATFORMS[backend] if backend in op.backends else None
-    if platform and _native.is_built(platform):
+    if platform and _custom_calls.is_built(platform):
         return Implementation(op.name, f"custom call moe_lb_{op.target}", f"built for {platform}", None)
     if op.on_accelerators and backend != "cpu":
         return _on_accelerators(op, backend, HOW_TO_BUILD[platform] if platform else None)

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from jax_moe_lb._custom_calls import has_planning_module
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.legality import check_plan
-from jax_moe_lb.ops._native import has_host_planners
 from jax_moe_lb.plan import Plan, imbalance, load, plain_plan, straggler, traffic
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import Counts, State
@@ -72,7 +72,7 @@ class Planner:
         """
         _, num_layers, *counts_shape = counts.shape
         state = self.balancer.init(tuple(counts_shape))
-        if not has_host_planners():
+        if not has_planning_module():
             state = jax.device_put(state)
             self._timed(counts[0, 0], plain_plan(counts[0, 0], self.topology, self.slots), state)  # compiles
         states = [state] * num_layers
@@ -94,7 +94,7 @@ class Planner:
     def _timed(self, counts: Counts, before: Plan, state: State) -> tuple[Plan, State, float]:
         args = (counts, before, state)
         rebalance = partial(_on_host, self.balancer, self.topology)
-        if not has_host_planners():
+        if not has_planning_module():
             # In training, counts are on the device already: their way there is no part of the time.
             args = jax.block_until_ready(jax.device_put(args))
             rebalance = partial(_compiled, self.balancer, self.topology)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from jax_moe_lb.homes import checked_permutation
+from jax_moe_lb.relocation import checked_permutation
 from jax_moe_lb.types import AnyArray
 
 Params = TypeVar("Params")
@@ -33,7 +33,7 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
     Args:
         params: state of a model, or a tree that holds one: its `MoE` layers are `relocatable`.
         opt_state: that of any optimizer that keeps one array per parameter.
-        permutation: of `relocation`; layers in the order of their paths in `params`. What is traced is not checked
+        permutation: of `plan_relocation`; layers in the order of their paths in `params`. What is traced is not checked
             here, but homes are where the layer uses them.
 
     Raises:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jax_moe_lb._custom_calls import MODULES
 from jax_moe_lb._pytree import pytree
-from jax_moe_lb.ops._native import MODULES
 from jax_moe_lb.ops.fetch import Axes, Wanted, Weights, fetch, fetch_transpose
 from jax_moe_lb.types import wide_dtype
 

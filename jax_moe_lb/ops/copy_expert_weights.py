@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jax_moe_lb.ops._native import by_platform, call, like
+from jax_moe_lb._custom_calls import by_platform, call, like
 from jax_moe_lb.ops._peer import (
     Arrays,
     Pending,

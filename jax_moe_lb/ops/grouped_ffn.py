@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_moe_lb._custom_calls import is_built
 from jax_moe_lb.experts import Experts
-from jax_moe_lb.ops._native import is_built
 from jax_moe_lb.ops.grouped_matmul import grouped_matmul, grouped_outer
 from jax_moe_lb.types import GroupSizes, Rows, iota, wide_dtype
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_moe_lb.ops._native import by_platform, call, like
+from jax_moe_lb._custom_calls import by_platform, call, like
 from jax_moe_lb.ops._peer import vary_alike
 from jax_moe_lb.types import GroupSizes, iota, wide_dtype
 

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Int
 
+from jax_moe_lb._custom_calls import by_platform, call, like
 from jax_moe_lb._pytree import pytree
-from jax_moe_lb.ops._native import by_platform, call, like
 from jax_moe_lb.ops._peer import (
     Arrays,
     Pending,
@@ -32,7 +32,7 @@ from jax_moe_lb.ops._peer import (
     ranks_here,
     vary_alike,
 )
-from jax_moe_lb.ops._planner import HostPlanner, alike
+from jax_moe_lb.planners.native import NativePlanner, alike
 from jax_moe_lb.types import Placement, Quota
 
 
@@ -112,7 +112,7 @@ def post(placement: Placement, quota: Quota, home: Any, before: Any, *, route: R
     return jax.tree.unflatten(structure, results[len(kinds) :]), posted
 
 
-def plan_and_copy(posted: Posted, after: Any, *, planner: HostPlanner) -> tuple[Any, tuple[Placement, Quota], Pending]:
+def plan_and_copy(posted: Posted, after: Any, *, planner: NativePlanner) -> tuple[Any, tuple[Placement, Quota], Pending]:
     """Plans, and starts the copies that the plan asks for.
 
     Not differentiable: write one rule for the calls and what is between, with `sum_at_home`.
@@ -120,7 +120,7 @@ def plan_and_copy(posted: Posted, after: Any, *, planner: HostPlanner) -> tuple[
     Args:
         posted: what `post` returned.
         after: a pytree of arrays that are computed before: the static wave.
-        planner: of `ops/greedy.py` or `ops/feplb.py`.
+        planner: of `planners/greedy.py` or `planners/feplb.py`.
 
     Returns:
         `after`, the same; placement and quota of the plan; and the copies, for `join`: slot `i` becomes the expert of

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Shaped
 
-from jax_moe_lb.ops._native import call, is_built, like
+from jax_moe_lb._custom_calls import call, is_built, like
 from jax_moe_lb.ops.one_way import other_manual_axes
 from jax_moe_lb.ops.ragged_by_steps import one_way_all_to_all, padded_all_to_all
 

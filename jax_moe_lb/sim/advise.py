@@ -11,7 +11,7 @@ from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.run import Report, mean_report, replay
 from jax_moe_lb.sim.schedule import Step
 from jax_moe_lb.sim.work import Migration
-from jax_moe_lb.streams import Work, choose_domains
+from jax_moe_lb.streams import Work, choose_expert_domains
 from jax_moe_lb.systems import System
 from jax_moe_lb.transport.codec import Codec
 
@@ -69,7 +69,7 @@ class Verdict:
 
 
 def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: Step) -> Migration:
-    """HybridEP with the domains that `choose_domains` finds best.
+    """HybridEP with the domains that `choose_expert_domains` finds best.
 
     The backward pass gathers again if all layers' gathered experts would take more than half of a rank's memory.
     """
@@ -81,7 +81,7 @@ def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: St
         gradient_bytes=float(home * model.expert_gradient_bytes) if step.backward else 0.0,
         backward_s=2 * pre_expert_s,
     )
-    chosen = Migration(choose_domains(work, cluster.topology()).domain_sizes, codec)
+    chosen = Migration(choose_expert_domains(work, cluster.topology()).domain_sizes, codec)
     kept_bytes = model.layers * chosen.gathered_bytes(model, cluster)
     again = cluster.memory_bytes is not None and kept_bytes > cluster.memory_bytes / 2
     return replace(chosen, gather_again=again)

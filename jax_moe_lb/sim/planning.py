@@ -43,7 +43,7 @@ class Group:
 
 
 def groups(cluster: Cluster, sizes: tuple[int, ...]) -> list[Group]:
-    """All of them, for domains of so many members at every level; `hybrid.Domains` describes the same on a mesh."""
+    """All of them, for domains of so many members at every level; `hybrid.ExpertDomains` describes the same on a mesh."""
     levels = [level.size for level in cluster.levels]
     ranks = np.arange(cluster.num_ranks).reshape(
         [n for size, s in zip(levels, sizes, strict=True) for n in (size // s, s)]

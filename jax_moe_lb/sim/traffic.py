@@ -59,7 +59,7 @@ def hops(rows: Matrix, plan: Plan, members: int, sprayed: bool) -> tuple[Matrix,
 
 
 def _by_relay(rows: Matrix, plan: Plan, members: int, offset: int, far: Bool[np.ndarray, "R R"]) -> Matrix:
-    """Token copies between domains that pass by relays of one offset; see `transport.relays.by_relay`."""
+    """Token copies between domains that pass by relays of one offset; see `transport.rail_hops.by_relay`."""
     receiver = np.arange(len(rows))[None] % members
     if plan.rails is None:
         return np.where(far & (receiver == offset), rows, 0)

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb.experts import Experts
-from jax_moe_lb.hybrid import Domains
+from jax_moe_lb.hybrid import ExpertDomains
 from jax_moe_lb.ops.gather_tiles import gather_tiles, sum_tiles
 from jax_moe_lb.transport.codec import Codec, Encoded, average
 
@@ -48,7 +48,7 @@ class Migrate:
         codec: what travels.
     """
 
-    domains: Domains
+    domains: ExpertDomains
     codec: Codec = field(default_factory=Codec)
 
     def average(self, experts: Experts) -> Experts | None:

@@ -5,8 +5,8 @@ from typing import Any
 
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops._peer import Pending
-from jax_moe_lb.ops.relay import check_relay, relay
 from jax_moe_lb.plan import Plan
+from jax_moe_lb.planners.relay import check_relay, relay
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.peer_copy import PeerCopy
 

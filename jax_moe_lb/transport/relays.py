@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.hop import Hop
+from jax_moe_lb.transport.rail_hops import Hop
 from jax_moe_lb.transport.packing import concatenated, starts
 from jax_moe_lb.types import iota
 

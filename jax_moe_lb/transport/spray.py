@@ -23,7 +23,7 @@ from jax_moe_lb.split import nearest_first
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.dispatch import AnyReceipt, Copies, Dispatch
 from jax_moe_lb.transport.packing import arriving_rows, by_slot, landings, sending_order
-from jax_moe_lb.transport.relays import (
+from jax_moe_lb.transport.rail_hops import (
     Relays,
     Way,
     Window,

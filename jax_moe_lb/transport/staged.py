@@ -43,7 +43,7 @@ class Staged:
     """Tokens of static experts go home at once, those of dynamic experts follow when there is a plan.
 
     Wave 1 needs neither plan nor copies of weights, and where the copies need no compute (`PeerCopy`), they run beside
-    it. With a balancer that is a planner in C++ (`Balancer.host_planner`) and `PeerCopy`, so does the planner: see
+    it. With a balancer that is a planner in C++ (`Balancer.native_planner`) and `PeerCopy`, so does the planner: see
     `ops/plan_and_copy.py`. That is so in the compiled program; on a CPU nothing overlaps. A balancer whose experts are
     all dynamic makes wave 1 empty, and then this is `Direct`.
 

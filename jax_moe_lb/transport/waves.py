@@ -16,10 +16,10 @@ from jaxtyping import Array, Int
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.legality import ensure_legal
 from jax_moe_lb.ops._peer import Route
-from jax_moe_lb.ops._planner import HostPlanner
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
 from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.plan import Plan
+from jax_moe_lb.planners.native import NativePlanner
 from jax_moe_lb.systems import Replicate, System
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.direct import Copies, Receipt
@@ -56,7 +56,7 @@ class Ways(NamedTuple):
 
     dispatch: Staged
     replicate: Replicate
-    planner: tuple[HostPlanner, Route] | None
+    planner: tuple[NativePlanner, Route] | None
     topology: Topology
 
     @classmethod
@@ -69,7 +69,7 @@ class Ways(NamedTuple):
             plan: from which the planner starts.
             topology: its expert axes.
         """
-        planner = system.balancer.host_planner(plan.domain)
+        planner = system.balancer.native_planner(plan.domain)
         if planner is None or not isinstance(system.replicate, PeerCopy) or plan.slots == plan.num_home:
             return cls(dispatch, system.replicate, None, topology)
         return cls(dispatch, system.replicate, (planner, system.replicate.route(topology)), topology)

@@ -21,7 +21,7 @@ from jax_moe_lb import (
     plain,
     plain_plan,
 )
-from jax_moe_lb.history import History, mean, no_history, observe
+from jax_moe_lb.balancers.history import History, mean, no_history, observe
 from jax_moe_lb.nn import MoE
 from tests.layer import make_mesh
 

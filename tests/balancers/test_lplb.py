@@ -20,7 +20,7 @@ from jax_moe_lb import (
     traffic,
 )
 from jax_moe_lb.balancers.lplb import spread
-from tests.ops.planner_cases import draw_placement, draw_tokens
+from tests.planners.planner_cases import draw_placement, draw_tokens
 
 
 def replay(balancer, steps, domain=None, slots=None):

@@ -9,9 +9,9 @@ import pytest
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import RailS, Topology, check_plan, plain_plan
 from jax_moe_lb.balancers.rails import best_chunks, ticks_of
-from jax_moe_lb.ops.spray import spray
 from jax_moe_lb.plan import rows_between
-from tests.ops.planner_cases import STOPPED
+from jax_moe_lb.planners.spray import spray
+from tests.planners.planner_cases import STOPPED
 
 EQUAL = np.ones(4, np.int32)
 

@@ -8,28 +8,27 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+from jax_moe_lb.ops.lpt import lpt
+from jax_moe_lb.ops.quota import quota
 
-from jax_moe_lb import Experts, Gather, Plan, Topology, _ffi
+from jax_moe_lb import Experts, Gather, Plan, Topology, _custom_calls, _ffi
 from jax_moe_lb.cli import main
 from jax_moe_lb.cli.build import build_states, newest_api_version
 from jax_moe_lb.cli.doctor import HOW_TO_BUILD, implementations, version
-from jax_moe_lb.ops import _native
 from jax_moe_lb.ops import grouped_ffn as grouped_ffn_module
 from jax_moe_lb.ops._peer import Route
 from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join
-from jax_moe_lb.ops.eplb_plus import eplb_plus
-from jax_moe_lb.ops.exact import exact
-from jax_moe_lb.ops.fastermoe import fastermoe
-from jax_moe_lb.ops.feplb import feplb
-from jax_moe_lb.ops.greedy import greedy, greedy_planner
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn
-from jax_moe_lb.ops.lpt import lpt
 from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
-from jax_moe_lb.ops.quota import quota
 from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
-from jax_moe_lb.ops.relay import relay
-from jax_moe_lb.ops.spray import spray
-from jax_moe_lb.ops.ultraep import ultraep
+from jax_moe_lb.planners.eplb_plus import eplb_plus
+from jax_moe_lb.planners.exact import exact
+from jax_moe_lb.planners.fastermoe import fastermoe
+from jax_moe_lb.planners.feplb import feplb
+from jax_moe_lb.planners.greedy import greedy, greedy_planner
+from jax_moe_lb.planners.relay import relay
+from jax_moe_lb.planners.spray import spray
+from jax_moe_lb.planners.ultraep import ultraep
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 RANKS = 8
@@ -166,8 +165,8 @@ def lower(function, arguments, backend):
 
 
 def remove_custom_calls(monkeypatch):
-    for absent in _native.MODULES:
-        monkeypatch.setitem(_native.MODULES, absent, f"jax_moe_lb._absent_{absent}")
+    for absent in _custom_calls.MODULES:
+        monkeypatch.setitem(_custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
 
 
 def custom_calls(lowered):
@@ -193,7 +192,7 @@ def test_a_build_against_newer_headers_is_named(monkeypatch):
 def test_a_module_that_cannot_be_loaded_is_named(monkeypatch, tmp_path):
     (tmp_path / "broken_ffi.py").write_text("raise ImportError('no libstdc++')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(_native.MODULES, "cpu", "broken_ffi")
+    monkeypatch.setitem(_custom_calls.MODULES, "cpu", "broken_ffi")
     assert build_states()["broken_ffi"] == "cannot be loaded: no libstdc++"
 
 

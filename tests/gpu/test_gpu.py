@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from jax_moe_lb.ops.lpt import lpt, lpt_reference
+from jax_moe_lb.ops.quota import quota, quota_reference
 
-from jax_moe_lb.ops._native import is_built
+from jax_moe_lb._custom_calls import is_built
 from jax_moe_lb.ops._peer import Route
 from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join, start
-from jax_moe_lb.ops.greedy import greedy, greedy_planner, greedy_reference
-from jax_moe_lb.ops.lpt import lpt, lpt_reference
 from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
-from jax_moe_lb.ops.quota import quota, quota_reference
+from jax_moe_lb.planners.greedy import greedy, greedy_planner, greedy_reference
 from tests.layer import make_mesh
 from tests.ops.test_copy_expert_weights import expected, expected_sums
 from tests.ops.test_plan_and_copy import GREEDY, HOME, OPTIONS, RANKS, assert_equal, load

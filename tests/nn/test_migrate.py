@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_moe_lb import Codec, CodecBase, Domains, Migrate, TopK, Topology, greedy, hybrid_mesh
+from jax_moe_lb import Codec, CodecBase, ExpertDomains, Migrate, TopK, Topology, greedy, hybrid_mesh
 from jax_moe_lb.nn import MoE
 from tests.layer import assert_close, make_mesh
 
@@ -16,7 +16,7 @@ def test_a_layer_with_domains_equals_one_without():
     base = make_mesh((2, 4), ("data", "expert"), AxisType.Explicit)
     topology = Topology.from_mesh(base)
     mesh = hybrid_mesh(base, {"expert": 2})
-    domains = Domains.from_mesh(mesh, topology)
+    domains = ExpertDomains.from_mesh(mesh, topology)
     options = {"system": greedy(), "rngs": nnx.Rngs(0)}
     layer = MoE(16, 24, 8, TopK(2), mesh=mesh, topology=domains.between, migrate=Migrate(domains), **options)
     options["rngs"] = nnx.Rngs(0)
@@ -37,7 +37,7 @@ def test_a_layer_with_domains_equals_one_without():
 def test_a_codec_that_remembers_begins_exact_and_catches_up():
     base = make_mesh((4,), ("expert",))
     mesh = hybrid_mesh(base, {"expert": 2})
-    domains = Domains.from_mesh(mesh, Topology.from_mesh(base))
+    domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(base))
 
     def layer(codec):
         options = {"topology": domains.between, "migrate": Migrate(domains, codec), "rngs": nnx.Rngs(0)}
@@ -68,7 +68,7 @@ def test_a_codec_that_remembers_begins_exact_and_catches_up():
 def test_the_topology_of_another_mesh_is_refused():
     base = make_mesh((4,), ("expert",))
     mesh = hybrid_mesh(base, {"expert": 2})
-    migrate = Migrate(Domains.from_mesh(mesh, Topology.from_mesh(base)), Codec(2.0))
+    migrate = Migrate(ExpertDomains.from_mesh(mesh, Topology.from_mesh(base)), Codec(2.0))
     with pytest.raises(ValueError, match=r"topology is not migrate.domains.between"):
         MoE(16, 24, 8, TopK(2), mesh=mesh, topology=Topology.from_mesh(base), migrate=migrate, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="num_experts is 6; expected a positive multiple of the 4 ranks"):

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks import bench_copy_engine
-from jax_moe_lb.ops._native import is_built
+from jax_moe_lb._custom_calls import is_built
 from jax_moe_lb.ops._peer import Route
 from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join, start, sum_at_home, sum_by_turns
 from jax_moe_lb.ops.fetch import ragged_sum

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb.ops._native import is_built
+from jax_moe_lb._custom_calls import is_built
 from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
 from tests.layer import make_mesh
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_moe_lb._custom_calls import is_built
 from jax_moe_lb.ops import grouped_matmul as op
-from jax_moe_lb.ops._native import is_built
 from tests.layer import make_mesh
 
 SHAPES = {  # rows, their width, width of the result, sizes

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_moe_lb import Codec, CodecBase, Level, Topology, Work, choose_domains, systems
+from jax_moe_lb import Codec, CodecBase, Level, Topology, Work, choose_expert_domains, systems
 from jax_moe_lb.balancers.hybridep import HybridEP
 from jax_moe_lb.plan import load, rows_between, traffic
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Step, simulate, simulate_uniform
@@ -278,7 +278,7 @@ def test_domains_that_the_stream_model_chooses_are_nearly_the_fastest_simulated(
         for sizes in [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
     }
     # The model hides every level's gather on its own; here one follows the other.
-    assert times[choose_domains(work, topology).domain_sizes] <= 1.05 * min(times.values())
+    assert times[choose_expert_domains(work, topology).domain_sizes] <= 1.05 * min(times.values())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb import Codec, CodecBase, Domains, Experts, Migrate, Topology, hybrid_mesh
+from jax_moe_lb import Codec, CodecBase, ExpertDomains, Experts, Migrate, Topology, hybrid_mesh
 from jax_moe_lb.transport.codec import average
 from tests.layer import make_mesh
 
@@ -33,7 +33,7 @@ def distance(a, b):
 def domains_on(mesh, **domain_sizes):
     axes = tuple(domain_sizes)
     split = hybrid_mesh(mesh, domain_sizes)
-    return split, Domains.from_mesh(split, Topology.from_mesh(mesh, axes))
+    return split, ExpertDomains.from_mesh(split, Topology.from_mesh(mesh, axes))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb import Domains, Experts, Migrate, TopK, Topology, hybrid_mesh, moe, plain, scan_prefetched
+from jax_moe_lb import ExpertDomains, Experts, Migrate, TopK, Topology, hybrid_mesh, moe, plain, scan_prefetched
 from tests.layer import assert_close, make_mesh
 from tests.oracle import dense_moe
 
@@ -18,7 +18,7 @@ LAYERS, WIDTH, NUM_EXPERTS = 3, 8, 8
 def setting():
     base = make_mesh((4,), ("gpu",))
     mesh = hybrid_mesh(base, {"gpu": 2})
-    domains = Domains.from_mesh(mesh, Topology.from_mesh(base, "gpu"))
+    domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(base, "gpu"))
     rng = np.random.default_rng(0)
     x, kernels, up, down = (
         jnp.asarray(0.5 * rng.normal(size=shape), "float32")

@@ -16,11 +16,11 @@ from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Chain, Direct, Greedy, Plan, RailS, Spray, System, Topology, plain_plan
 from jax_moe_lb.ops import ragged_all_to_all as exchange_module
 from jax_moe_lb.plan import rows_between
-from jax_moe_lb.transport.relays import by_own_rail, by_relay
+from jax_moe_lb.transport.rail_hops import by_own_rail, by_relay
 from jax_moe_lb.transport.rounds import to_sending_order
 from tests.layer import Case, make_mesh, sharded_moe, with_gradients
-from tests.ops.planner_cases import STOPPED
 from tests.oracle import random_plan
+from tests.planners.planner_cases import STOPPED
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
 RANKS, TOKENS, PER_TOK, EXPERTS, SLOTS = 8, 12, 2, 16, 4

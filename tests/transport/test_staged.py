@@ -22,13 +22,13 @@ from jax_moe_lb import (
     System,
     TopK,
     Topology,
+    _custom_calls,
     check_plan,
     moe,
     pipeline,
     plain_plan,
 )
 from jax_moe_lb.legality import ensure_legal
-from jax_moe_lb.ops import _native
 from jax_moe_lb.transport import waves
 from tests.dependencies import of_compiled, of_lowered
 from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
@@ -168,7 +168,7 @@ def test_the_same_where_it_is_lowered_for_a_gpu(monkeypatch):
     monkeypatch.setattr(pipeline, "ensure", lambda ok, *_: ok.astype(jnp.int32) * 0)
     traced = with_gradients(sharded_moe(MESH, TOPOLOGY, STAGED)).trace(*arguments(WORKLOADS[0]))
     text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
-    if not _native.is_built("cuda"):
+    if not _custom_calls.is_built("cuda"):
         assert "moe_lb_" not in text
         return
     graph = of_lowered(text, "@moe_lb_copy_post")

@@ -1,0 +1,79 @@
+"""Homes planned from one workload's loads, judged by another's: 64 ranks in domains of 8, two replica slots.
+
+    python -m benchmarks.bench_relocation --loads DIR [--groups 8]
+
+DIR holds files of token counts [layers, experts]. "floor" is the busiest domain's load over the mean, below which
+nothing inside domains can bring a layer; "result" is what `Exact` makes of it.
+"""
+
+import argparse
+import itertools
+import pathlib
+import time
+
+import numpy as np
+
+from jax_moe_lb import Topology, _planning, domain_floor, homes_after, plan_relocation
+
+TOPOLOGY = Topology.flat(64, 8)
+REPLICA_SLOTS = 2
+
+
+def result(tokens: np.ndarray, homes: np.ndarray) -> np.ndarray:
+    """max/mean load of each layer after `Exact` inside domains, `[layers]`."""
+    imbalance = []
+    for layer, places in zip(tokens, homes, strict=True):
+        counts = np.zeros((TOPOLOGY.num_ranks, len(layer)), np.int32)
+        counts[0, places] = layer
+        slots = len(layer) // TOPOLOGY.num_ranks + REPLICA_SLOTS
+        quota = _planning.exact(counts, slots, TOPOLOGY.ranks_per_domain, 0.0, localize=False)[1]
+        imbalance.append(quota.sum(0, dtype=np.int64).max() * TOPOLOGY.num_ranks / layer.sum())
+    return np.array(imbalance)
+
+
+def stay(shape: tuple[int, int]) -> np.ndarray:
+    return np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+
+
+def judged(name: str, tokens: np.ndarray, homes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    floor, reached = domain_floor(tokens, homes, TOPOLOGY), result(tokens, homes)
+    show(name, floor, reached)
+    return floor, reached
+
+
+def show(name: str, floor: np.ndarray, reached: np.ndarray) -> None:
+    gap = 100 * (reached / floor - 1)
+    print(
+        f"| {name} | {floor.mean():.4f} | {floor.max():.3f} | {reached.mean():.4f} | {reached.max():.3f} "
+        f"| {gap.mean():.3f} % | {gap.max():.2f} % |",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loads", type=pathlib.Path, required=True)
+    parser.add_argument("--groups", type=int, default=1, help="groups that the router limited tokens to")
+    options = parser.parse_args()
+    files = {path.stem: np.load(path) for path in sorted(options.loads.glob("*.npy"))}
+    print("| homes from -> loads | floor | worst | result | worst | over floor | worst |")
+    print("|---|---|---|---|---|---|---|")
+    for name, tokens in files.items():
+        judged(f"contiguous -> {name}", tokens, stay(tokens.shape))
+    homes, seconds = {}, []
+    for name, tokens in files.items():
+        started_s = time.perf_counter()
+        permutation = plan_relocation(tokens, TOPOLOGY, num_groups=options.groups)
+        seconds.append(time.perf_counter() - started_s)
+        homes[name] = homes_after(stay(tokens.shape), permutation)
+    pairs = [judged(f"{a} -> {b}", files[b], homes[a]) for a, b in itertools.permutations(files, 2)]
+    show(f"all {len(pairs)} pairs", *np.stack(pairs, 1))
+    for name, tokens in files.items():
+        others = np.stack([files[other] / files[other].sum() for other in files if other != name])
+        permutation = plan_relocation(others, TOPOLOGY, num_groups=options.groups)
+        judged(f"all others -> {name}", tokens, homes_after(stay(tokens.shape), permutation))
+    print(f"\nplanning homes of {len(tokens)} layers: {np.median(seconds):.2f} s, median")
+
+
+if __name__ == "__main__":
+    main()

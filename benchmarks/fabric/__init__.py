@@ -1,0 +1,1 @@
+"""Exchanges flow by flow: the links of a fabric shared among flows."""

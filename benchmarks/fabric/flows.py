@@ -1,0 +1,255 @@
+"""Flows that share links: a fluid simulation with max-min fair rates.
+
+A flow is a number of bytes with one or more *lanes*, each on one path. All lanes of all flows share the links of their
+paths max-min fairly, so every lane counts the same. A flow's lanes draw on the same bytes. All flows start at once; the
+exchange is done when the last has ended.
+
+Rates change when flows end, and when a policy moves lanes to other paths, which it may do once a round. Thousands of
+flows end one by one, so time goes in steps of a round or less: what would end within a step is slowed down to end with
+it, and others share what this frees. No link is ever above its rate, and no byte is lost. The shorter the round, the
+closer the result is to that of one step for every end, which a round of 0 gives.
+"""
+
+import abc
+import math
+from functools import reduce
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from benchmarks.fabric.paths import Fabric, Paths
+
+FULL = 1 - 1e-9
+"""A link is full at this part of its rate."""
+
+STEPS_LEFT = 4
+"""The last rounds are cut into steps of this part of what is left, but not below `1 / SHORTEST` of a round."""
+
+SHORTEST = 64
+
+
+class Flows(NamedTuple):
+    """What is to be sent.
+
+    Args:
+        num_bytes: of each flow, above 0.
+        choices: the paths that it may take.
+        path: which of them each of its lanes starts on; all flows have as many lanes.
+    """
+
+    num_bytes: Float[np.ndarray, "F"]
+    choices: Paths
+    path: Int[np.ndarray, "F W"]
+
+
+class Seen(NamedTuple):
+    """What flows that have not ended saw in the last round.
+
+    Args:
+        flows: their numbers.
+        marked: lanes that passed a full port of a switch.
+        rounds_marked: rounds in a row in which a flow had a marked lane and stayed on its paths.
+        queue_s_per_byte: of each link: lanes over rate where it is full, which is what a byte waits if every lane keeps
+            one byte on its way; else 0.
+    """
+
+    flows: Int[np.ndarray, "n"]
+    marked: Bool[np.ndarray, "n W"]
+    rounds_marked: Int[np.ndarray, "n"]
+    queue_s_per_byte: Float[np.ndarray, "links"]
+
+
+class Outcome(NamedTuple):
+    """What came of it.
+
+    Args:
+        seconds: until the last flow ended; 0 without any.
+        end_s: of each flow.
+        sent_bytes: of each flow.
+        link_bytes: that passed each link.
+        busiest: the highest rate of each link in any step, over what it can carry.
+        steps: how often rates were computed.
+        moves: lanes that changed their path.
+    """
+
+    seconds: float
+    end_s: Float[np.ndarray, "F"]
+    sent_bytes: Float[np.ndarray, "F"]
+    link_bytes: Float[np.ndarray, "links"]
+    busiest: Float[np.ndarray, "links"]
+    steps: int
+    moves: int
+
+
+class Policy(abc.ABC):
+    """Moves lanes to other paths."""
+
+    @abc.abstractmethod
+    def react(
+        self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
+    ) -> Int[np.ndarray, "n W"]:
+        """The paths of the next round; a new array where one changes.
+
+        Args:
+            flows: all of them.
+            path: of the last round, of those that have not ended.
+            seen: what they saw.
+            rng: the only source of chance.
+        """
+
+
+def simulate(flows: Flows, fabric: Fabric, policy: Policy | None, round_s: float, seed: int) -> Outcome:
+    """Sends everything.
+
+    Args:
+        flows: see `Flows`.
+        fabric: whose links they use.
+        policy: see `Policy`; `None`: all lanes stay on their paths.
+        round_s: how long a policy waits before it reacts, and the longest step in which flows end together; 0, only
+            without a policy: every end is a step.
+        seed: of what a policy leaves to chance.
+
+    Raises:
+        ValueError: a round below 0, or of 0 with a policy, or a flow without bytes.
+    """
+    if not 0 <= round_s < math.inf:
+        raise ValueError(f"round_s is {round_s}; expected a finite number of seconds, at least 0")
+    if policy is not None and not round_s:
+        raise ValueError(f"round_s is 0; expected more for {policy}, which reacts once a round")
+    if not (flows.num_bytes > 0).all():
+        flow = int(np.argmin(flows.num_bytes > 0))
+        raise ValueError(f"flow {flow} has {flows.num_bytes[flow]} bytes; expected more than 0")
+    state = _State(flows, fabric)
+    rng = np.random.default_rng(seed)
+    now_s, react_s = 0.0, math.inf if policy is None else round_s
+    while state.flows.size:
+        now_s += state.step(round_s, react_s - now_s, now_s)
+        if policy is not None and now_s >= react_s - round_s / SHORTEST:
+            react_s = now_s + round_s
+            state.react(policy, rng)
+    return Outcome(
+        seconds=now_s,
+        end_s=state.end_s,
+        sent_bytes=state.sent_bytes,
+        link_bytes=state.link_bytes,
+        busiest=state.busiest,
+        steps=state.steps,
+        moves=state.moves,
+    )
+
+
+class _State:
+    """Of a simulation between two steps; what has ended is dropped from all arrays `[n, ...]`."""
+
+    def __init__(self, flows: Flows, fabric: Fabric) -> None:
+        self.all, self.bytes_per_s, self.marks = flows, fabric.bytes_per_s(), fabric.marks()
+        num_flows, num_links = len(flows.num_bytes), len(self.bytes_per_s)
+        self.flows = np.arange(num_flows)
+        self.left = flows.num_bytes.astype(np.float64)
+        self.path = flows.path
+        self.links = self._links_of_lanes()
+        self.rounds_marked = np.zeros(num_flows, np.int32)
+        self.used = np.zeros(num_links)
+        self.end_s, self.sent_bytes = np.zeros(num_flows), np.zeros(num_flows)
+        self.link_bytes, self.busiest = np.zeros(num_links), np.zeros(num_links)
+        self.steps = self.moves = 0
+
+    def _links_of_lanes(self) -> Int[np.ndarray, "n W C"]:
+        return self.all.choices[self.flows[:, None], self.path]
+
+    def _lanes(self) -> Int[np.ndarray, "lanes C"]:
+        return self.links.reshape(-1, self.links.shape[2])
+
+    def step(self, round_s: float, until_react_s: float, now_s: float) -> float:
+        """Until flows end or the policy reacts; returns how long it took, in seconds."""
+        num_lanes = self.path.shape[1]
+        lanes = self._lanes()
+        least_s = self._shortest_step_s(round_s)
+        # What would end sooner is slowed down to end then.
+        most = np.repeat(self.left / num_lanes / least_s if least_s else np.full(self.left.shape, np.inf), num_lanes)
+        rates = max_min_rates(lanes, self.bytes_per_s, most)
+        self.used = _per_link(lanes, rates, self.bytes_per_s.size)
+        rate = rates.reshape(self.path.shape).sum(1)
+        ends_s = self.left / rate
+        step_s = min(float(ends_s.min()), max(until_react_s, least_s))
+        self._advance(rate, step_s, ends_s <= step_s * (1 + 1e-9), now_s + step_s)
+        return step_s
+
+    def _shortest_step_s(self, round_s: float) -> float:
+        """A round, or less if the busiest link has little left."""
+        num_lanes = self.path.shape[1]
+        left = np.repeat(self.left / num_lanes, num_lanes)
+        left_bytes = _per_link(self._lanes(), left, self.bytes_per_s.size)
+        left_s = float((left_bytes / self.bytes_per_s).max())
+        return min(max(left_s / STEPS_LEFT, round_s / SHORTEST), round_s)
+
+    def _advance(self, rate: np.ndarray, step_s: float, ends: np.ndarray, end_s: float) -> None:
+        sent = np.where(ends, self.left, rate * step_s)
+        self.steps += 1
+        self.link_bytes += self.used * step_s
+        self.busiest = np.maximum(self.busiest, self.used / self.bytes_per_s)
+        self.sent_bytes[self.flows] += sent
+        self.end_s[self.flows[ends]] = end_s
+        self.left = self.left - sent
+        if ends.any():
+            stay = ~ends
+            self.flows, self.left, self.path = self.flows[stay], self.left[stay], self.path[stay]
+            self.links, self.rounds_marked = self.links[stay], self.rounds_marked[stay]
+
+    def react(self, policy: Policy, rng: np.random.Generator) -> None:
+        """Lets the policy see the last step, and moves lanes."""
+        full = self.used >= FULL * self.bytes_per_s
+        marked = (full & self.marks)[self.links].any(2)
+        self.rounds_marked = np.where(marked.any(1), self.rounds_marked + 1, 0)
+        number = np.bincount(self.links.ravel(), minlength=full.size)
+        queue = np.where(full, number / self.bytes_per_s, 0.0)
+        path = policy.react(self.all, self.path, Seen(self.flows, marked, self.rounds_marked, queue), rng)
+        if path is not self.path:
+            moved = path != self.path
+            self.moves += int(moved.sum())
+            self.rounds_marked = np.where(moved.any(1), 0, self.rounds_marked)
+            self.path = path
+            self.links = self._links_of_lanes()
+
+
+def max_min_rates(
+    links: Int[np.ndarray, "lanes C"], bytes_per_s: Float[np.ndarray, "links"], most: Float[np.ndarray, "lanes"]
+) -> Float[np.ndarray, "lanes"]:
+    """Max-min fair rates, by progressive filling: none can be raised without lowering one that is not higher.
+
+    In turns: a link all of whose lanes are offered less by no other link fixes theirs at its equal share, and a lane
+    that wants no more than any of its links offers is fixed at that. Links offer equal shares of what is left again.
+
+    Args:
+        links: that each lane uses.
+        bytes_per_s: what each link carries.
+        most: what each lane can use at most, in bytes per second.
+    """
+    rates = np.empty(len(links))
+    going = np.arange(len(links))
+    by_link = np.ascontiguousarray(links.T)
+    left = bytes_per_s.copy()
+    number = np.bincount(links.ravel(), minlength=left.size)
+    while going.size:
+        share = np.where(number > 0, left / np.maximum(number, 1), np.inf)
+        offered = share.take(by_link)
+        least = reduce(np.minimum, offered, most[going])
+        # As floating point has it, a share may fall by a rounding error between two turns.
+        bottleneck = number > 0
+        bottleneck[by_link[offered > least * (1 + 1e-12)]] = False
+        done = reduce(np.logical_or, bottleneck.take(by_link), most[going] <= least)
+        rates[going[done]] = least[done]
+        fixed = by_link[:, done]
+        left = np.maximum(left - _per_link(fixed.T, least[done], left.size), 0.0)
+        number = number - np.bincount(fixed.ravel(), minlength=left.size)
+        stay = np.flatnonzero(~done)
+        going, by_link = going[stay], by_link.take(stay, 1)
+    return rates
+
+
+def _per_link(links: Int[np.ndarray, "lanes C"], value: Float[np.ndarray, "lanes"], num_links: int) -> np.ndarray:
+    """Sums over the lanes of each link; the last link, which stands for none, has 0."""
+    total = np.bincount(links.ravel(), np.repeat(value, links.shape[1]), num_links)
+    total[-1] = 0.0
+    return total

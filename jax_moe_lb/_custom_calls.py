@@ -1,0 +1,86 @@
+"""The custom calls: which were built, how they are registered, and how a program chooses them.
+
+A build has `_ffi` (CPU) and, where a CUDA compiler was at hand, `_ffi_cuda`. Both hold
+the same names, so that one traced program lowers on either. Without them every
+operation but `exact` still works, in plain JAX.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+MODULES = {"cpu": "jax_moe_lb._ffi", "cuda": "jax_moe_lb._ffi_cuda"}
+"""The extension module of each platform."""
+
+PLANNING_MODULE = "jax_moe_lb._planning"
+"""The extension module with the planners on NumPy arrays."""
+
+
+def is_built(platform: str) -> bool:
+    """Whether this installation holds the custom calls of a platform of `MODULES`."""
+    return importlib.util.find_spec(MODULES[platform]) is not None
+
+
+def has_planning_module() -> bool:
+    """Whether this installation can plan on NumPy arrays, without a JAX program."""
+    return importlib.util.find_spec(PLANNING_MODULE) is not None
+
+
+def by_platform(
+    *args: Any, native: Callable, reference: Callable | None, platforms: tuple[str, ...] = tuple(MODULES)
+) -> Any:
+    """`native(*args)` where a program is lowered for one of `platforms` that was built, else `reference(*args)`.
+
+    Without a reference it cannot be lowered for other platforms; at least one must have been built.
+    """
+    built = {platform: native for platform in platforms if is_built(platform)}
+    return jax.lax.platform_dependent(*args, **built, default=reference)
+
+
+def call(name: str, out: Any, *args: jax.Array, aliases: dict[int, int] | None = None, **attributes: Any) -> Any:
+    """The custom call `moe_lb_<name>`.
+
+    Args:
+        name: without the prefix.
+        out: shapes and dtypes of the results; see `like`.
+        args: its operands.
+        aliases: operand to result: the result is written over the operand.
+        attributes: static; integers become int64, `np.float32` and the like keep their type.
+    """
+    register()
+    # No side effect: `jax.checkpoint` refuses them, and every result is used.
+    bound = jax.ffi.ffi_call(
+        f"moe_lb_{name}", out, vmap_method="sequential", input_output_aliases=aliases, has_side_effect=False
+    )
+    return bound(*args, **attributes)
+
+
+def like(array: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Any:
+    """A result that varies over the mesh axes of `array` and is placed like it."""
+    aval = jax.typeof(array)
+    shape = aval.shape if shape is None else shape
+    # A placement names one entry per dimension; another number of them is placed nowhere in particular.
+    sharding = aval.sharding if len(shape) == aval.ndim else aval.sharding.update(spec=(None,) * len(shape))
+    return aval.update(shape=shape, dtype=aval.dtype if dtype is None else dtype, weak_type=False, sharding=sharding)
+
+
+@functools.cache
+def register() -> None:
+    """Makes the custom calls known to JAX, once."""
+    # The CPU client must exist first: it flushes queued handlers before the types that they need.
+    jax.devices()
+    for platform, module in MODULES.items():
+        if is_built(platform):
+            _register_platform(platform, importlib.import_module(module).registrations())
+
+
+def _register_platform(platform: str, registrations: dict) -> None:
+    name = "CUDA" if platform == "cuda" else platform
+    for type_name, registration in registrations["types"].items():
+        jax.ffi.register_ffi_type(type_name, registration, platform=name)
+    for target, stages in registrations["handlers"].items():
+        jax.ffi.register_ffi_target(target, stages, platform=name)

@@ -1,0 +1,150 @@
+"""Quotas on replicas: surplus to deficit, one expert at a time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jax_moe_lb._pytree import pytree
+from jax_moe_lb.planners.native import NativePlanner, alike, edit
+from jax_moe_lb.types import Placement, Quota, iota
+
+
+def greedy(placement: Placement, quota: Quota, domain: int, min_tokens: int) -> tuple[Placement, Quota]:
+    """The plan after the moves that `Greedy` describes.
+
+    Until no rank of a domain has more than the domain's mean, rounded up, the one with most
+    gives tokens away. `kept`: to the existing slot that can take most tokens of the expert it
+    holds. `new`: to the first empty slot of the rank with most room among those that have
+    one; it takes, of the domain's experts that have no slot on that rank, the one that the
+    giver serves most of. Either takes at most what its rank has below the mean. `new` wins if
+    it could take more than `kept` and the move reaches `min_tokens`. No move exceeds the
+    giver's surplus; a giver that can give nothing is left alone. Ties go to the lower rank,
+    slot and expert.
+
+    Args:
+        placement: expert in each slot, -1 for an empty one.
+        quota: tokens of each expert that each rank serves, at least 0; their sum must stay
+            below `2**31`.
+        domain: ranks of a domain.
+        min_tokens: a new replica takes at least so many.
+
+    Returns:
+        Placement and quota, int32; of NumPy arrays, NumPy arrays. A plan that breaks the rules above
+        stops the program on a CPU with the custom call; on a GPU with it all entries are then -1.
+
+    Raises:
+        ValueError: shapes that do not fit, or an option out of range.
+    """
+    return edit(greedy_planner(domain, min_tokens), placement, quota)
+
+
+def greedy_planner(domain: int, min_tokens: int) -> NativePlanner:
+    """`greedy` as a value."""
+    return NativePlanner("greedy", (("domain", domain), ("min_tokens", min_tokens)), greedy_reference, check_greedy)
+
+
+def greedy_reference(placement: Placement, quota: Quota, domain: int, min_tokens: int) -> tuple[Placement, Quota]:
+    """`greedy` as a loop over moves, all domains side by side."""
+    placement, quota = alike(placement, quota)
+    num_home = quota.shape[0] // quota.shape[1]
+    end = jax.lax.while_loop(
+        lambda s: (s.surplus > 0).any(), lambda s: _move(s, min_tokens, num_home), _start(placement, quota, domain)
+    )
+    return end.placement.reshape(placement.shape), end.quota.swapaxes(0, 1).reshape(quota.shape)
+
+
+def check_greedy(placement: tuple[int, ...], quota: tuple[int, ...], domain: int, min_tokens: int) -> None:
+    """Refuses shapes that do not fit, and options out of range."""
+    num_experts, num_ranks = quota
+    if num_experts < 1 or num_experts % num_ranks:
+        raise ValueError(f"quota has {num_experts} experts; expected a positive multiple of the {num_ranks} ranks")
+    if placement[0] != num_ranks or placement[1] < 1:
+        raise ValueError(f"placement has shape {placement}; expected [{num_ranks}, S] with S at least 1")
+    if domain < 1 or num_ranks % domain:
+        raise ValueError(f"domain is {domain}; expected a divisor of the {num_ranks} ranks")
+    if min_tokens < 1:
+        raise ValueError(f"min_tokens is {min_tokens}; expected at least 1")
+
+
+@pytree
+class _Moves:
+    """All domains, `B = R / M` of them.
+
+    Args:
+        quota: tokens of each expert that each rank serves.
+        placement: expert in each slot, -1 for an empty one.
+        holds: whether a rank has a slot for an expert.
+        surplus: tokens above the domain's mean; 0 once a rank can give no more.
+        room: tokens below it.
+    """
+
+    quota: Int[Array, "B E M"]
+    placement: Int[Array, "B M S"]
+    holds: Bool[Array, "B E M"]
+    surplus: Int[Array, "B M"]
+    room: Int[Array, "B M"]
+
+
+def _start(placement: Placement, quota: Quota, members: int) -> _Moves:
+    num_experts, num_ranks = quota.shape
+    quota = quota.reshape(num_experts, num_ranks // members, members).swapaxes(0, 1)
+    placement = placement.reshape(num_ranks // members, members, -1)
+    domain, member, _ = np.indices(placement.shape)
+    # An empty slot's -1 becomes an expert past the end, which the scatter drops.
+    expert = jnp.where(placement < 0, num_experts, placement)
+    holds = jnp.zeros(quota.shape, bool).at[domain, expert, member].set(True, mode="drop")
+    load = quota.sum(1, dtype=jnp.int32)
+    target = (load.sum(1, keepdims=True, dtype=jnp.int32) + members - 1) // members
+    return _Moves(quota, placement, holds, jnp.maximum(load - target, 0), jnp.maximum(target - load, 0))
+
+
+def _move(s: _Moves, min_tokens: int, num_home: int) -> _Moves:
+    """One move in every domain that has a surplus left."""
+    b = iota(s.surplus.shape[0])
+    source = _argmax(s.surplus)
+    served = s.quota[b, :, source]
+    kept_expert, kept_rank, kept = _best_replica(s, served)
+    new_expert, new_rank, new_slot, new = _best_new(s, served, num_home)
+    make = (new > kept) & (jnp.minimum(new, s.surplus[b, source]) >= min_tokens)
+    expert, target = jnp.where(make, new_expert, kept_expert), jnp.where(make, new_rank, kept_rank)
+    tokens = jnp.minimum(jnp.where(make, new, kept), s.surplus[b, source])
+    held = s.placement[b, new_rank, new_slot]
+    left = jnp.where(tokens > 0, s.surplus[b, source] - tokens, 0)
+    return _Moves(
+        quota=s.quota.at[b, expert, source].add(-tokens).at[b, expert, target].add(tokens),
+        placement=s.placement.at[b, new_rank, new_slot].set(jnp.where(make, new_expert, held)),
+        holds=s.holds.at[b, expert, target].max(make),
+        surplus=s.surplus.at[b, source].set(left),
+        room=s.room.at[b, target].add(-tokens),
+    )
+
+
+def _best_replica(s: _Moves, served: Int[Array, "B E"]) -> tuple[Array, Array, Array]:
+    """Expert, rank and tokens of the existing slot that can take most; the source itself has no room."""
+    num_domains, _, slots = s.placement.shape
+    expert = s.placement.reshape(num_domains, -1)
+    tokens = jnp.where(expert >= 0, jnp.take_along_axis(served, jnp.maximum(expert, 0), axis=1), 0)
+    tokens = jnp.minimum(tokens, jnp.repeat(s.room, slots, axis=1))
+    best = _argmax(tokens)[:, None]
+    chosen = jnp.maximum(jnp.take_along_axis(expert, best, axis=1), 0)
+    return chosen[:, 0], (best // slots)[:, 0], jnp.take_along_axis(tokens, best, axis=1)[:, 0]
+
+
+def _best_new(s: _Moves, served: Int[Array, "B E"], num_home: int) -> tuple[Array, Array, Array, Array]:
+    """Expert, rank, slot and tokens of the new replica that could take most."""
+    num_domains, members, _ = s.placement.shape
+    b = iota(num_domains)
+    free = (s.placement < 0).any(2)
+    rank = _argmax(jnp.where(free, s.room, 0))
+    slot = _argmax(s.placement[b, rank] < 0)
+    home_domain = iota(served.shape[1]) // num_home // members
+    allowed = (home_domain[None] == b[:, None]) & ~s.holds[b, :, rank]
+    tokens = jnp.where(allowed & free[b, rank][:, None], served, 0)
+    expert = _argmax(tokens)
+    return expert, rank, slot, jnp.minimum(tokens[b, expert], s.room[b, rank])
+
+
+def _argmax(values: Array) -> Int[Array, "B"]:
+    """The lowest index of each line's maximum."""
+    return jax.lax.argmax(values, 1, jnp.int32)

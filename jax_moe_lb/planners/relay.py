@@ -1,0 +1,123 @@
+"""UltraEP's relays (arXiv 2606.04101): which replicas forward the weights of an expert that has many."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jax_moe_lb._custom_calls import by_platform, like
+from jax_moe_lb._pytree import pytree
+from jax_moe_lb.planners.native import alike, is_on_host, plan_call, plan_on_host
+from jax_moe_lb.types import Placement, iota
+
+
+def relay(placement: Placement, num_home: int, min_replicas: int, max_relays: int, min_gain: int) -> Placement:
+    """The rank that each slot copies its weights from; the rule to the letter stands in `ffi/planning/relay.h`.
+
+    Args:
+        placement: expert in each slot, -1 for an empty one, none twice on a rank; the first `num_home` columns are the
+            home experts.
+        num_home: `L`.
+        min_replicas: an expert with fewer is copied from home; at least 2.
+        max_relays: of one expert, at least 1.
+        min_gain: copies by which the busiest sender of a tree must be below home alone, at least 1.
+
+    Returns:
+        int32, of the shape of `placement`: of a home expert its own rank, of an empty slot -1; of a NumPy array, a
+        NumPy array. A placement that breaks the rules above stops the program on a CPU with the custom call; on a
+        GPU with it all entries are then -1: from home.
+
+    Raises:
+        ValueError: a shape that does not fit, or an option out of range.
+    """
+    if not 1 <= num_home <= placement.shape[1]:
+        raise ValueError(f"num_home is {num_home}; expected 1 to the {placement.shape[1]} slots of a rank")
+    check_relay(min_replicas, max_relays, min_gain)
+    options = {"num_home": num_home, "min_replicas": min_replicas, "max_relays": max_relays, "min_gain": min_gain}
+    if is_on_host(placement):
+        return plan_on_host("relay", placement, **options)
+
+    def native(placement: Placement) -> Placement:
+        return plan_call("relay", (like(placement),), placement, **options)[0]
+
+    def reference(placement: Placement) -> Placement:
+        return relay_reference(placement, **options)
+
+    return by_platform(*alike(placement), native=native, reference=reference)
+
+
+def check_relay(min_replicas: int, max_relays: int, min_gain: int) -> None:
+    """Refuses trees that cannot exist, or gain nothing."""
+    for name, value, least in (
+        ("min_replicas", min_replicas, 2),
+        ("max_relays", max_relays, 1),
+        ("min_gain", min_gain, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name} is {value}; expected at least {least}")
+
+
+def relay_reference(
+    placement: Placement, num_home: int, min_replicas: int, max_relays: int, min_gain: int
+) -> Placement:
+    """`relay` as a loop over experts, and inside it one over replicas that are no relays."""
+    (placement,) = alike(placement)
+    num_ranks, slots = placement.shape
+    # A zero that varies over the mesh axes of the placement.
+    zero = placement.reshape(-1)[0] * 0
+    nothing = jnp.zeros(num_ranks, jnp.int32) + zero
+    replica = iota(slots)[None] >= num_home
+    start = _Sent(jnp.where(replica & (placement >= 0), zero, -1), nothing, nothing)
+
+    def step(expert: Array, s: _Sent) -> _Sent:
+        here = replica & (placement == expert)
+        source, s = _tree(s, here.any(1), expert // num_home, (min_replicas, max_relays, min_gain))
+        return _Sent(jnp.where(here, source[:, None], s.relay), s.copies, s.relays)
+
+    end = jax.lax.fori_loop(0, num_ranks * num_home, step, start)
+    return jnp.where(replica, end.relay, iota(num_ranks)[:, None])
+
+
+@pytree
+class _Sent:
+    """What was decided so far.
+
+    Args:
+        relay: the rank that each slot copies from.
+        copies: what each rank sends.
+        relays: whether a rank is a relay, 0 or 1.
+    """
+
+    relay: Int[Array, "R S"]
+    copies: Int[Array, "R"]
+    relays: Int[Array, "R"]
+
+
+def _tree(s: _Sent, hosts: Array, home: Array, options: tuple[int, int, int]) -> tuple[Int[Array, "R"], _Sent]:
+    """Where the ranks `hosts` copy an expert from."""
+    rank, num_hosts = iota(hosts.shape[0]), hosts.sum(dtype=jnp.int32)
+    num_relays = _num_relays(num_hosts, hosts.shape[0], *options)
+    # The k first in order are the relays; the others wait for one, by rank.
+    order = jnp.lexsort((rank, s.relays, s.copies, ~hosts)).astype(jnp.int32)
+    is_relay = jnp.zeros_like(hosts).at[order].set(rank < num_relays)
+    waits = hosts & ~is_relay & (num_relays > 0)
+    number = waits.cumsum(dtype=jnp.int32) - 1
+    copies = s.copies.at[home].add(jnp.where(num_relays > 0, num_relays, num_hosts))
+    copies = copies.at[order].add((rank < num_relays).astype(jnp.int32))
+
+    def assign(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        relays, copies = state
+        sends = jnp.where(rank < num_relays, copies[order], jnp.iinfo(jnp.int32).max)
+        idlest = order[jax.lax.argmin(sends, 0, jnp.int32)]
+        return relays.at[i].set(idlest), copies.at[idlest].add(1)
+
+    relay_of, copies = jax.lax.fori_loop(num_relays, waits.sum(dtype=jnp.int32), assign, (order, copies))
+    source = jnp.where(waits, relay_of[jnp.maximum(number, 0)], home)
+    return source, _Sent(s.relay, copies, s.relays.at[order].max((rank < num_relays).astype(jnp.int32)))
+
+
+def _num_relays(num_hosts: Array, num_ranks: int, min_replicas: int, max_relays: int, min_gain: int) -> Array:
+    # No floating point: the number of squares that are not above `num_hosts`.
+    root = ((iota(min(max_relays, num_ranks)) + 1) ** 2 <= num_hosts).sum(dtype=jnp.int32)
+    relays = jnp.maximum(jnp.minimum(root, num_hosts - 1), 1)
+    most = jnp.maximum(relays, (num_hosts - 1) // relays)
+    return jnp.where((num_hosts >= min_replicas) & (num_hosts - most >= min_gain), relays, 0)

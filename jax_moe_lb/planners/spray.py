@@ -1,0 +1,111 @@
+"""Rows for other domains, in chunks, over the rails of a domain: longest processing time first (RailS)."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jax_moe_lb._custom_calls import by_platform, like
+from jax_moe_lb.planners.native import alike, is_on_host, plan_call, plan_on_host
+from jax_moe_lb.types import AnyArray, iota
+
+MAX_TICKS = 32767
+MAX_CHUNKS = 4096
+
+RowsBetween = Int[AnyArray, "R R"]
+Ticks = Int[AnyArray, "N"]
+Rails = Int[AnyArray, "R R N"]
+
+
+def spray(rows: RowsBetween, ticks: Ticks, domain: int, chunks: int) -> Rails:
+    """The rows from rank to rank on each rail; the rule to the letter stands in `ffi/planning/spray.h`.
+
+    Every sending domain is planned from its own rows alone, for each receiving domain on its own: what it sends there
+    is cut into chunks, which go one after the other to the rail that is done with them first. Of rails of equal
+    speed none carries more than its share and one chunk less an `N`-th of it.
+
+    Args:
+        rows: from rank to rank, at least 0; their sum must stay below `2**31`.
+        ticks: time per row of each rail, 1 to `MAX_TICKS`; 0 for a dead one, which gets nothing, but not for all.
+        domain: ranks of a domain.
+        chunks: of each pair of domains on each rail, where there are so many rows, or a little more; 1 to `MAX_CHUNKS`.
+
+    Returns:
+        `[R, R, N]` int32, which adds up to `rows`. Rows inside a domain are put on the rail of the receiver. Bad values
+        stop the program on a CPU with the custom call; on a GPU with it all entries are then -1.
+
+    Raises:
+        ValueError: shapes that do not fit, or an option out of range.
+    """
+    num_ranks, num_rails = rows.shape[0], ticks.shape[0]
+    if domain < 1 or num_ranks % domain or rows.shape[1] != num_ranks:
+        raise ValueError(f"domain is {domain}; expected a divisor of the ranks of rows, which has shape {rows.shape}")
+    if num_rails < 1 or domain % num_rails:
+        raise ValueError(f"ticks has {num_rails} rails; expected a divisor of the {domain} ranks of a domain")
+    if not 1 <= chunks <= MAX_CHUNKS:
+        raise ValueError(f"chunks is {chunks}; expected 1 to {MAX_CHUNKS}")
+    if is_on_host(rows, ticks):
+        return plan_on_host("spray", rows, ticks, domain=domain, chunks=chunks)
+
+    def native(rows: RowsBetween, ticks: Ticks) -> Rails:
+        result = like(rows, (num_ranks, num_ranks * num_rails))
+        rails = plan_call("spray", (result,), rows, ticks, domain=domain, chunks=chunks)[0]
+        return rails.reshape(num_ranks, num_ranks, num_rails)
+
+    def reference(rows: RowsBetween, ticks: Ticks) -> Rails:
+        return spray_reference(rows, ticks, domain, chunks)
+
+    return by_platform(*alike(rows, ticks), native=native, reference=reference)
+
+
+def spray_reference(rows: RowsBetween, ticks: Ticks, domain: int, chunks: int) -> Rails:
+    """`spray` as a loop over chunks and rests, all pairs of domains side by side."""
+    rows, ticks = alike(rows, ticks)
+    num_ranks, num_rails = rows.shape[0], ticks.shape[0]
+    num_domains = num_ranks // domain
+    # [pairs of domains, pairs of ranks]
+    pairs = rows.reshape(num_domains, domain, num_domains, domain).swapaxes(1, 2).reshape(num_domains**2, domain**2)
+    number = iota(num_domains)
+    first = ((number[:, None] + number[None]) % num_rails).reshape(-1)
+    near = (number[:, None] == number[None]).reshape(-1, 1)
+    far = jnp.where(near, 0, pairs)
+    sprayed = jax.vmap(_between, in_axes=(0, None, 0, None))(far, ticks, first, chunks)
+    receiver = jnp.tile(iota(domain), domain) * num_rails // domain
+    own_rail = receiver[None, :, None] == iota(num_rails)[None, None]
+    sprayed = jnp.where(near[:, :, None], jnp.where(own_rail, pairs[:, :, None], 0), sprayed)
+    shape = num_domains, num_domains, domain, domain, num_rails
+    return sprayed.reshape(shape).swapaxes(1, 2).reshape(num_ranks, num_ranks, num_rails)
+
+
+def _between(rows: Int[Array, "P"], ticks: Int[Array, "N"], first: Int[Array, ""], chunks: int) -> Int[Array, "P N"]:
+    """The rows of all pairs of ranks of two domains."""
+    num_rails = ticks.shape[0]
+    chunk = jnp.maximum(rows.sum(dtype=jnp.int32) // num_rails // chunks, 1)
+    ends = (rows // chunk).cumsum(dtype=jnp.int32)
+    rest = rows % chunk
+    by_size = jnp.argsort(rest, descending=True, stable=True).astype(jnp.int32)
+    num_rests = (rest > 0).sum(dtype=jnp.int32)
+
+    def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        load, rails = carry
+        is_chunk = i < ends[-1]
+        pair = jnp.where(is_chunk, (ends <= i).sum(dtype=jnp.int32), by_size[jnp.maximum(i - ends[-1], 0)])
+        size = jnp.where(is_chunk, chunk, rest[pair])
+        best = _soonest(load + size, ticks, first)
+        return load.at[best].add(size), rails.at[pair, best].add(size)
+
+    # Zeros that vary over the same mesh axes as the rows.
+    nothing = jnp.zeros((rows.shape[0], num_rails), jnp.int32) + rows[:, None] * 0
+    return jax.lax.fori_loop(0, ends[-1] + num_rests, step, (nothing[0], nothing))[1]
+
+
+def _soonest(load: Int[Array, "N"], ticks: Int[Array, "N"], first: Int[Array, ""]) -> Int[Array, ""]:
+    """The rail of the smallest `load * ticks`, in halves of 31 bits; of equal ones the first from `first` on."""
+    num_rails = ticks.shape[0]
+    low = (load & 0xFFFF) * ticks
+    high = (load >> 16) * ticks + (low >> 16)
+    low = low & 0xFFFF
+    far = jnp.iinfo(jnp.int32).max
+    high = jnp.where(ticks > 0, high, far)
+    low = jnp.where(high == high.min(), low, far)
+    turn = (iota(num_rails) - first) % num_rails
+    return jax.lax.argmin(jnp.where(low == low.min(), turn, num_rails), 0, jnp.int32)

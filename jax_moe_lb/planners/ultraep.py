@@ -1,0 +1,184 @@
+"""UltraEP's planner (arXiv 2606.04101): quotas on replicas under a limit on the load of a rank."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jax_moe_lb._custom_calls import by_platform, like
+from jax_moe_lb._pytree import pytree
+from jax_moe_lb.planners.native import alike, is_on_host, plan_call, plan_on_host
+from jax_moe_lb.planners.ultraep_attempt import Queues, attempt, ceil_divide, domains_of
+from jax_moe_lb.types import Placement, Quota, iota
+
+LADDER = 3
+"""Attempts with the dynamic floor before the search with the fixed one."""
+
+START = -1
+"""The way of a search whose first limit was not attempted yet."""
+
+
+def ultraep(placement: Placement, quota: Quota, domain: int, eps: float, min_tokens: int) -> tuple[Placement, Quota]:
+    """New replicas under a limit on the load of a rank, and the quota that they take from homes.
+
+    The planner of UltraEP's released code; its rule stands in `ffi/planning/ultraep.h`. Replicas that the plan
+    holds already keep their slots and their quota.
+
+    Args:
+        placement: expert in each slot, -1 for an empty one; the first `E / R` columns are the home experts.
+        quota: tokens of each expert that each rank serves, at least 0; their sum must stay below `2**31`.
+        domain: ranks of a domain.
+        eps: by how much the first limit exceeds the domain's mean load, 0 to 1.
+        min_tokens: the least that a replica takes where the attempts with a floor that adapts have failed.
+
+    Returns:
+        Placement and quota, int32; of NumPy arrays, NumPy arrays. A plan that breaks the rules above
+        stops the program on a CPU with the custom call; on a GPU with it all entries are then -1.
+
+    Raises:
+        ValueError: shapes that do not fit, or an option out of range.
+    """
+    _check(placement.shape, quota.shape, domain, min_tokens)
+    check_eps(eps)
+    if is_on_host(placement, quota):
+        return plan_on_host("ultraep", placement, quota, domain=domain, eps=eps, min_tokens=min_tokens)
+
+    def native(placement: Placement, quota: Quota) -> tuple[Placement, Quota]:
+        results, options = (like(placement), like(quota)), {"domain": domain, "min_tokens": min_tokens}
+        placement, quota = plan_call("ultraep", results, placement, quota, eps=np.float32(eps), **options)
+        return placement, quota
+
+    def reference(placement: Placement, quota: Quota) -> tuple[Placement, Quota]:
+        return ultraep_reference(placement, quota, domain, eps, min_tokens)
+
+    return by_platform(*alike(placement, quota), native=native, reference=reference)
+
+
+def _check(placement: tuple[int, ...], quota: tuple[int, ...], domain: int, min_tokens: int) -> None:
+    num_experts, num_ranks = quota
+    if num_experts < 1 or num_experts % num_ranks:
+        raise ValueError(f"quota has {num_experts} experts; expected a positive multiple of the {num_ranks} ranks")
+    if placement[0] != num_ranks or placement[1] < num_experts // num_ranks:
+        raise ValueError(
+            f"placement has shape {placement}; expected [{num_ranks}, S] with S >= {num_experts // num_ranks}"
+        )
+    if domain < 1 or num_ranks % domain:
+        raise ValueError(f"domain is {domain}; expected a divisor of the {num_ranks} ranks")
+    if min_tokens < 1:
+        raise ValueError(f"min_tokens is {min_tokens}; expected at least 1")
+
+
+def check_eps(eps: float) -> None:
+    """Refuses what is no fraction of the mean load."""
+    if not 0 <= eps <= 1:
+        raise ValueError(f"eps is {eps}; expected 0 to 1")
+
+
+def ultraep_reference(
+    placement: Placement, quota: Quota, domain: int, eps: float, min_tokens: int
+) -> tuple[Placement, Quota]:
+    """`ultraep` as loops over attempts and replicas, all domains side by side."""
+    placement, quota = alike(placement, quota)
+    domains = domains_of(placement, quota, domain)
+    high = domains.load.max(1)
+    low = ceil_divide(domains.load.sum(1, dtype=jnp.int32), domain)
+    # Zeros that vary over the mesh axes of the plan.
+    none, nothing = low * 0, domains.holds.astype(jnp.int32) * 0
+    start = _Search(none, _first_limit(low, high, eps), low, high, none + START, nothing, low < 0)
+    rise = jnp.maximum(1, ceil_divide(high, 100))
+
+    def step(s: _Search) -> _Search:
+        given, fits = attempt(domains, s.limit, jnp.where(s.tries < LADDER, 0, min_tokens))
+        return _advance(s, given, fits, rise)
+
+    given = jax.lax.while_loop(lambda s: ~s.done.all(), step, start).given
+    return _place(placement, given, domains), _share(quota, given)
+
+
+# ---- the search for a limit ------------------------------------------------------
+
+
+@pytree
+class _Search:
+    """One line per domain.
+
+    Args:
+        tries: attempts on the ladder so far.
+        limit: of the next attempt.
+        low: the search goes on at or above it.
+        high: a limit that is known to succeed.
+        way: which of the four limits inside the range is next.
+        given: tokens of the last attempt, by expert and rank.
+        done: whether that is the plan.
+    """
+
+    tries: Int[Array, "B"]
+    limit: Int[Array, "B"]
+    low: Int[Array, "B"]
+    high: Int[Array, "B"]
+    way: Int[Array, "B"]
+    given: Int[Array, "B P M"]
+    done: Bool[Array, "B"]
+
+
+def _first_limit(low: Array, high: Array, eps: float) -> Array:
+    limit = jnp.ceil(low.astype(jnp.float32) * (np.float32(1) + np.float32(eps)))
+    # Compared before it is converted: it may exceed int32.
+    beyond = limit >= high.astype(jnp.float32)
+    return jnp.where(beyond, high, jnp.maximum(low, jnp.where(beyond, 0, limit).astype(jnp.int32)))
+
+
+def _advance(s: _Search, given: Array, fits: Array, rise: Array) -> _Search:
+    """What an attempt at `s.limit` leads to."""
+    ladder = s.tries < LADDER
+    last = ~ladder & (s.low >= s.high)
+    tries = s.tries + ladder.astype(jnp.int32)
+    low, high, way = _narrow(s, fits)
+    low, high, way = (jnp.where(ladder, old, new) for old, new in ((s.low, low), (s.high, high), (s.way, way)))
+    limit = jnp.where(low < high, _limit(low, high, way), high)
+    limit = jnp.where(tries < LADDER, jnp.minimum(high, s.limit + rise), limit)
+    given = jnp.where(s.done[:, None, None], s.given, given)
+    return _Search(tries, limit, low, high, way, given, s.done | last | (ladder & fits))
+
+
+def _narrow(s: _Search, fits: Array) -> tuple[Array, Array, Array]:
+    """The range after an attempt of the search, and the next way through it."""
+    ends = (s.way == 3) | (s.high - s.low <= 4)
+    above = jnp.where(s.way <= 0, s.low, _limit(s.low, s.high, s.way - 1) + 1)
+    # The first attempt, at `low`, tells nothing about the range if it fails.
+    missed_low = jnp.where((s.way != START) & ends, s.limit + 1, s.low)
+    missed_way = jnp.where((s.way != START) & ends, 0, s.way + 1)
+    low = jnp.where(fits, jnp.where(s.high - s.low <= 4, s.low, above), missed_low)
+    return low, jnp.where(fits, s.limit, s.high), jnp.where(fits, 0, missed_way)
+
+
+def _limit(low: Array, high: Array, way: Array) -> Array:
+    """`low + (high - low) * (way + 1) / 5` in int32; `low` where the range is narrow."""
+    fifth, rest = (high - low) // 5, (high - low) % 5
+    return jnp.where(high - low > 4, low + fifth * (way + 1) + rest * (way + 1) // 5, low)
+
+
+# ---- the plan -------------------------------------------------------------------------
+
+
+def _place(placement: Placement, given: Int[Array, "B P M"], d: Queues) -> Placement:
+    """Each rank's new replicas in its empty slots, in the order in which they were made: that of the queue."""
+    num_domains, num_local, members = given.shape
+    b = iota(num_domains)[:, None]
+    made = (given[b, d.queue] > 0).swapaxes(1, 2).reshape(-1, num_local)
+    number = jnp.where(made, made.cumsum(1, dtype=jnp.int32), 0)
+    experts = jnp.repeat(d.queue + b * num_local, members, axis=0)
+    empty = placement < 0
+    wanted = jnp.where(empty, empty.cumsum(1, dtype=jnp.int32), -1)
+    match = wanted[:, :, None] == number[:, None]
+    return jnp.where(match.any(2), jnp.where(match, experts[:, None], 0).sum(2, dtype=jnp.int32), placement)
+
+
+def _share(quota: Quota, given: Int[Array, "B P M"]) -> Quota:
+    """Replicas take what homes give."""
+    num_domains, num_local, members = given.shape
+    home = (iota(num_local) // (num_local // members))[:, None] == iota(members)[None]
+    change = given - jnp.where(home[None], given.sum(2, dtype=jnp.int32, keepdims=True), 0)
+    b = iota(num_domains)
+    blocks = quota.reshape(num_domains, num_local, num_domains, members)
+    return blocks.at[b, :, b].add(change).reshape(quota.shape)

@@ -1,0 +1,157 @@
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jax_moe_lb import Chain, Cost, Exact, Greedy, Level, Plan, Topology, check_plan, load, plain_plan
+from jax_moe_lb.balancers.cost import busiest, lowest_max_load, min_saved, slowest_bytes_per_s
+from tests.layer import make_mesh
+
+# The example of docs/systems/exact.md. Rank 1 goes from 15 token copies to the mean, 10, and sends two replicas, the
+# most of any rank. At 100 bytes and 1000 operations a second, a replica takes `expert_bytes / 100` seconds and a
+# token copy one.
+COUNTS = np.diag([12, 15, 7, 6]).astype(np.int32)
+TOPOLOGY = Topology((Level("gpu", 4, bytes_per_s=100.0),), 4, flops_per_s=1000.0)
+FREE = Cost(expert_bytes=1.0, token_flops=1000.0)
+
+
+def rebalance(counts, cost, topology=TOPOLOGY, slots=2):
+    balancer = Exact(eps=0.0, cost=cost)
+    return balancer.rebalance(counts, plain_plan(counts, topology, slots), topology, ())[0]
+
+
+JITTED = jax.jit(rebalance, static_argnums=(1, 2, 3))
+
+
+def max_loads(cost, counts=COUNTS, **options):
+    """Of the plan made on the host and of the jitted one, which must be the same."""
+    host, jitted = rebalance(counts, cost, **options), JITTED(jnp.asarray(counts), cost, **options)
+    check_plan(jitted, counts)
+    np.testing.assert_array_equal(jitted.placement, host.placement)
+    np.testing.assert_array_equal(jitted.quota, host.quota)
+    return int(load(host).max())
+
+
+@pytest.mark.parametrize(
+    ("cost", "max_load"),
+    [
+        # The replicas: two of them against the five token copies saved, 5 s.
+        (Cost(249.0, 1000.0), 10),
+        (Cost(250.0, 1000.0), 15),
+        # The planner and one replica of 1 s against the same, before it runs; 2 s of replicas afterwards.
+        (Cost(100.0, 1000.0, planner_s=3.99), 10),
+        (Cost(100.0, 1000.0, planner_s=4.0), 15),
+    ],
+)
+def test_it_declines_what_does_not_pay(cost, max_load):
+    assert max_loads(cost) == max_load
+
+
+def test_a_declined_plan_keeps_what_another_balancer_left():
+    start = Greedy().rebalance(COUNTS, plain_plan(COUNTS, TOPOLOGY, 2), TOPOLOGY, ())[0]
+    assert load(start).max() == 11
+    for cost, max_load in ((FREE, 10), (Cost(1e6, 1000.0), 11)):
+        chain = Chain((Greedy(), Exact(eps=0.0, cost=cost)))
+        plan, _ = chain.rebalance(COUNTS, plain_plan(COUNTS, TOPOLOGY, 2), TOPOLOGY, chain.init((4, 4)))
+        assert load(plan).max() == max_load
+        assert np.array_equal(plan.placement, start.placement) == (max_load == 11)
+
+
+def test_replicas_that_go_pay_for_planning():
+    """Every rank holds a replica that serves nothing; the plan without any is as fast and moves nothing."""
+    counts = np.diag([5, 5]).astype(np.int32)
+    start = Plan(np.array([[0, 1], [1, 0]], np.int32), counts.copy(), domain=2)
+    topology = dataclasses.replace(TOPOLOGY, levels=(Level("gpu", 2, bytes_per_s=100.0),), ranks_per_domain=2)
+    plan, _ = Exact(cost=FREE).rebalance(counts, start, topology, ())
+    assert busiest(start) == 1
+    assert busiest(plan) == 0
+
+
+def test_all_domains_are_declined_or_none():
+    """The second domain alone would gain 2 copies, and nothing by waiting for the first, which gains 4."""
+    topology = dataclasses.replace(TOPOLOGY, ranks_per_domain=2)
+    counts = np.diag([20, 12, 10, 6]).astype(np.int32)
+    assert lowest_max_load(plain_plan(counts, topology, 2)) == 16
+    assert max_loads(Cost(399.0, 1000.0), counts, topology=topology) == 16
+    assert max_loads(Cost(400.0, 1000.0), counts, topology=topology) == 20
+
+
+def test_the_planner_does_not_run_in_vain():
+    """Its refusal of counts that it cannot plan is not heard where balancing cannot pay."""
+    bad = COUNTS - 2 * np.eye(4, k=1, dtype=np.int32)
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="counts of rank 0, expert 1 is -2"):
+        jax.block_until_ready(JITTED(jnp.asarray(bad), FREE))
+    jax.block_until_ready(JITTED(jnp.asarray(bad), Cost(1.0, 1000.0, planner_s=1e3)))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_in_shard_map_vmap_and_scan(axis_type):
+    cost, mesh, spec = Cost(249.0, 1000.0), make_mesh((4,), ("x",), axis_type), PartitionSpec("x")
+    counts = np.stack([COUNTS, np.diag([10, 10, 10, 10]), np.diag([12, 13, 9, 6]), COUNTS]).astype(np.int32)
+    want = np.stack([rebalance(each, cost).quota for each in counts])
+    assert (want[1:3] == counts.transpose(0, 2, 1)[1:3]).all()
+
+    def one(counts):
+        return rebalance(counts, cost).quota
+
+    def one_shard(counts):
+        return one(counts[0])[None]
+
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(counts, jax.NamedSharding(mesh, spec))
+        sharded = jax.jit(jax.shard_map(one_shard, in_specs=spec, out_specs=spec))(placed)
+    np.testing.assert_array_equal(sharded, want)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(one))(counts), want)
+    scanned = jax.jit(lambda counts: jax.lax.scan(lambda _, each: (0, one(each)), 0, counts)[1])(counts)
+    np.testing.assert_array_equal(scanned, want)
+
+
+def test_tokens_that_are_worth_a_time():
+    assert [min_saved(cost_s, 2.0) for cost_s in (0.0, 1.9, 2.0, 5.0, -2.0, -3.0)] == [1, 1, 2, 3, 0, -1]
+    assert min_saved(1e300, 1e-300) == 2**31 - 1
+    assert min_saved(-1e300, 1e-300) == -(2**31) + 2
+
+
+def test_a_domain_is_as_fast_as_its_slowest_level():
+    levels = (Level("dc", 2), Level("node", 4, bytes_per_s=25.0), Level("gpu", 8, bytes_per_s=400.0))
+    assert slowest_bytes_per_s(Topology(levels, 8), 8) == 400.0
+    assert slowest_bytes_per_s(Topology(levels, 8), 32) == 25.0
+    assert slowest_bytes_per_s(Topology(levels, 8), 1) == math.inf
+    with pytest.raises(ValueError, match=r"Level\('dc'\).bytes_per_s is None; expected a finite rate"):
+        slowest_bytes_per_s(Topology(levels, 8), 64)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_bad_costs_are_named(value):
+    for name in ("expert_bytes", "token_flops"):
+        with pytest.raises(ValueError, match=f"^{name} is {value}; expected a finite number above 0"):
+            dataclasses.replace(FREE, **{name: value})
+    if value != 0:
+        with pytest.raises(ValueError, match=f"^planner_s is {value}; expected a finite number, at least 0"):
+            dataclasses.replace(FREE, planner_s=value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"flops_per_s": None}, r"Topology.flops_per_s is None; expected a finite rate"),
+        ({"flops_per_s": math.inf}, r"Topology.flops_per_s is inf; expected a finite rate"),
+        ({"levels": (Level("gpu", 4),)}, r"Level\('gpu'\).bytes_per_s is None; expected a finite rate"),
+    ],
+)
+def test_missing_rates_are_named(change, message):
+    topology = dataclasses.replace(TOPOLOGY, **change)
+    for plan in (rebalance, JITTED):
+        with pytest.raises(ValueError, match=message):
+            plan(COUNTS, FREE, topology)
+
+
+@pytest.mark.parametrize(("part", "shape"), [("relay", (4, 2)), ("rails", (4, 4, 1))])
+def test_relays_and_rails_would_be_lost(part, shape):
+    start = dataclasses.replace(plain_plan(COUNTS, TOPOLOGY, 2), **{part: np.zeros(shape, np.int32)})
+    with pytest.raises(ValueError, match=rf"plan.{part} is set; expected None before"):
+        Exact(cost=FREE).rebalance(COUNTS, start, TOPOLOGY, ())

@@ -1,0 +1,170 @@
+"""Random inputs of every planner, and the three implementations of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+from jax_moe_lb.ops.lpt import lpt, lpt_reference
+from jax_moe_lb.ops.quota import quota, quota_reference
+
+from jax_moe_lb import _planning
+from jax_moe_lb.planners.eplb_plus import eplb_plus, eplb_plus_reference
+from jax_moe_lb.planners.exact import exact
+from jax_moe_lb.planners.fastermoe import fastermoe, fastermoe_reference
+from jax_moe_lb.planners.feplb import feplb, feplb_reference
+from jax_moe_lb.planners.greedy import greedy, greedy_reference
+from jax_moe_lb.planners.relay import relay, relay_reference
+from jax_moe_lb.planners.spray import spray, spray_reference
+from jax_moe_lb.planners.ultraep import ultraep, ultraep_reference
+
+Arrays = tuple[np.ndarray, ...]
+STOPPED = (jax.errors.JaxRuntimeError, ValueError)
+"""What a program that stops raises: when it is waited for, or already when it is called."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """One planner at fixed options.
+
+    Args:
+        op: of arrays; the custom call where it was built.
+        reference: the same in jnp, if it has such a form.
+        module: the same in `_planning`, on NumPy arrays.
+        draw: arrays for it.
+    """
+
+    op: Callable
+    reference: Callable | None
+    module: Callable
+    draw: Callable[[np.random.Generator], Arrays]
+
+
+def draw_placement(rng, num_ranks, num_home, slots, domain, empty=0.4):
+    """Homes, and in the other slots other experts of the domain, none twice on a rank, or nothing."""
+    placement = np.full((num_ranks, slots), -1, np.int32)
+    for rank in range(num_ranks):
+        first = rank // domain * domain * num_home
+        home = np.arange(rank * num_home, (rank + 1) * num_home)
+        others = np.setdiff1d(np.arange(first, first + domain * num_home), home)
+        replicas = rng.permutation(np.concatenate([others, np.full(slots, -1)]))[: slots - num_home]
+        placement[rank] = np.concatenate([home, np.where(rng.random(slots - num_home) < empty, -1, replicas)])
+    return placement
+
+
+def draw_tokens(rng, shape, scale=200):
+    """Skewed, with zeros and ties."""
+    tokens = (scale * rng.random(shape) ** 6 * rng.integers(0, 2, shape)).astype(np.int32)
+    return np.where(rng.random(shape) < 0.2, 7, tokens).astype(np.int32)
+
+
+def draw_plan(rng, num_ranks, num_home, slots, domain, empty=0.4):
+    """A legal placement and a quota on its slots."""
+    placement = draw_placement(rng, num_ranks, num_home, slots, domain, empty)
+    holds = (placement[:, :, None] == np.arange(num_ranks * num_home)).any(1).T
+    return placement, np.where(holds, draw_tokens(rng, holds.shape), 0).astype(np.int32)
+
+
+def draw_counts(rng, num_ranks, num_home, slots, domain, empty=0.4):
+    """`draw_plan`, and counts that most experts are served wholly at home by."""
+    placement, quota = draw_plan(rng, num_ranks, num_home, slots, domain, empty)
+    counts = draw_tokens(rng, quota.shape[::-1])
+    at_home = np.arange(len(quota))[:, None] // num_home == np.arange(num_ranks)
+    elsewhere = np.where(at_home, 0, quota) * (rng.random(len(quota)) < 0.3)[:, None]
+    served = np.where(at_home, counts.sum(0)[:, None], elsewhere)
+    return placement, served.astype(np.int32), counts
+
+
+def draw_popular(rng, num_ranks, slots):
+    """One home expert on each rank, and replicas of which some experts have many."""
+    placement = np.full((num_ranks, slots), -1, np.int32)
+    for rank in range(num_ranks):
+        drawn = rng.zipf(1.3, slots) - 1
+        others = [expert for expert in dict.fromkeys(drawn.tolist()) if expert < num_ranks and expert != rank]
+        placement[rank, : 1 + len(others)] = [rank, *others][:slots]
+    return placement
+
+
+def draw_rows(rng, num_ranks, num_rails):
+    """Rows from rank to rank, and rails of which some are slow or dead."""
+    ticks = rng.choice(np.array([0, 1, 1, 2, 3, 32767]), num_rails)
+    ticks[rng.integers(num_rails)] = 1
+    return draw_tokens(rng, (num_ranks, num_ranks), rng.choice([5, 200, 10**6])), ticks.astype(np.int32)
+
+
+PLANNERS = {
+    "eplb_plus": Planner(
+        partial(eplb_plus, domain=3),
+        partial(eplb_plus_reference, domain=3),
+        partial(_planning.eplb_plus, domain=3),
+        lambda rng: (draw_tokens(rng, 12), draw_placement(rng, 6, 2, 4, 3, empty=0.7)),
+    ),
+    "lpt": Planner(
+        partial(lpt, num_bins=5, capacity=4),
+        partial(lpt_reference, num_bins=5, capacity=4),
+        partial(_planning.lpt, num_bins=5, capacity=4),
+        lambda rng: (draw_tokens(rng, 17),),
+    ),
+    "quota": Planner(
+        quota,
+        quota_reference,
+        _planning.quota,
+        lambda rng: (draw_tokens(rng, 12), draw_placement(rng, 6, 2, 4, 3, empty=0.1)),
+    ),
+    "greedy": Planner(
+        partial(greedy, domain=3, min_tokens=2),
+        partial(greedy_reference, domain=3, min_tokens=2),
+        partial(_planning.greedy, domain=3, min_tokens=2),
+        lambda rng: draw_plan(rng, 6, 2, 4, 3),
+    ),
+    "ultraep": Planner(
+        partial(ultraep, domain=3, eps=0.01, min_tokens=20),
+        partial(ultraep_reference, domain=3, eps=0.01, min_tokens=20),
+        partial(_planning.ultraep, domain=3, eps=0.01, min_tokens=20),
+        lambda rng: draw_plan(rng, 6, 2, 4, 3, empty=0.7),
+    ),
+    "relay": Planner(
+        partial(relay, num_home=1, min_replicas=3, max_relays=3, min_gain=1),
+        partial(relay_reference, num_home=1, min_replicas=3, max_relays=3, min_gain=1),
+        partial(_planning.relay, num_home=1, min_replicas=3, max_relays=3, min_gain=1),
+        lambda rng: (draw_popular(rng, 12, 4),),
+    ),
+    "exact": Planner(
+        partial(exact, num_slots=4, domain=3, eps=0.05, max_fan_out=3),
+        None,
+        partial(_planning.exact, num_slots=4, domain=3, eps=0.05, max_fan_out=3),
+        lambda rng: (draw_tokens(rng, (6, 12)),),
+    ),
+    "feplb": Planner(
+        partial(feplb, domain=3, num_dynamic=2, max_num_dyn=2, tau=5, skip=False),
+        partial(feplb_reference, domain=3, num_dynamic=2, max_num_dyn=2, tau=5, skip=False),
+        partial(_planning.feplb, domain=3, num_dynamic=2, max_num_dyn=2, tau=5, skip=False),
+        lambda rng: draw_plan(rng, 6, 3, 5, 3, empty=0.7),
+    ),
+    "spray": Planner(
+        partial(spray, domain=4, chunks=5),
+        partial(spray_reference, domain=4, chunks=5),
+        partial(_planning.spray, domain=4, chunks=5),
+        lambda rng: draw_rows(rng, 12, 4),
+    ),
+    "fastermoe": Planner(
+        partial(fastermoe, domain=3, min_saved=3),
+        partial(fastermoe_reference, domain=3, min_saved=3),
+        partial(_planning.fastermoe, domain=3, min_saved=3),
+        lambda rng: draw_counts(rng, 6, 2, 4, 3, empty=0.8),
+    ),
+}
+
+
+def as_tuple(results):
+    return results if isinstance(results, tuple) else (results,)
+
+
+def assert_same(results, expected):
+    """Equal values, shapes and dtypes."""
+    results, expected = as_tuple(results), as_tuple(expected)
+    assert len(results) == len(expected)
+    for result, want in zip(results, expected, strict=True):
+        assert result.dtype == np.int32
+        np.testing.assert_array_equal(result, want)

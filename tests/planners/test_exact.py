@@ -1,0 +1,165 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_moe_lb import Plan, _custom_calls, _planning, check_plan
+from jax_moe_lb.planners.exact import check_shapes, exact
+from tests import exact_reference
+from tests.planners.planner_cases import STOPPED, assert_same
+
+RUN = jax.jit(exact, static_argnums=(1, 2, 3, 4, 5))
+# ranks, home experts, slots, ranks per domain
+SHAPES = [(3, 4, 5, 3), (8, 2, 3, 8), (8, 4, 6, 4), (12, 3, 4, 12), (6, 2, 9, 2), (2, 1, 2, 1)]
+
+
+def draw_counts(rng, num_ranks, num_home, scale):
+    """Uneven experts on uneven ranks, each starting mostly on a few ranks."""
+    popularity = rng.lognormal(0, 0.6, num_ranks * num_home) * np.repeat(rng.lognormal(0, 0.5, num_ranks), num_home)
+    tokens = np.floor(scale * popularity / popularity.sum()).astype(np.int64)
+    starts = rng.dirichlet(np.full(num_ranks, 0.3), len(tokens))
+    return np.stack([rng.multinomial(n, p) for n, p in zip(tokens, starts, strict=True)], 1).astype(np.int32)
+
+
+def by_reference(counts, slots, domain, eps, max_fan_out, localize):
+    """`exact` domain by domain, in plain Python."""
+    num_ranks, num_experts = counts.shape
+    home = num_experts // num_ranks
+    placement = np.full((num_ranks, slots), -1, np.int32)
+    quota = np.zeros((num_experts, num_ranks), np.int32)
+    for first in range(0, num_ranks, domain):
+        ranks, experts = slice(first, first + domain), slice(first * home, (first + domain) * home)
+        width = min(slots, domain * home)
+        fan_out = 2**31 - 1 if max_fan_out is None else max_fan_out
+        placed, quota[experts, ranks] = exact_reference.exact(
+            counts[:, experts].sum(0), domain, width, eps, fan_out, counts[ranks, experts] if localize else None
+        )
+        placement[ranks, :width] = np.where(placed < 0, -1, placed + first * home)
+    return placement, quota
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scale", [300, 1e6])
+def test_it_equals_the_reference(shape, scale):
+    num_ranks, num_home, slots, domain = shape
+    rng = np.random.default_rng(0)
+    for options in [(0.0, None, True), (0.01, None, False), (0.05, 2, True)]:
+        counts = draw_counts(rng, num_ranks, num_home, scale)
+        want = by_reference(counts, slots, domain, *options)
+        assert_same(RUN(counts, slots, domain, *options), want)
+        assert_same(_planning.exact(counts, slots, domain, *options), want)
+        check_plan(Plan(*want, domain=domain), counts)
+
+
+def best_max_loads(tokens, num_ranks, holders):
+    """The lowest maximum load of placements: the densest set of ranks that holds all copies of what it serves."""
+    best = np.zeros(len(holders), np.int64)
+    for size in range(1, num_ranks + 1):
+        for members in itertools.combinations(range(num_ranks), size):
+            outside = [rank for rank in range(num_ranks) if rank not in members]
+            stuck = (~holders[:, :, outside].any(2)) @ tokens
+            best = np.maximum(best, -(-stuck // size))
+    return best
+
+
+def all_placements(num_ranks, num_home):
+    """Who holds which expert, `[placements, E, R]`, with one replica slot on each rank."""
+    num_experts = num_ranks * num_home
+    choices = [[None, *(e for e in range(num_experts) if e // num_home != rank)] for rank in range(num_ranks)]
+    home = np.arange(num_experts)[:, None] // num_home == np.arange(num_ranks)
+    placements = []
+    for replicas in itertools.product(*choices):
+        holders = home.copy()
+        for rank, expert in enumerate(replicas):
+            if expert is not None:
+                holders[expert, rank] = True
+        placements.append(holders)
+    return np.stack(placements)
+
+
+def test_small_cases_are_solved_to_the_optimum():
+    """Every placement of three ranks with four experts and one replica slot each, with its best quota."""
+    rng, above_mean = np.random.default_rng(0), 0
+    placements = all_placements(3, 4)
+    for _ in range(60):
+        tokens = rng.integers(1, np.repeat([1000, 500, 50], 4))
+        counts = np.zeros((3, 12), np.int32)
+        counts[0] = tokens
+        placement, quota = _planning.exact(counts, 5, 3, 0.0)
+        check_plan(Plan(placement, quota, domain=3), counts)
+        assert quota.sum(0).max() == best_max_loads(tokens, 3, placements).min()
+        above_mean += quota.sum(0).max() > -(-tokens.sum() // 3)
+    assert above_mean >= 10
+
+
+def test_numpy_arrays_are_planned_without_a_jax_program():
+    counts = draw_counts(np.random.default_rng(1), 4, 2, 500).astype(np.int64)
+    answer = exact(counts, 3, 4)
+    assert all(isinstance(array, np.ndarray) for array in answer)
+    assert_same(answer, RUN(jnp.asarray(counts, jnp.int32), 3, 4))
+
+
+def test_without_its_custom_call_it_says_how_to_get_it(monkeypatch):
+    for absent in _custom_calls.MODULES:
+        monkeypatch.setitem(_custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
+    with pytest.raises(RuntimeError, match=r"jax_moe_lb\._absent_cpu was not built: .*`pip install \.`.* C\+\+17"):
+        jax.jit(exact, static_argnums=(1, 2)).trace(jnp.ones((2, 2), jnp.int32), 2, 2)
+
+
+COUNTS = np.ones((2, 4), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("counts", "options", "message"),
+    [
+        (np.ones((2, 3), np.int32), (3, 2), r"counts has 3 experts; expected a positive multiple of the 2 ranks"),
+        (COUNTS, (1, 2), r"num_slots is 1; expected at least the 2 home experts"),
+        (COUNTS, (3, 3), r"domain is 3; expected a divisor of the 2 ranks"),
+        (COUNTS, (3, 2, -0.1), r"eps is -0.1; expected a finite number, at least 0"),
+        (COUNTS, (3, 2, float("nan")), r"eps is nan; expected"),
+        (COUNTS, (3, 2, float("inf")), r"eps is inf; expected"),
+        (COUNTS, (3, 2, 0.0, -1), r"max_fan_out is -1; expected 0 to"),
+    ],
+)
+def test_bad_arguments_are_refused(counts, options, message):
+    for array in (counts, jnp.asarray(counts)):
+        with pytest.raises(ValueError, match=message):
+            exact(array, *options)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (COUNTS[0], r"counts has shape \(4,\); expected \[R, E\], both at least 1"),
+        (COUNTS[:0], r"counts has shape \(0, 4\); expected \[R, E\], both at least 1"),
+        (1.5 * COUNTS.astype(np.float32), r"counts has dtype float32; expected integers"),
+        (COUNTS > 0, r"counts has dtype bool; expected integers"),
+    ],
+)
+def test_what_is_no_array_of_counts_is_refused(counts, message):
+    with pytest.raises(ValueError, match=message):
+        check_shapes(counts, 3, 2)  # `exact` itself has its annotations checked in tests
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (-COUNTS, r"counts of rank 0, expert 0 is -1; expected at least 0"),
+        (COUNTS << 29, r"counts sum to 4294967296 tokens; expected at most 2147483647"),
+    ],
+)
+def test_bad_entries_stop_the_program(counts, message):
+    with pytest.raises(STOPPED, match=message):
+        jax.block_until_ready(RUN(jnp.asarray(counts), 3, 2))
+    with pytest.raises(ValueError, match=message):
+        _planning.exact(counts, 3, 2)
+
+
+@pytest.mark.parametrize(("more", "message"), [(2**32, "counts sum to 17179869176"), (-(2**32), "is -2147483648")])
+def test_counts_wider_than_int32_do_not_wrap_round(more, message, x64):
+    counts = COUNTS.astype(np.int64) + more
+    for array in (counts, jnp.asarray(counts)):
+        with pytest.raises(STOPPED, match=message):
+            jax.block_until_ready(exact(array, 3, 2))

@@ -1,0 +1,170 @@
+"""What every planner keeps: one result from all implementations, under all transformations, on all meshes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jax_moe_lb import Topology, plain_plan
+from jax_moe_lb._custom_calls import is_built
+from jax_moe_lb.legality import ensure_legal
+from jax_moe_lb.plan import Plan
+from jax_moe_lb.planners.greedy import greedy
+from jax_moe_lb.planners.native import illegal_if_failed
+from tests.layer import make_mesh
+from tests.planners.planner_cases import PLANNERS, STOPPED, as_tuple, assert_same
+
+EACH_PLANNER = pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
+WITH_REFERENCE = {name: planner for name, planner in PLANNERS.items() if planner.reference is not None}
+EACH_WITH_REFERENCE = pytest.mark.parametrize("planner", WITH_REFERENCE.values(), ids=WITH_REFERENCE)
+EACH_IN_JAX = pytest.mark.parametrize(
+    ("planner", "plan"),
+    [
+        pytest.param(planner, plan, id=f"{name}-{implementation}")
+        for name, planner in PLANNERS.items()
+        for implementation, plan in (("op", planner.op), ("reference", planner.reference))
+        if plan is not None
+    ],
+)
+
+
+def stacked(planner, number, seed=0):
+    """Several cases, stacked, and what `_planning` makes of each."""
+    rng = np.random.default_rng(seed)
+    cases = [planner.draw(rng) for _ in range(number)]
+    planned = [as_tuple(planner.module(*case)) for case in cases]
+    return tuple(map(np.stack, zip(*cases, strict=True))), tuple(map(np.stack, zip(*planned, strict=True)))
+
+
+def test_these_tests_run_the_custom_calls():
+    assert is_built("cpu")
+
+
+@EACH_WITH_REFERENCE
+def test_three_implementations_agree(planner):
+    rng = np.random.default_rng(1)
+    native, reference = jax.jit(planner.op), jax.jit(planner.reference)
+    for _ in range(200):
+        case = planner.draw(rng)
+        want = reference(*case)
+        assert_same(native(*case), want)
+        assert_same(planner.module(*case), want)
+
+
+@EACH_IN_JAX
+def test_vmap_scan_and_remat_plan_each_for_itself(planner, plan):
+    cases, want = stacked(planner, 3)
+    assert_same(jax.jit(jax.vmap(plan))(*cases), want)
+
+    def step(carry, case):
+        return carry, jax.checkpoint(plan)(*case)
+
+    assert_same(jax.jit(lambda *cases: jax.lax.scan(step, 0, cases)[1])(*cases), want)
+
+
+@EACH_PLANNER
+def test_vmap_over_one_operand_keeps_the_others(planner):
+    cases, _ = stacked(planner, 3)
+    rest = tuple(case[0] for case in cases[1:])
+    got = jax.vmap(planner.op, in_axes=(0, *[None] * len(rest)))(cases[0], *rest)
+    for i, first in enumerate(cases[0]):
+        assert_same(tuple(result[i] for result in as_tuple(got)), planner.module(first, *rest))
+
+
+@EACH_IN_JAX
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_shard_map_with_a_case_for_each_shard(planner, plan, axis_type):
+    mesh, cases, want = make_mesh((8,), ("x",), axis_type), *stacked(planner, 8)
+
+    def one_shard(*case):
+        return tuple(result[None] for result in as_tuple(plan(*(array[0] for array in case))))
+
+    with jax.set_mesh(mesh):
+        cases = tuple(jax.device_put(case, jax.NamedSharding(mesh, PartitionSpec("x"))) for case in cases)
+        got = jax.jit(jax.shard_map(one_shard, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x")))(*cases)
+    assert_same(got, want)
+
+
+@EACH_IN_JAX
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_result_varies_over_the_axes_of_any_operand(planner, plan, axis_type):
+    """The last operand differs between shards, the others are the same on all."""
+    mesh = make_mesh((8,), ("x",), axis_type)
+    cases, _ = stacked(planner, 8)
+    rest, last = tuple(case[0] for case in cases[:-1]), cases[-1]
+    specs = (*[PartitionSpec()] * len(rest), PartitionSpec("x"))
+
+    def one_shard(*case):
+        results = as_tuple(plan(*case[:-1], case[-1][0]))
+        varying = jax.typeof(case[-1]).manual_axis_type
+        assert all(jax.typeof(result).manual_axis_type == varying for result in results)
+        return tuple(result[None] for result in results)
+
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(a, jax.NamedSharding(mesh, s)) for a, s in zip((*rest, last), specs, strict=True)]
+        got = jax.jit(jax.shard_map(one_shard, in_specs=specs, out_specs=PartitionSpec("x")))(*args)
+    for i, case in enumerate(last):
+        assert_same(tuple(np.asarray(result)[i] for result in got), planner.module(*rest, case))
+
+
+@EACH_PLANNER
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_result_of_equal_operands_is_the_same_on_all_shards(planner, axis_type):
+    """Its out-spec may say so, which is refused for anything that varies."""
+    mesh, case = make_mesh((8,), ("x",), axis_type), planner.draw(np.random.default_rng(2))
+    none = PartitionSpec()
+    with jax.set_mesh(mesh):
+        placed = tuple(jax.device_put(array, jax.NamedSharding(mesh, none)) for array in case)
+        got = jax.jit(jax.shard_map(planner.op, in_specs=none, out_specs=none))(*placed)
+    assert_same(got, planner.module(*case))
+
+
+@EACH_PLANNER
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_outside_shard_map_on_a_mesh(planner, axis_type):
+    mesh, case = make_mesh((8,), ("x",), axis_type), planner.draw(np.random.default_rng(3))
+    with jax.set_mesh(mesh):
+        placed = tuple(jax.device_put(array, jax.NamedSharding(mesh, PartitionSpec())) for array in case)
+        assert_same(jax.jit(planner.op)(*placed), planner.module(*case))
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_lowering_for_cuda_without_a_gpu(name):
+    case = PLANNERS[name].draw(np.random.default_rng(4))
+    traced = jax.jit(PLANNERS[name].op).trace(*case)
+    if PLANNERS[name].reference is None and not is_built("cuda"):
+        with pytest.raises(NotImplementedError, match="cuda"):
+            traced.lower(lowering_platforms=("cuda",))
+        return
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert (f"@moe_lb_plan_{name}" in text) == is_built("cuda")
+    assert ("stablehlo.while" in text) != is_built("cuda")
+
+
+def test_attributes_and_status_word_of_the_lowered_call():
+    case = PLANNERS["greedy"].draw(np.random.default_rng(4))
+    for platform in ("cpu", "cuda"):
+        text = jax.jit(PLANNERS["greedy"].op).trace(*case).lower(lowering_platforms=(platform,)).as_text()
+        if is_built(platform):
+            call = next(line for line in text.splitlines() if "moe_lb_plan_greedy" in line)
+            assert "domain = 3 : i64" in call
+            assert "min_tokens = 2 : i64" in call
+            assert call.endswith("-> (tensor<6x4xi32>, tensor<12x6xi32>, tensor<1xi32>)")
+            # Only where a failure is no error does the program look at the word.
+            assert ("stablehlo.select" in text) == (platform == "cuda")
+
+
+def test_a_failed_plan_is_illegal():
+    """What a GPU makes of a status word that is not 0."""
+    counts = jnp.ones((4, 8), jnp.int32)
+    start = plain_plan(counts, Topology.flat(4))
+
+    @jax.jit
+    def plan(status):
+        placement, quota = illegal_if_failed(status, *greedy(start.placement, start.quota, 4, 1))
+        return ensure_legal(Plan(placement, quota, domain=4), counts)
+
+    np.testing.assert_array_equal(plan(jnp.array([0], jnp.int32)).quota, start.quota)
+    with pytest.raises(STOPPED, match=r"plan.placement of rank 0, slot 0 is -1; expected its home"):
+        jax.block_until_ready(plan(jnp.array([1], jnp.int32)))

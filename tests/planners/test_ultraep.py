@@ -1,0 +1,158 @@
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_moe_lb import _planning
+from jax_moe_lb.planners.ultraep import ultraep, ultraep_reference
+from tests import released_ultraep
+from tests.planners.planner_cases import assert_same, draw_placement
+
+RUN = jax.jit(ultraep, static_argnums=(2, 3, 4))
+REFERENCE = jax.jit(ultraep_reference, static_argnums=(2, 3, 4))
+# ranks, home experts, slots, ranks per domain
+SHAPES = [
+    (1, 1, 1, 1),
+    (2, 1, 2, 2),
+    (4, 1, 2, 4),
+    (6, 3, 5, 3),
+    (8, 2, 4, 4),
+    (8, 1, 3, 8),
+    (4, 2, 3, 1),
+]
+OPTIONS = [(0.01, 1024), (0.0, 7)]
+
+
+def draw(rng, shape, scale, empty):
+    """A placement, and heavy-tailed tokens, most of them at home."""
+    num_ranks, num_home, slots, domain = shape
+    placement = draw_placement(rng, num_ranks, num_home, slots, domain, empty)
+    holds = (placement[:, :, None] == np.arange(num_ranks * num_home)).any(1).T
+    popularity = rng.pareto(rng.choice([0.3, 1.0, 3.0]), (len(holds), 1)) + 0.01
+    quota = scale * popularity / popularity.max() * np.where(holds, rng.random(holds.shape), 0)
+    at_home = np.arange(len(holds))[:, None] // num_home == np.arange(num_ranks)
+    return placement, np.where(at_home, quota, quota // 8).astype(np.int32)
+
+
+def assert_all_agree(placement, quota, domain, eps, min_tokens):
+    want = REFERENCE(placement, quota, domain, eps, min_tokens)
+    assert_same(RUN(placement, quota, domain, eps, min_tokens), want)
+    assert_same(_planning.ultraep(placement, quota, domain, eps, min_tokens), want)
+    *released, limits = released_ultraep.plan(placement, quota, domain, eps, min_tokens)
+    assert_same(tuple(released), want)
+    return limits
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    scale=st.sampled_from([3, 50, 5000, 100_000, 2**25]),
+    empty=st.sampled_from([1.0, 0.6]),
+)
+def test_it_is_the_released_planner(shape, options, seed, scale, empty):
+    placement, quota = draw(np.random.default_rng(seed), shape, scale, empty)
+    assert_all_agree(placement, quota, shape[3], *options)
+
+
+def test_these_cases_reach_the_search():
+    """Limits that the ladder does not try, below the largest load."""
+    found, rng = 0, np.random.default_rng(0)
+    for _ in range(300):
+        placement, quota = draw(rng, (8, 2, 3, 8), 5000, 1.0)
+        *_, (limit,) = released_ultraep.plan(placement, quota, 8, 0.0, 7)
+        load = quota.sum(0)
+        low, step = -(-load.sum() // 8), max(1, -(-load.max() // 100))
+        found += limit < load.max() and limit not in (low, low + step, low + 2 * step)
+    assert found >= 10
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), most=st.sampled_from([0, 1, 100, 2**31 // 260]))
+def test_any_replicas_and_quota(shape, seed, most):
+    """Experts far from home or twice on a rank, quotas without a slot, many ties, large numbers."""
+    num_ranks, num_home, slots, domain = shape
+    rng = np.random.default_rng(seed)
+    placement = draw_placement(rng, num_ranks, num_home, slots, domain)
+    placement[:, num_home:] = rng.integers(-1, num_ranks * num_home, (num_ranks, slots - num_home))
+    quota = rng.integers(0, most + 1, (num_ranks * num_home, num_ranks), np.int32)
+    assert_all_agree(placement, quota, domain, 0.01, 5)
+
+
+def test_the_largest_loads():
+    placement = np.array([[0, -1], [1, -1], [2, -1]], np.int32)
+    quota = np.diag([2**31 - 1, 0, 0]).astype(np.int32)
+    for eps in (0.0, 0.01, 1.0):
+        assert_same(RUN(placement, quota, 3, eps, 1), REFERENCE(placement, quota, 3, eps, 1))
+        assert_same(
+            _planning.ultraep(placement, quota, 3, eps, 1),
+            REFERENCE(placement, quota, 3, eps, 1),
+        )
+
+
+PLACEMENT, QUOTA = np.array([[0, -1], [1, -1]], np.int32), np.ones((2, 2), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("placement", "quota", "options", "message"),
+    [
+        (
+            PLACEMENT,
+            QUOTA,
+            (3, 0.01, 1),
+            r"domain is 3; expected a divisor of the 2 ranks",
+        ),
+        (PLACEMENT, QUOTA, (2, -0.1, 1), r"eps is -0.1; expected 0 to 1"),
+        (PLACEMENT, QUOTA, (2, float("nan"), 1), r"eps is nan; expected 0 to 1"),
+        (PLACEMENT, QUOTA, (2, 0.01, 0), r"min_tokens is 0; expected at least 1"),
+        (
+            PLACEMENT,
+            np.ones((3, 2), np.int32),
+            (2, 0.01, 1),
+            r"quota has 3 experts; expected a positive multiple",
+        ),
+        (
+            PLACEMENT,
+            np.ones((6, 2), np.int32),
+            (2, 0.01, 1),
+            r"placement has shape \(2, 2\); expected \[2, S\] with S >=",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(placement, quota, options, message):
+    with pytest.raises(ValueError, match=message):
+        ultraep(placement, quota, *options)
+
+
+@pytest.mark.parametrize(
+    ("placement", "quota", "message"),
+    [
+        (
+            [[1, -1], [0, -1]],
+            QUOTA,
+            r"placement of rank 0, slot 0 is 1; expected its home expert 0",
+        ),
+        (PLACEMENT, -QUOTA, r"quota of expert 0, rank 0 is -1; expected at least 0"),
+        (
+            PLACEMENT,
+            QUOTA << 30,
+            r"quota sums to 4294967296 tokens; expected at most 2147483647",
+        ),
+    ],
+)
+def test_bad_entries_stop_the_program(placement, quota, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(RUN(np.array(placement, np.int32), quota, 2, 0.01, 1))
+
+
+def test_numpy_arrays_are_planned_without_a_jax_program():
+    placement = np.array([[0, 1, -1], [2, 3, -1]])
+    quota = np.array([[80, 0], [40, 0], [0, 10], [0, 10]])
+    answer = ultraep(placement, quota, 2, 0.01, 1)
+    assert all(isinstance(array, np.ndarray) for array in answer)
+    assert_same(answer, REFERENCE(placement.astype(np.int32), quota.astype(np.int32), 2, 0.01, 1))
+    with pytest.raises(ValueError, match="quota of expert 0, rank 0 is -80; expected at least 0"):
+        ultraep(placement, -quota, 2, 0.01, 1)
