@@ -2,20 +2,21 @@
 
 Run it with `python -m benchmarks.bench_rails`.
 
-The time of an all-to-all is that of its busiest NIC; switches and the links inside a domain are never the bottleneck.
-Domains have as many GPUs as NICs. The lower bound is theorem 3's: the busiest domain, as a sender or receiver, evenly
+The time of an all-to-all is that of its busiest NIC; switches and the links inside a node are never the bottleneck.
+Nodes have as many GPUs as NICs. The lower bound is theorem 3's: the busiest node, as a sender or receiver, evenly
 over its rails.
 """
 
+import heapq
+
 import numpy as np
-from jax_moe_lb.ops.lpt import lpt
 
 from benchmarks.timing import interleaved_s, summary
 from jax_moe_lb.balancers.rails import ticks_of
 from jax_moe_lb.planners.spray import spray
 
-MEMBERS = DOMAINS = 8
-RANKS = MEMBERS * DOMAINS
+MEMBERS = NODES = 8
+RANKS = MEMBERS * NODES
 SEEDS = 5
 MEAN_ROWS = 4000
 """Of a flow from GPU to GPU: in rows, so that plans are of whole numbers."""
@@ -25,28 +26,28 @@ MEAN_ROWS = 4000
 
 
 def sparse(rng: np.random.Generator, sparsity: float) -> np.ndarray:
-    """Flows of random sizes (gamma of shape 2), less this fraction of them. `[R, R]` rows, 0 inside domains."""
+    """Flows of random sizes (gamma of shape 2), less this fraction of them. `[R, R]` rows, 0 inside nodes."""
     rows = MEAN_ROWS / 2 * rng.gamma(2, size=(RANKS, RANKS)) * (rng.random((RANKS, RANKS)) >= sparsity)
-    return between_domains_only(rows)
+    return between_nodes_only(rows)
 
 
 def popular(rng: np.random.Generator, exponent: float) -> np.ndarray:
     """Every GPU routes tokens to two of as many experts as GPUs, of which some are popular (Zipf)."""
     share = rng.permutation(np.arange(1.0, RANKS + 1) ** -exponent)
     tokens = MEAN_ROWS * RANKS
-    return between_domains_only(rng.multinomial(tokens, share / share.sum(), RANKS))
+    return between_nodes_only(rng.multinomial(tokens, share / share.sum(), RANKS))
 
 
 def mixtral(rng: np.random.Generator, spread: float) -> np.ndarray:
-    """Eight experts, two of them for each token, on the GPUs of two domains of four; routing differs between GPUs."""
+    """Eight experts, two of them for each token, on the GPUs of two nodes of four; routing differs between GPUs."""
     logits = spread * rng.normal(size=(8, 1, 8)) + rng.gumbel(size=(8, 4096, 8))
     chosen = np.argsort(-logits, -1)[:, :, :2].reshape(8, -1)
     return np.stack([np.bincount(row, minlength=8) for row in chosen]).astype(np.int32)
 
 
-def between_domains_only(rows: np.ndarray) -> np.ndarray:
-    domain = np.arange(RANKS) // MEMBERS
-    return np.where(domain[:, None] == domain, 0, rows).astype(np.int32)
+def between_nodes_only(rows: np.ndarray) -> np.ndarray:
+    node = np.arange(RANKS) // MEMBERS
+    return np.where(node[:, None] == node, 0, rows).astype(np.int32)
 
 
 # ---- who sends what on which rail: [R, R, N] -------------------------------------------
@@ -75,7 +76,7 @@ def hashed(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarr
 
 
 def pooled(rows: np.ndarray, members: int, rng: np.random.Generator, parts: float = np.inf) -> np.ndarray:
-    """LPT over all that a domain sends: whole flows, or in chunks of the mean flow over `parts`."""
+    """LPT over all that a node sends: whole flows, or in chunks of the mean flow over `parts`."""
     del rng
     rails = np.zeros((*rows.shape, members), np.int32)
     chunk = rows[rows > 0].mean() / parts if np.isfinite(parts) else rows.max() + 1
@@ -86,7 +87,7 @@ def pooled(rows: np.ndarray, members: int, rng: np.random.Generator, parts: floa
 
 
 def per_destination(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarray:
-    """LPT over what a domain sends to another, in chunks of a quarter of the mean flow, without turns."""
+    """LPT over what a node sends to another, in chunks of a quarter of the mean flow, without turns."""
     del rng
     rails = np.zeros((*rows.shape, members), np.int32)
     chunk = int(max(rows[rows > 0].mean() / 4, 1))
@@ -108,8 +109,17 @@ def _cut(rows: np.ndarray, sources: np.ndarray, targets: np.ndarray, chunk: int)
 def _pack(rails: np.ndarray, items: list[tuple[int, int, int]], num_rails: int) -> None:
     if items:
         size, source, target = np.array(items).T
-        rail = lpt(size.astype(np.int32), num_rails, len(items))
-        np.add.at(rails, (source, target, np.asarray(rail)), size)
+        np.add.at(rails, (source, target, _lightest_first(size, num_rails)), size)
+
+
+def _lightest_first(sizes: np.ndarray, num_rails: int) -> np.ndarray:
+    """The rail of each item: largest first, to the rail with the least on it; ties to the lower number (LPT)."""
+    rails, load = np.empty(len(sizes), np.intp), [(0, rail) for rail in range(num_rails)]
+    for item in np.argsort(-sizes, kind="stable"):
+        total, rail = load[0]
+        rails[item] = rail
+        heapq.heapreplace(load, (total + int(sizes[item]), rail))
+    return rails
 
 
 def rails_of(rows: np.ndarray, members: int, rng: np.random.Generator, chunks: int = 16) -> np.ndarray:
@@ -133,15 +143,15 @@ PLANS = {
 
 
 def loads(rails: np.ndarray, members: int) -> tuple[np.ndarray, np.ndarray]:
-    """What each NIC sends and receives, `[D, N]`."""
-    num_domains = len(rails) // members
-    total = rails.reshape(num_domains, members, num_domains, members, -1).sum((1, 3), dtype=np.int64)
-    total = total * ~np.eye(num_domains, dtype=bool)[:, :, None]
+    """What each NIC sends and receives, `[G, N]`."""
+    num_nodes = len(rails) // members
+    total = rails.reshape(num_nodes, members, num_nodes, members, -1).sum((1, 3), dtype=np.int64)
+    total = total * ~np.eye(num_nodes, dtype=bool)[:, :, None]
     return total.sum(1), total.sum(0)
 
 
 def bound(rows: np.ndarray, members: int) -> float:
-    """The busiest domain's rows over its rails."""
+    """The busiest node's rows over its rails."""
     sent, received = loads(rows[:, :, None], members)
     return max(sent.max(), received.max()) / members
 
@@ -159,7 +169,7 @@ def over_bound(plan, draw, members: int = MEMBERS) -> np.ndarray:
 
 def table_of_plans() -> None:
     """How evenly NICs send / receive."""
-    print("Busiest NIC over the bound, sending / receiving; 8 domains of 8, means of 5 seeds")
+    print("Busiest NIC over the bound, sending / receiving; 8 nodes of 8, means of 5 seeds")
     print(f"{'':22}" + "".join(f"{s:>14}" for s in (0, 0.8, 0.95)))
     for name, plan in PLANS.items():
         cells = [over_bound(plan, lambda rng, s=s: sparse(rng, s)) for s in (0, 0.8, 0.95)]
@@ -196,7 +206,7 @@ def table_of_chunks() -> None:
     small = (rows / 40).astype(np.int32)
     every = (1, 2, 4, 8, 16, 32, 64, 256)
     times = interleaved_s({chunks: (lambda c=chunks: rails_of(rows, MEMBERS, None, c)) for chunks in every}, repeats=9)
-    print("\nChunks of each pair of domains on each rail; sparsity 0.8; planning in C++ for 64 ranks, us")
+    print("\nChunks of each pair of nodes on each rail; sparsity 0.8; planning in C++ for 64 ranks, us")
     print(f"{'chunks':>8}{'time / bound':>16}{'100 rows a flow':>18}{'messages a NIC':>16}  us")
     for chunks in every:
         *_, time = over_bound(lambda *args, c=chunks: rails_of(*args, c), lambda rng: sparse(rng, 0.8))
@@ -208,7 +218,7 @@ def table_of_chunks() -> None:
 
 def _messages(rows: np.ndarray, chunks: int) -> float:
     """Chunks and rests that a NIC sends, on average."""
-    blocks = rows.reshape(DOMAINS, MEMBERS, DOMAINS, MEMBERS).swapaxes(1, 2).reshape(-1, MEMBERS**2)
+    blocks = rows.reshape(NODES, MEMBERS, NODES, MEMBERS).swapaxes(1, 2).reshape(-1, MEMBERS**2)
     chunk = np.maximum(blocks.sum(1) // MEMBERS // chunks, 1)[:, None]
     return (-(-blocks // chunk)).sum() / RANKS
 

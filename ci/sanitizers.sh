@@ -16,16 +16,3 @@ for sanitizer in address,undefined thread; do
   cmake --build "$build" -j 2 --target cpp_tests
   ctest --test-dir "$build" -j 2 --output-on-failure --no-tests=error --timeout 300
 done
-
-fuzz=tests/fuzz/fuzz_handlers.py
-if [ ! -e "$fuzz" ]; then
-  echo "no $fuzz: its run is left out"
-  exit
-fi
-echo "$fuzz under address,undefined"
-cmake --build "$work/address,undefined" -j 2 --target _ffi
-# jaxlib is not instrumented: the run-time libraries must be there before it. And its own leaks are not looked for.
-library() { "${CXX:-g++}" -print-file-name="$1"; }
-LD_PRELOAD="$(library libasan.so) $(library libubsan.so) $(library libstdc++.so.6)" \
-  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 JAX_PLATFORMS=cpu \
-  python ci/run_with_module.py jax_moe_lb._ffi "$work"/address,undefined/_ffi*.so "$fuzz"

@@ -1,4 +1,4 @@
-"""A balancer of one's own in a few lines of NumPy, and what happens when it loses a token."""
+"""Writes a balancer in a few lines of NumPy, and shows what happens when it loses a token."""
 
 import logging
 from dataclasses import replace
@@ -10,7 +10,7 @@ from jax_moe_lb import HostBalancer, Plan, Topology, check_plan, imbalance, load
 
 
 def share_hottest(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
-    """The busiest rank gives half of its hottest expert's tokens to the idlest rank with a free slot."""
+    """Lets the busiest rank give half of its hottest expert's tokens to the idlest rank with a free slot."""
     placement, quota = plan.placement.copy(), plan.quota.copy()
     busiest = load(plan).argmax()
     expert = quota[:, busiest].argmax()
@@ -25,7 +25,7 @@ def share_hottest(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
 
 
 def careless(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
-    """The same, but a token of expert 3 gets lost on the way."""
+    """Does the same, but loses a token of expert 3 on the way."""
     plan = share_hottest(counts, plan, topology)
     quota = plan.quota.copy()
     quota[3, quota[3].argmax()] -= 1
@@ -38,7 +38,7 @@ def main() -> None:
     topology = Topology.flat(8)
     before = plain_plan(counts, topology, slots=3)
 
-    # A balancer like any other from here on: System(HostBalancer(share_hottest), replica_slots=1) trains with it.
+    # It is a balancer like any other from here on: System(HostBalancer(share_hottest), replica_slots=1) trains with it.
     after, _ = HostBalancer(share_hottest).rebalance(counts, before, topology, ())
     check_plan(after, counts)
     print(f"imbalance {imbalance(load(before)):.3f} -> {imbalance(load(after)):.3f}")
@@ -47,7 +47,7 @@ def main() -> None:
         check_plan(careless(counts, before, topology), counts)
     except ValueError as refusal:
         print(f"refused: {refusal}")
-    logging.getLogger("jax").setLevel(logging.CRITICAL)  # which would log the traceback of the callback
+    logging.getLogger("jax").setLevel(logging.CRITICAL)  # it would log the traceback of the callback
     try:
         jax.jit(lambda counts: HostBalancer(careless).rebalance(counts, before, topology, ()))(counts)
     except jax.errors.JaxRuntimeError as refusal:

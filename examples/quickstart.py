@@ -1,4 +1,4 @@
-"""One training step of a Mixture-of-Experts layer under skewed routing: plain expert parallelism, then balanced."""
+"""Takes one training step of an MoE layer under skewed routing, with plain expert parallelism and then balanced."""
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,13 @@ LEARNING_RATE = 0.1
 
 
 def skewed_tokens(num_tokens: int, width: int) -> jax.Array:
-    """Tokens with much in common, and so with the same favourite experts."""
+    """Draws tokens that have much in common, and so the same favourite experts."""
     common, own = jax.random.split(jax.random.key(0))
     return jax.random.normal(common, (width,)) + jax.random.normal(own, (num_tokens, width))
 
 
 def train_step(system: System) -> tuple[jax.Array, jax.Array, Stats]:
-    """One step of gradient descent: the loss before it, the loss after it, and what balancing did."""
+    """Takes a step of gradient descent; returns the loss before it, the loss after it, and what balancing did."""
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
     topology = Topology.from_mesh(mesh)
     layer = MoE(32, 64, 16, TopK(2), mesh=mesh, topology=topology, system=system, rngs=nnx.Rngs(0))
@@ -40,7 +40,7 @@ def train_step(system: System) -> tuple[jax.Array, jax.Array, Stats]:
 
 
 def main() -> None:
-    """Two systems, the same parameters and tokens: another load, the same mathematics."""
+    """Compares two systems on the same parameters and tokens: loads differ, losses do not."""
     print("system  imbalance        rounds  replicas moved  loss before -> after the step")
     for name, system in (("plain", plain()), ("greedy", greedy(replica_slots=2))):
         before, after, stats = train_step(system)

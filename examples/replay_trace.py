@@ -12,7 +12,7 @@ NUM_STEPS, NUM_LAYERS, NUM_RANKS, NUM_EXPERTS, COPIES_PER_RANK = 8, 2, 8, 32, 40
 
 
 def write_trace(path: Path) -> None:
-    """Token copies drawn from expert popularities that walk at random; `jax-moe-lb replay` reads the same file."""
+    """Draws token copies from expert popularities that walk at random; `jax-moe-lb replay` reads the same file."""
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 0.8, (NUM_LAYERS, NUM_EXPERTS))
     steps = []
@@ -24,7 +24,7 @@ def write_trace(path: Path) -> None:
 
 
 def replay(balancer: Balancer, counts: np.ndarray, topology: Topology, slots: int) -> np.ndarray:
-    """Imbalance, straggler in token copies and replicas of each step, means over its layers: `[steps, 3]`."""
+    """Returns imbalance, straggler in copies and replicas of each step, as means over its layers, `[steps, 3]`."""
     rebalance = jax.jit(lambda *args: balancer.rebalance(*args[:2], topology, args[2]))
     states = [balancer.init(counts.shape[-2:])] * counts.shape[1]
     rows = []

@@ -1,4 +1,4 @@
-"""Three levels at once: experts travel between datacenters, loads are level inside them, tokens take all rails."""
+"""Trains on three levels: experts travel between datacenters, loads are level inside them, tokens take all rails."""
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +12,17 @@ from jax_moe_lb.nn import MoE
 jax.config.update("jax_platforms", "cpu")
 lb.use_virtual_cpu_devices(8)
 
-# Two datacenters of two nodes of two GPUs, each with a network interface. Weights may move inside a datacenter.
+# There are two datacenters of two nodes of two GPUs, each with an interface. Weights may move inside a datacenter.
 BASE = jax.make_mesh((2, 2, 2), ("dc", "node", "gpu"), axis_types=(AxisType.Auto,) * 3)
 WHOLE = lb.Topology.from_mesh(BASE, ("dc", "node", "gpu"), ranks_per_domain=4, rails_per_node=2)
-# HybridEP: both datacenters hold all experts, so that no token leaves its own.
+# With HybridEP both datacenters hold all experts, so that no token leaves its own.
 MESH = lb.hybrid_mesh(BASE, {"dc": 2, "node": 1, "gpu": 1})
 MIGRATE = lb.Migrate(lb.ExpertDomains.from_mesh(MESH, WHOLE), lb.Codec())
 BALANCER = lb.Chain((lb.Exact(), lb.RailS()))
 
 
 def gradient_step(mesh, topology, system, migrate, x):
-    """The loss of a layer before and after a step of gradient descent, and its statistics."""
+    """Takes a step of gradient descent; returns the loss before and after it, the statistics and the layer."""
     layer = MoE(32, 64, 16, lb.TopK(2), mesh=mesh, topology=topology, system=system, migrate=migrate, rngs=nnx.Rngs(0))
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
 
@@ -36,7 +36,7 @@ def gradient_step(mesh, topology, system, migrate, x):
 
 
 def main() -> None:
-    """The same step with plain expert parallelism and with all three; what each of them did."""
+    """Takes the same step with plain expert parallelism and with all three, and prints what each of them did."""
     common, own = jax.random.split(jax.random.key(0))
     x = jax.random.normal(common, (32,)) + jax.random.normal(own, (2048, 32))
     before, after, _, _ = gradient_step(BASE, WHOLE, lb.plain(), None, x)

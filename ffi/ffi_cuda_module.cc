@@ -5,7 +5,7 @@
 #include "ffi/transport/peer_planning.h"
 
 NB_MODULE(_ffi_cuda, module) {
-  module.doc() = "XLA custom calls of jax_moe_lb for NVIDIA GPUs; jax_moe_lb.ops registers them";
+  module.doc() = "XLA custom calls of jax_moe_lb for NVIDIA GPUs; jax_moe_lb._custom_calls registers them";
   module.def(
       "registrations",
       [] {

@@ -51,6 +51,8 @@ class Operand {
     }
     layers_.assign(shape.begin(), shape.end() - num_last);
     last_.assign(shape.end() - num_last, shape.end());
+    // The planners read rows that lie one after the other: an array of another layout is copied, any other is used as
+    // it is.
     array_ = Int32Array::ensure(array);
     if (!array_) throw py::error_already_set();
     for (const py::ssize_t size : last_) size_ *= static_cast<size_t>(size);
@@ -66,6 +68,7 @@ class Operand {
     for (size_t back = 1; back <= layers_.size(); ++back) {
       const auto of_all = static_cast<size_t>(broadcast[broadcast.size() - back]);
       const auto own = static_cast<size_t>(layers_[layers_.size() - back]);
+      // Along a dimension of size 1 all layers read the same entry, which is NumPy's rule of broadcasting.
       if (own > 1) offset += layer % of_all * stride;
       layer /= of_all;
       stride *= own;
@@ -113,7 +116,8 @@ std::string LayerName(size_t layer, const Shape& layers) {
   return "layer " + (index.size() == 1 ? std::to_string(index[0]) : Text(index)) + ": ";
 }
 
-// Plans every layer without Python's lock.
+// Plans every layer without Python's lock, so that threads can plan at the same time. Nothing in here may touch a
+// Python object; the operands keep their arrays alive. An exception takes the lock again on its way out.
 void ForLayers(const Shape& layers, const std::function<moe_lb::Status(size_t)>& plan) {
   size_t num_layers = 1;
   for (const py::ssize_t size : layers) num_layers *= static_cast<size_t>(size);
@@ -247,24 +251,25 @@ Int32Array Spray(const py::array& rows_array, const py::array& ticks_array, int6
 PYBIND11_MODULE(_planning, module) {
   module.doc() = "Planners on NumPy arrays of int32; leading dimensions are layers and broadcast";
   module.def("greedy", &Greedy, py::arg("placement"), py::arg("quota"), py::arg("domain"), py::arg("min_tokens") = 1,
-             "Placement [..., R, S] and quota [..., E, R] after greedy moves; see jax_moe_lb.ops.greedy");
+             "Placement [..., R, S] and quota [..., E, R] after greedy moves; see jax_moe_lb.planners.greedy");
   module.def("eplb_plus", &EplbPlus, py::arg("tokens"), py::arg("placement"), py::arg("domain"),
-             "Placement [..., R, S] and quota [..., E, R] with all slots filled; see jax_moe_lb.ops.eplb_plus");
+             "Placement [..., R, S] and quota [..., E, R] with all slots filled; see jax_moe_lb.planners.eplb_plus");
   module.def("feplb", &Feplb, py::arg("placement"), py::arg("quota"), py::arg("domain"), py::arg("num_dynamic") = 4,
              py::arg("max_num_dyn") = 8, py::arg("tau") = 1, py::arg("skip") = false,
-             "Placement [..., R, S] and quota [..., E, R] after moves of whole experts; see jax_moe_lb.ops.feplb");
-  module.def("fastermoe", &FasterMoe, py::arg("placement"), py::arg("quota"), py::arg("counts"), py::arg("domain"),
-             py::arg("min_saved"),
-             "Placement [..., R, S] and quota [..., E, R] with hot experts on all ranks; see jax_moe_lb.ops.fastermoe");
+             "Placement [..., R, S] and quota [..., E, R] after moves of whole experts; see jax_moe_lb.planners.feplb");
+  module.def(
+      "fastermoe", &FasterMoe, py::arg("placement"), py::arg("quota"), py::arg("counts"), py::arg("domain"),
+      py::arg("min_saved"),
+      "Placement [..., R, S] and quota [..., E, R] with hot experts on all ranks; see jax_moe_lb.planners.fastermoe");
   module.def("ultraep", &UltraEp, py::arg("placement"), py::arg("quota"), py::arg("domain"), py::arg("eps") = 0.01f,
              py::arg("min_tokens") = 1024,
-             "Placement [..., R, S] and quota [..., E, R] under a limit on loads; see jax_moe_lb.ops.ultraep");
+             "Placement [..., R, S] and quota [..., E, R] under a limit on loads; see jax_moe_lb.planners.ultraep");
   module.def("relay", &Relay, py::arg("placement"), py::arg("num_home"), py::arg("min_replicas") = 4,
              py::arg("max_relays") = 8, py::arg("min_gain") = 2,
-             "Ranks [..., R, S] that the slots of a placement [..., R, S] copy from; see jax_moe_lb.ops.relay");
+             "Ranks [..., R, S] that the slots of a placement [..., R, S] copy from; see jax_moe_lb.planners.relay");
   module.def("spray", &Spray, py::arg("rows"), py::arg("ticks"), py::arg("domain"), py::arg("chunks"),
-             "Rows [..., R, R, N] on each rail; see jax_moe_lb.ops.spray");
+             "Rows [..., R, R, N] on each rail; see jax_moe_lb.planners.spray");
   module.def("exact", &Exact, py::arg("counts"), py::arg("num_slots"), py::arg("domain"), py::arg("eps") = 0.01,
              py::arg("max_fan_out") = py::none(), py::arg("localize") = true,
-             "Placement [..., R, S] and quota [..., E, R] for counts [..., R, E]; see jax_moe_lb.ops.exact");
+             "Placement [..., R, S] and quota [..., E, R] for counts [..., R, E]; see jax_moe_lb.planners.exact");
 }

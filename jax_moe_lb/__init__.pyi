@@ -34,8 +34,8 @@ from .plan import rows_between as rows_between
 from .plan import straggler as straggler
 from .plan import traffic as traffic
 from .relocation import domain_floor as domain_floor
-from .relocation import moved_experts as moved_experts
 from .relocation import homes_after as homes_after
+from .relocation import moved_experts as moved_experts
 from .relocation import plan_relocation as plan_relocation
 from .routing import ForceBalanced as ForceBalanced
 from .routing import GroupLimit as GroupLimit
@@ -62,12 +62,13 @@ from .topology import Topology as Topology
 from .transport.codec import Codec as Codec
 from .transport.codec import CodecBase as CodecBase
 from .transport.direct import Direct as Direct
-from .transport.domain_gather import DomainGather as DomainGather
+from .transport.dispatch import Dispatch as Dispatch
 from .transport.gather import Gather as Gather
 from .transport.migrate import Migrate as Migrate
 from .transport.peer_copy import PeerCopy as PeerCopy
 from .transport.prefetch import scan_prefetched as scan_prefetched
 from .transport.relay import Relay as Relay
+from .transport.replicate import Replicate as Replicate
 from .transport.spray import Spray as Spray
 from .transport.staged import Staged as Staged
 from .virtual_devices import use_virtual_cpu_devices as use_virtual_cpu_devices

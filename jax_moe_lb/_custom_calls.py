@@ -1,8 +1,7 @@
 """The custom calls: which were built, how they are registered, and how a program chooses them.
 
-A build has `_ffi` (CPU) and, where a CUDA compiler was at hand, `_ffi_cuda`. Both hold
-the same names, so that one traced program lowers on either. Without them every
-operation but `exact` still works, in plain JAX.
+A build has `_ffi` (CPU) and, where a CUDA compiler was at hand, `_ffi_cuda`. Both hold the same names, so that one
+traced program lowers on either. Without them every operation but `exact` still works, in plain JAX.
 """
 
 import functools
@@ -14,42 +13,50 @@ from typing import Any
 import jax
 
 MODULES = {"cpu": "jax_moe_lb._ffi", "cuda": "jax_moe_lb._ffi_cuda"}
-"""The extension module of each platform."""
+"""The extension module that holds the custom calls of each platform."""
 
 PLANNING_MODULE = "jax_moe_lb._planning"
-"""The extension module with the planners on NumPy arrays."""
+"""The extension module that holds the planners as functions of NumPy arrays."""
 
 
 def is_built(platform: str) -> bool:
-    """Whether this installation holds the custom calls of a platform of `MODULES`."""
+    """Says whether this installation holds the custom calls of a platform of `MODULES`."""
     return importlib.util.find_spec(MODULES[platform]) is not None
 
 
 def has_planning_module() -> bool:
-    """Whether this installation can plan on NumPy arrays, without a JAX program."""
+    """Says whether this installation can plan on NumPy arrays, without a JAX program."""
     return importlib.util.find_spec(PLANNING_MODULE) is not None
 
 
 def by_platform(
     *args: Any, native: Callable, reference: Callable | None, platforms: tuple[str, ...] = tuple(MODULES)
 ) -> Any:
-    """`native(*args)` where a program is lowered for one of `platforms` that was built, else `reference(*args)`.
+    """Calls `native(*args)` where a program is lowered for a platform that was built, else `reference(*args)`.
 
-    Without a reference it cannot be lowered for other platforms; at least one must have been built.
+    Use it for every operation that has a custom call: the choice is made when a program is lowered, so one traced
+    program serves all platforms, and a machine without a GPU can lower for one.
+
+    Args:
+        *args: arrays, the operands of both forms.
+        native: makes the custom call.
+        reference: the same in plain JAX. Without it, `None`, the program cannot be lowered for other platforms, and at
+            least one must have been built.
+        platforms: names of `MODULES` on which the custom call exists; all of them by default.
     """
     built = {platform: native for platform in platforms if is_built(platform)}
     return jax.lax.platform_dependent(*args, **built, default=reference)
 
 
 def call(name: str, out: Any, *args: jax.Array, aliases: dict[int, int] | None = None, **attributes: Any) -> Any:
-    """The custom call `moe_lb_<name>`.
+    """Makes the custom call `moe_lb_<name>`.
 
     Args:
-        name: without the prefix.
+        name: the name of the call without the prefix.
         out: shapes and dtypes of the results; see `like`.
-        args: its operands.
-        aliases: operand to result: the result is written over the operand.
-        attributes: static; integers become int64, `np.float32` and the like keep their type.
+        args: the operands.
+        aliases: operand to result, by number: the result is written over the operand.
+        attributes: static values; integers become int64, `np.float32` and the like keep their type.
     """
     register()
     # No side effect: `jax.checkpoint` refuses them, and every result is used.
@@ -60,7 +67,15 @@ def call(name: str, out: Any, *args: jax.Array, aliases: dict[int, int] | None =
 
 
 def like(array: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = None) -> Any:
-    """A result that varies over the mesh axes of `array` and is placed like it."""
+    """Describes a result that varies over the mesh axes of `array` and is placed like it.
+
+    Use it for the results of `call`, which inside `jax.shard_map` would otherwise vary over no axis.
+
+    Args:
+        array: an operand.
+        shape: of the result; that of `array` by default.
+        dtype: of the result; that of `array` by default.
+    """
     aval = jax.typeof(array)
     shape = aval.shape if shape is None else shape
     # A placement names one entry per dimension; another number of them is placed nowhere in particular.
@@ -70,7 +85,7 @@ def like(array: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = No
 
 @functools.cache
 def register() -> None:
-    """Makes the custom calls known to JAX, once."""
+    """Makes the custom calls known to JAX, once; `call` does it before the first of them."""
     # The CPU client must exist first: it flushes queued handlers before the types that they need.
     jax.devices()
     for platform, module in MODULES.items():

@@ -1,4 +1,4 @@
-"""Frozen dataclasses as pytrees."""
+"""`pytree` makes frozen dataclasses pytrees."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -13,9 +13,8 @@ Value = TypeVar("Value")
 def pytree(cls: type[Value]) -> type[Value]:
     """Makes `cls` a frozen dataclass and a pytree; a field with metadata `static` is part of the tree's structure.
 
-    Unlike `jax.tree_util.register_dataclass` it does not call `__init__` to rebuild a
-    value: transformations put placeholders where arrays stand, and checks of shapes and
-    types belong to the code that builds one.
+    Unlike `jax.tree_util.register_dataclass` it does not call `__init__` to rebuild a value: transformations put
+    placeholders where arrays stand, and checks of shapes and types belong to the code that builds one.
     """
     made: Any = dataclass(frozen=True)(cls)
     static = [field.name for field in fields(made) if field.metadata.get("static")]
@@ -31,6 +30,7 @@ def pytree(cls: type[Value]) -> type[Value]:
     def unflatten(aux: tuple, children: Iterable) -> Any:
         value: Any = object.__new__(made)
         for name, child in (*zip(dynamic, children, strict=True), *zip(static, aux, strict=True)):
+            # A frozen dataclass refuses ordinary assignment.
             object.__setattr__(value, name, child)
         return value
 

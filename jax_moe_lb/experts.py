@@ -1,4 +1,4 @@
-"""The weights of experts, as one pytree."""
+"""`Experts` holds the weights of experts as one pytree."""
 
 import jax
 from jaxtyping import Array, Float
@@ -8,15 +8,22 @@ from jax_moe_lb._pytree import pytree
 
 @pytree
 class Experts:
-    """Weights of `G` experts: the home experts of a rank (`G = L`), its slots (`G = S`) or all (`G = E`).
+    """These are the weights of `G` experts: the home experts of a rank (`G = L`), its slots (`G = S`) or all (`G = E`).
 
-    One expert alone has no leading dimension.
+    Make it to call `moe` without the Flax layer, or to ask a codec for its bytes. A shared expert, which is one alone,
+    has no leading dimension.
 
     Args:
-        up: first projection.
-        down: second projection.
-        gate: with it an expert is SwiGLU, `(silu(x gate) * (x up)) down`; `None`: plain
-            GELU, `gelu(x up) down`.
+        up: `[G, H, F]`, the first projection.
+        down: `[G, F, H]`, the second projection.
+        gate: `[G, H, F]`; with it an expert is SwiGLU, `(silu(x gate) * (x up)) down`, which is usual. `None` makes it
+            plain GELU, `gelu(x up) down`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax_moe_lb import Experts
+        >>> Experts(up=jnp.zeros((4, 8, 16)), down=jnp.zeros((4, 16, 8))).nbytes
+        4096
     """
 
     up: Float[Array, "*G H F"]
@@ -25,5 +32,5 @@ class Experts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all `G` experts."""
+        """Counts the bytes of all `G` experts."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))

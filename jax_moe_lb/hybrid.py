@@ -1,9 +1,9 @@
-"""Expert domains as mesh axes.
+"""Expert domains are mesh axes.
 
-Every level's axis is split in two: `dc` of size 8 with domains of 4 becomes `dc_domain` of size 2 and `dc_offset` of
-size 4. Members of a domain differ in their offset, and only experts travel between them; members of equal offset form
-an expert-parallel group of their own, and only tokens travel inside it. So HybridEP is plain expert parallelism of a
-smaller degree, several times side by side, with the experts gathered over the offset axes.
+Every level's axis is split in two: `dc` of size 8 with expert domains of 4 becomes `dc_domain` of size 2 and
+`dc_offset` of size 4. Members of an expert domain differ in their offset, and only experts travel between them; members
+of equal offset form an expert-parallel group of their own, and only tokens travel inside it. So HybridEP is plain expert
+parallelism of a smaller degree, several times side by side, with the experts gathered over the offset axes.
 """
 
 import math
@@ -16,20 +16,29 @@ from jax.sharding import Mesh
 from jax_moe_lb.topology import Level, Topology
 
 DOMAIN, OFFSET = "_domain", "_offset"
-"""What the two halves of a split axis are called, after its name."""
+"""The two halves of a split axis are called so, after its name."""
 
 
 def hybrid_mesh(mesh: Mesh, domain_sizes: Mapping[str, int]) -> Mesh:
-    """The same devices in the same order, with axes split into domain and offset.
+    """Splits axes of a mesh into expert domain and offset, with the same devices in the same order.
 
-    Consecutive members of an axis make up a domain.
+    Use it before `ExpertDomains.from_mesh`, for a layer with `Migrate`. Consecutive members of an axis make up an
+    expert domain.
 
     Args:
-        mesh: without axes of such names.
-        domain_sizes: `S` of every axis to split, by its name; 1: plain expert parallelism.
+        mesh: the mesh of the devices; none of its axes ends in `_domain` or `_offset`.
+        domain_sizes: ranks of an expert domain on every axis to split, by its name; usually what
+            `choose_expert_domains` finds. 1 is plain expert parallelism.
 
     Raises:
-        ValueError: an axis that the mesh lacks, a size that does not divide it, or a name that is taken.
+        ValueError: the mesh lacks an axis, a size does not divide it, or a name is taken.
+
+    Examples:
+        >>> import jax
+        >>> from jax_moe_lb import hybrid_mesh
+        >>> mesh = jax.make_mesh((2, 4), ("dc", "gpu"))
+        >>> dict(hybrid_mesh(mesh, {"dc": 2, "gpu": 1}).shape)
+        {'dc_domain': 1, 'dc_offset': 2, 'gpu_domain': 4, 'gpu_offset': 1}
     """
     for axis in domain_sizes:
         if axis not in mesh.axis_names:
@@ -53,17 +62,27 @@ def _parts(axis: str, size: int, domain_sizes: Mapping[str, int]) -> dict[str, i
 
 
 @dataclass(frozen=True)
-class Domains:
-    """How experts and tokens lie on a mesh of `hybrid_mesh`.
+class ExpertDomains:
+    """These expert domains say how experts and tokens lie on a mesh of `hybrid_mesh`.
 
-    Ranks are numbered by domain, outermost level first, then by offset, innermost level first. So a domain is a block
-    of ranks and holds a block of experts, in the order in which gathers leave them that go from the outermost level
-    inwards. `jax.lax.axis_index` numbers ranks like that over `expert_axes`. Hashable.
+    Make them with `from_mesh` and give them to `Migrate`; give `between` to the layer as its topology. Ranks are numbered
+    by expert domain, outermost level first, then by offset, innermost level first. So an expert domain is a block of
+    ranks and holds a block of experts, in the order in which gathers leave them that go from the outermost level
+    inwards. `jax.lax.axis_index` numbers ranks like that over `expert_axes`. The value is hashable.
 
     Args:
         between: the group that exchanges tokens: ranks of equal offset. The offset axes are data axes to it.
         offset_axes: the axes that experts are gathered over, innermost level first.
-        domain_size: `M`, ranks of a domain: the product of the sizes of these axes.
+        domain_size: the ranks of an expert domain, the product of the sizes of these axes.
+
+    Examples:
+        >>> import jax
+        >>> from jax_moe_lb import ExpertDomains, Topology, hybrid_mesh
+        >>> mesh = jax.make_mesh((2, 4), ("dc", "gpu"))
+        >>> topology = Topology.from_mesh(mesh, ("dc", "gpu"))
+        >>> domains = ExpertDomains.from_mesh(hybrid_mesh(mesh, {"dc": 2, "gpu": 1}), topology)
+        >>> domains.domain_size, domains.between.num_ranks, domains.expert_axes
+        (2, 4, ('dc_domain', 'gpu_domain', 'gpu_offset', 'dc_offset'))
     """
 
     between: Topology
@@ -75,11 +94,11 @@ class Domains:
         """Reads them off a split mesh.
 
         Args:
-            mesh: of `hybrid_mesh`.
-            topology: of the mesh before it was split, whose rates the levels keep.
+            mesh: a mesh of `hybrid_mesh`.
+            topology: the topology of the mesh before it was split, whose rates the levels keep.
 
         Raises:
-            ValueError: an expert axis of the topology is not split in the mesh, or its parts are of other sizes.
+            ValueError: an expert axis of the topology is not split in the mesh, or its parts have other sizes.
         """
         if not topology.expert_axes:
             raise ValueError("topology has no expert_axes; expected one made by Topology.from_mesh")
@@ -105,7 +124,7 @@ class Domains:
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """The axes that experts are sharded over, domains first: for a `PartitionSpec`."""
+        """The axes that experts are sharded over, expert domains first: put them into a `PartitionSpec`."""
         return self.between.expert_axes + self.offset_axes
 
     @property
@@ -117,9 +136,10 @@ class Domains:
 
 
 def _inside(topology: Topology, levels: tuple[Level, ...]) -> int:
-    """How many ranks of one offset are inside a domain of the hardware."""
+    """Counts the ranks of one offset inside a domain of the hardware."""
     left, inside = topology.ranks_per_domain, 1
     for level, split in zip(reversed(topology.levels), reversed(levels), strict=True):
+        # A domain that ends inside this level has of its parts as many as fit; one that does not has all.
         inside *= math.gcd(left, split.size) if left % level.size else split.size
         left = 1 if left % level.size else left // level.size
         if left == 1:

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jax_moe_lb.plan import Plan, home_experts_per_rank
+from jax_moe_lb._varying import vary_like
+from jax_moe_lb.checks import check_domain, home_experts_per_rank
+from jax_moe_lb.plan import Plan
 from jax_moe_lb.split import Split, nearest_first
 from jax_moe_lb.types import AnyArray, Counts, host_iota
 
@@ -98,6 +100,33 @@ def check_routed(wrong: AnyArray, num_experts: AnyArray) -> None:
             raise ValueError(f"router logits of rank {rank} give weights that are not finite; expected finite logits")
 
 
+def check_homes(homes: Any) -> None:
+    """Refuses places of a layer's experts, `[E]`, that are no permutation."""
+    homes = np.asarray(homes)
+    checked_permutation("homes", homes[None], (1, homes.shape[0]))
+
+
+def checked_permutation(name: str, permutation: Any, shape: tuple[int, int]) -> Int[np.ndarray, "layers E"]:
+    """The permutation of each layer, int32.
+
+    Raises:
+        ValueError: another shape, no integers, or a number that is missing or there twice.
+    """
+    permutation = np.asarray(permutation)
+    if permutation.shape != shape or not np.issubdtype(permutation.dtype, np.integer):
+        raise ValueError(f"{name} is {permutation.dtype}{list(permutation.shape)}; expected integers {list(shape)}")
+    wrong = (np.sort(permutation, 1) != host_iota(shape[1])[None]).any(1)
+    if wrong.any():
+        layer = int(np.argmax(wrong))
+        values, counts = np.unique(permutation[layer], return_counts=True)
+        odd = values[(counts > 1) | (values < 0) | (values >= shape[1])][0]
+        raise ValueError(
+            f"{name} of layer {layer} has {odd} {counts[values == odd][0]} times; "
+            f"expected a permutation of 0 to {shape[1] - 1}"
+        )
+    return permutation.astype(np.int32)
+
+
 def ensure(ok: Bool[jax.Array, ""], check: Callable[..., None], *args: Any) -> Int[jax.Array, ""]:
     """Zero; if not `ok`, calls `check(*args)` on the host, where it raises.
 
@@ -110,10 +139,10 @@ def ensure(ok: Bool[jax.Array, ""], check: Callable[..., None], *args: Any) -> I
 
     def stop(args: Any) -> jax.Array:
         answer = jax.pure_callback(call, jax.ShapeDtypeStruct((), jnp.int32), *args, vmap_method="sequential")
-        return answer + zero
+        return vary_like(answer, ok)
 
-    # A constant of the same manual axes as `ok`, which both branches must share.
-    zero = ok.astype(jnp.int32) * 0
+    # Neither a constant nor what a callback returns has the manual axes of `ok`, which both branches must share.
+    zero = vary_like(np.int32(0), ok)
     return jax.lax.cond(ok, lambda args: zero, stop, args)
 
 
@@ -132,8 +161,7 @@ def _check_shapes(plan: Plan, counts_shape: tuple[int, ...]) -> None:
         raise ValueError(f"plan.relay has shape {plan.relay.shape}; expected that of placement, {placement.shape}")
     if plan.rails is not None and (plan.rails.ndim != 3 or plan.rails.shape[:2] != (num_ranks, num_ranks)):
         raise ValueError(f"plan.rails has shape {plan.rails.shape}; expected [{num_ranks}, {num_ranks}, N]")
-    if domain < 1 or num_ranks % domain:
-        raise ValueError(f"plan.domain is {domain}; expected a divisor of the {num_ranks} ranks")
+    check_domain(domain, num_ranks, "plan.domain")
     if not isinstance(plan.split, Split):
         raise ValueError(f"plan.split is {plan.split!r}; expected a Split")
 

@@ -1,7 +1,5 @@
 """The one executor: routing to counts to plan to weights to tokens to experts and back."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +7,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jax_moe_lb._pytree import pytree
+from jax_moe_lb._varying import varying_axes
 from jax_moe_lb.experts import Experts
-from jax_moe_lb.legality import check_routed, ensure, ensure_legal
+from jax_moe_lb.legality import check_homes, check_routed, ensure
 from jax_moe_lb.losses import Losses
 from jax_moe_lb.plan import Plan, imbalance, load, plain_plan, straggler, traffic
-from jax_moe_lb.relocation import check_homes
 from jax_moe_lb.routing import (
     NO_EXPERT,
     Router,
@@ -23,10 +21,8 @@ from jax_moe_lb.routing import (
 )
 from jax_moe_lb.systems import System
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.direct import Copies, Receipt
-from jax_moe_lb.transport.rounds import combine, serve, to_sending_order
-from jax_moe_lb.transport.staged import Staged
-from jax_moe_lb.transport.waves import Routed, Ways, serve_in_waves
+from jax_moe_lb.transport.dispatch import Routed
+from jax_moe_lb.transport.rounds import combine
 from jax_moe_lb.types import Counts, State, TokenMask, Tokens, iota, wide_dtype
 
 CHECKPOINT_NAMES = ("moe_routing", "moe_sent", "moe_served")
@@ -119,46 +115,19 @@ def moe(
     replica_slots = system.replica_slots if topology.num_ranks > 1 else 0
     start = plain_plan(counts, topology, experts.up.shape[0] + replica_slots)
     weights = vary_like_tokens(experts, topology)
-    served, state = _serve(x, chosen, weights, counts, start, system, topology, state)
+    served, state = system.dispatch.serve(
+        x,
+        Routed(chosen, counts),
+        weights,
+        start,
+        state,
+        balancer=system.balancer,
+        replicate=system.replicate,
+        topology=topology,
+    )
     y = combine(checkpoint_name(served.copies, "moe_served"), routing.weights, served.receipt)
     loss = losses(routing, by_expert, topology.expert_axes, sequence_length)
     return y, _stats(counts, start, served.plan, served.rounds, experts, loss), state
-
-
-class _Served(NamedTuple):
-    """Outputs of the experts in the sending order of `receipt`, and by which plan, in how many rounds."""
-
-    copies: Copies
-    receipt: Receipt
-    plan: Plan
-    rounds: Int[Array, ""]
-
-
-def _serve(
-    x: Tokens,
-    chosen: Int[Array, "T K"],
-    experts: Experts,
-    counts: Counts,
-    start: Plan,
-    system: System,
-    topology: Topology,
-    state: State,
-) -> tuple[_Served, State]:
-    """A plan, and every copy of every token through its expert; in two waves, the first of which needs no plan."""
-    dispatch, plan = system.dispatch, start
-    if isinstance(dispatch, Staged):
-        routed = Routed(chosen, counts, system.balancer.dynamic(start))
-        ways = Ways.of(dispatch, system, start, topology)
-        if ways.planner is None:
-            plan, state = system.balancer.rebalance(counts, start, topology, state)
-        copies, plan, waves = serve_in_waves(x, experts, routed, plan, ways)
-        return _Served(copies, waves.dynamic, plan, waves.rounds), state
-    plan, state = system.balancer.rebalance(counts, start, topology, state)
-    plan = ensure_legal(plan, counts)
-    receipt = dispatch.address(chosen, counts, plan, topology)
-    sent = checkpoint_name(to_sending_order(x, receipt, chosen.shape[1]), "moe_sent")
-    copies = serve(sent, experts, plan, receipt, system.replicate, dispatch, topology)
-    return _Served(copies, receipt, plan, receipt.rounds), state
 
 
 def route(
@@ -207,8 +176,7 @@ def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:
 
     def vary(leaf: Array) -> Array:
         # Gathered over some of these axes, they already differ over them.
-        varying = jax.typeof(leaf).manual_axis_type.varying
-        axes = tuple(axis for axis in topology.data_axes if axis not in varying)
+        axes = tuple(axis for axis in topology.data_axes if axis not in varying_axes(leaf))
         return jax.lax.pcast(leaf, axes, to="varying") if axes else leaf
 
     return jax.tree.map(vary, experts)

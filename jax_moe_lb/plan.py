@@ -1,7 +1,11 @@
-"""The plan of one layer and microbatch: who serves which tokens, as integers."""
+"""A plan says, in integers, which rank serves which tokens of one layer and microbatch."""
 
+import io
+import os
+import secrets
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +13,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jax_moe_lb._pytree import pytree
-from jax_moe_lb.split import Split, kept, nearest_first
+from jax_moe_lb._varying import vary_like
+from jax_moe_lb.checks import home_experts_per_rank
+from jax_moe_lb.split import Split, Tier, kept, nearest_first
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import AnyArray, Counts, Load, host_iota, iota, namespace
 
@@ -19,21 +25,42 @@ if TYPE_CHECKING:
 else:
     Scalar = Float[AnyArray, ""] | float
     IntScalar = Int[AnyArray, ""] | np.integer
-    """An array in a jitted program, a NumPy number on a host."""
+    """It is an array in a jitted program and a NumPy number on a host."""
 
 
 @pytree
 class Plan:
-    """Placement and quota, all that a balancer decides. Static shapes: one compilation serves every plan.
+    """A plan holds all that a balancer decides: placement and quota, and optionally relays and rails.
+
+    Balancers return plans, and `moe` carries them out. Make one yourself to test a balancer, or to hold a fixed plan.
+    Its shapes are static, so one compilation serves every plan. Plans of several layers or steps may be stacked along
+    leading dimensions, in which `save`, `load` and `jax.vmap` keep them; the properties below, and the functions of
+    this module, take a plan without leading dimensions.
 
     Args:
-        placement: expert held by each slot, -1 for an empty one. The first `L` slots of a
-            rank hold its home experts: home owns parameters and optimizer state, slots serve.
-        quota: token copies of an expert that a rank serves (UltraEP's `U`).
-        relay: the rank from which a slot copies its weights; `None`: from home.
-        rails: token copies from rank to rank on each rail; `None`: the destination's own rail.
-        domain: `M` of this plan: slots are filled only from inside blocks of `M` ranks.
-        split: which source sends which of its tokens to which rank; follows from the quota.
+        placement: `[R, S]` integers, the expert that each slot holds, -1 for an empty slot. The first `L` slots of a
+            rank hold its home experts, of which it owns parameters and optimizer state.
+        quota: `[E, R]` integers, the token copies of an expert that a rank serves (UltraEP's `U`).
+        relay: `[R, S]` integers, the rank from which a slot copies its weights; `None` copies all from home.
+        rails: `[R, R, N]` integers, token copies from rank to rank on each rail; `None` takes the destination's own
+            rail.
+        domain: `M`, ranks of a domain: weights are copied into slots only inside blocks of `M` ranks.
+        split: the rule that says which source sends which of its tokens to which rank. It needs the quota alone.
+
+    Examples:
+        Rank 1 gets a replica of expert 0 and takes half of its eight copies:
+
+        >>> import numpy as np
+        >>> from jax_moe_lb import Plan, check_plan, load
+        >>> counts = np.array([[6, 1], [2, 1]], np.int32)
+        >>> placement = np.array([[0, -1], [1, 0]], np.int32)
+        >>> quota = np.array([[4, 4], [0, 2]], np.int32)
+        >>> plan = Plan(placement, quota, domain=2)
+        >>> check_plan(plan, counts)
+        >>> load(plan)
+        array([4, 6], dtype=int32)
+        >>> plan.num_ranks, plan.num_experts, plan.num_home, plan.slots
+        (2, 2, 1, 2)
     """
 
     placement: Int[AnyArray, "*B R S"]
@@ -45,46 +72,185 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """`R`."""
+        """`R`, the ranks of the group."""
         return self.placement.shape[0]
 
     @property
     def num_experts(self) -> int:
-        """`E`."""
+        """`E`, the experts of the layer."""
         return self.quota.shape[0]
 
     @property
     def num_home(self) -> int:
-        """`L`."""
+        """`L`, the home experts of a rank."""
         return self.num_experts // self.num_ranks
 
     @property
     def slots(self) -> int:
-        """`S`."""
+        """`S`, the slots of a rank."""
         return self.placement.shape[1]
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes all fields into an .npz file, which `load` reads.
 
-def home_experts_per_rank(num_experts: int, num_ranks: int) -> int:
-    """`L = E / R`.
+        Call it outside `jax.jit`, to look at plans later or to replay them. Plans may be stacked along leading
+        dimensions. The file appears under its name only when it is complete, so nobody reads half of one.
 
-    Raises:
-        ValueError: `E` is not a positive multiple of `R`.
-    """
-    if num_experts < 1 or num_experts % num_ranks:
-        raise ValueError(f"num_experts is {num_experts}; expected a positive multiple of the {num_ranks} ranks")
-    return num_experts // num_ranks
+        Args:
+            path: the file; one that exists is replaced.
+
+        Raises:
+            OSError: the file cannot be written.
+
+        Examples:
+            >>> import pathlib, tempfile
+            >>> import numpy as np
+            >>> from jax_moe_lb import Plan, Topology, plain_plan
+            >>> plan = plain_plan(np.ones((2, 4), np.int32), Topology.flat(2))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     plan.save(pathlib.Path(folder) / "plan.npz")
+            ...     again = Plan.load(pathlib.Path(folder) / "plan.npz")
+            >>> again.quota.tolist() == plan.quota.tolist(), again.domain, again.split == plan.split
+            (True, 2, True)
+        """
+        arrays = {name: getattr(self, name) for name in _ARRAYS if getattr(self, name) is not None}
+        settings = {"domain": self.domain, "split_tier": self.split.tier, "split_locality": self.split.locality}
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **{name: np.asarray(value) for name, value in (arrays | settings).items()})
+        _write_whole(Path(path), buffer.getvalue())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Reads a file of `save`, as NumPy arrays with the dimensions that were saved.
+
+        It checks dtypes and shapes. Whether the plan is legal for some counts is what `check_plan` says.
+
+        Args:
+            path: the file.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: the file is damaged or holds no plan; the message names the file and what is wrong in it.
+        """
+        path = Path(path)
+        arrays = _arrays_of(path, path.read_bytes())
+        _check_arrays(path, arrays)
+        # The words are those of `Tier`, which a type checker cannot know.
+        split: Any = {"tier": str(arrays.pop("split_tier")), "locality": bool(arrays.pop("split_locality"))}
+        return cls(**{**arrays, "domain": int(arrays["domain"])}, split=Split(**split))
+
+
+_ARRAYS = ("placement", "quota", "relay", "rails")
+"""The fields of a plan that are arrays; a file lacks those that are `None`."""
+
+_SETTINGS = {
+    "domain": (np.integer, "an integer"),
+    "split_tier": (np.str_, "a word"),
+    "split_locality": (np.bool_, "a bool"),
+}
+"""What else a file of a plan holds, each without dimensions: its dtype, and that in words."""
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Writes a file that is never seen half written."""
+    if path.exists() and not path.is_file():
+        # A device or a pipe must not be replaced by a file, and for a folder this raises what is wrong.
+        path.write_bytes(content)
+        return
+    path = path.resolve()  # so that a link stays one, and what it points to is replaced
+    # Only inside one file system is a rename atomic: the temporary file lies beside the final one.
+    part = path.with_name(f".plan-{secrets.token_hex(8)}.tmp")
+    try:
+        with part.open("xb") as file:
+            file.write(content)
+            file.flush()
+            # Without it a crash of the machine could leave the name with an empty file behind it.
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _arrays_of(path: Path, content: bytes) -> dict[str, np.ndarray]:
+    """The known arrays of an .npz file, unchecked; names that nobody knows are left out."""
+    try:
+        # Pickles run code of whoever wrote them: a file of a stranger must not.
+        loaded = np.load(io.BytesIO(content), allow_pickle=False)
+        known = (*_ARRAYS, *_SETTINGS)
+        found = {} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in known if name in loaded}
+    except Exception as error:  # a damaged file makes NumPy and zipfile raise nearly anything
+        raise ValueError(f"{path}: damaged, or no .npz file of numbers; expected one that Plan.save wrote") from error
+    for name in ("placement", "quota", *_SETTINGS):
+        if name not in found:
+            raise ValueError(f"{path}: {name} is missing; expected a file that Plan.save wrote")
+    return found
+
+
+def _check_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Refuses dtypes and shapes that no plan has."""
+    for name, (kind, wanted) in _SETTINGS.items():
+        if arrays[name].ndim or not np.issubdtype(arrays[name].dtype, kind):
+            raise ValueError(f"{path}: {name} is {_described(arrays[name])}; expected {wanted} without dimensions")
+    if str(arrays["split_tier"]) not in get_args(Tier):
+        words = " or ".join(map(repr, get_args(Tier)))
+        raise ValueError(f"{path}: split_tier is {str(arrays['split_tier'])!r}; expected {words}")
+    for name in _ARRAYS:
+        if name in arrays and not np.issubdtype(arrays[name].dtype, np.integer):
+            raise ValueError(f"{path}: {name} is {_described(arrays[name])}; expected integers")
+    if arrays["placement"].ndim < 2:
+        raise ValueError(f"{path}: placement is {_described(arrays['placement'])}; expected [..., R, S]")
+    *leading, num_ranks, slots = arrays["placement"].shape
+    # E is the one size that placement does not say.
+    num_experts = arrays["quota"].shape[-2] if arrays["quota"].ndim > 1 else 0
+    num_rails = arrays["rails"].shape[-1] if "rails" in arrays and arrays["rails"].ndim else 0
+    shapes = {
+        "quota": (num_experts, num_ranks),
+        "relay": (num_ranks, slots),
+        "rails": (num_ranks, num_ranks, num_rails),
+    }
+    words = {"quota": "[..., E, R]", "relay": "[..., R, S]", "rails": "[..., R, R, N]"}
+    for name, shape in shapes.items():
+        if name in arrays and arrays[name].shape != (*leading, *shape):
+            raise ValueError(
+                f"{path}: {name} is {_described(arrays[name])}; expected {words[name]} "
+                f"beside placement {list(arrays['placement'].shape)}"
+            )
+
+
+def _described(array: np.ndarray) -> str:
+    return f"{array.dtype}{list(array.shape)}"
 
 
 def plain_plan(counts: Counts, topology: Topology, slots: int | None = None) -> Plan:
-    """Every expert served at home: plain expert parallelism, and what balancers start from.
+    """Makes the plan in which every expert is served at home.
+
+    It is plain expert parallelism. Balancers start from it: give it to `Balancer.rebalance` when you plan for recorded
+    counts, or compare a balanced plan with it.
 
     Args:
-        counts: `[R, E]`.
-        topology: its `ranks_per_domain` becomes the plan's domain.
-        slots: `S`, slots per rank; `L`, no replicas, by default.
+        counts: `[R, E]` integers, the token copies that each rank routes to each expert.
+        topology: of the `R` ranks; its `ranks_per_domain` becomes the plan's domain.
+        slots: `S`, slots per rank, usually `L` plus the few replicas that a balancer may make (`System.replica_slots`);
+            `L`, which leaves no room for replicas, by default.
+
+    Returns:
+        The plan, as NumPy arrays where `counts` is one.
 
     Raises:
-        ValueError: `counts` of another shape, `E` no multiple of `R`, `slots < L` or `slots > E`.
+        ValueError: `counts` has another shape, `E` is no multiple of `R`, `slots < L` or `slots > E`.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import Topology, plain_plan
+        >>> counts = np.array([[3, 1, 0, 2], [2, 0, 1, 1]], np.int32)
+        >>> plan = plain_plan(counts, Topology.flat(2), slots=3)
+        >>> plan.placement
+        array([[ 0,  1, -1],
+               [ 2,  3, -1]], dtype=int32)
+        >>> plan.quota.T
+        array([[5, 1, 0, 0],
+               [0, 0, 1, 3]], dtype=int32)
     """
     if counts.ndim != 2 or counts.shape[0] != topology.num_ranks:
         raise ValueError(f"counts has shape {counts.shape}; expected [R, E] with R = {topology.num_ranks}")
@@ -98,37 +264,77 @@ def plain_plan(counts: Counts, topology: Topology, slots: int | None = None) -> 
     at_home = host_iota(num_experts)[:, None] // home == host_iota(num_ranks)
     xp = namespace(counts)
     quota = xp.where(xp.asarray(at_home), counts.sum(0, dtype=np.int32)[:, None], xp.int32(0))
-    # The zero gives the constant the manual axes of counts, so that loops may carry the plan.
-    zero = counts[0, 0].astype(np.int32) * 0
-    return Plan(xp.asarray(placement) + zero, quota, domain=topology.ranks_per_domain)
+    # A constant varies over no mesh axis; loops may carry the plan only if all of it varies like the counts.
+    return Plan(vary_like(placement, counts), quota, domain=topology.ranks_per_domain)
 
 
 def load(plan: Plan) -> Load:
-    """Token copies that each rank serves, `[R]`."""
+    """Counts the token copies that each rank serves, `[R]`.
+
+    Give it to `imbalance` or `straggler` to see what a plan is worth.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import Topology, load, plain_plan
+        >>> load(plain_plan(np.array([[3, 1], [2, 0]], np.int32), Topology.flat(2)))
+        array([5, 1], dtype=int32)
+    """
+    # The dtype is said because NumPy would widen the sum where JAX does not, and both must give the same plan.
     return plan.quota.sum(0, dtype=np.int32)
 
 
 def straggler(load: Load) -> Scalar:
-    """`max(load) - mean(load)`, in token copies (FEPLB, token straggler)."""
+    """Measures by how much the busiest rank is over the mean: `max(load) - mean(load)` (FEPLB's token straggler).
+
+    Use it where time matters: a rank computes in proportion to its copies, so this is what all others wait for.
+
+    Args:
+        load: `[R]`, copies that each rank serves.
+
+    Returns:
+        Token copies, 0 for a level load.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import straggler
+        >>> float(straggler(np.array([5, 1], np.int32)))
+        2.0
+    """
     load = _as_float(load)
     return load.max() - load.mean()
 
 
 def imbalance(load: Load) -> Scalar:
-    """`max(load) / mean(load)` (UltraEP, section 4.3); 1 where there is no load."""
+    """Measures how uneven a load is: `max(load) / mean(load)` (UltraEP, section 4.3).
+
+    Use it to compare layers of different sizes. It is 1 for a level load and `R` if one rank serves everything.
+
+    Args:
+        load: `[R]`, copies that each rank serves.
+
+    Returns:
+        A number from 1 to `R`; 1 where there is no load.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import imbalance
+        >>> float(imbalance(np.array([6, 2], np.int32)))
+        1.5
+    """
     load = _as_float(load)
     xp = namespace(load)
     mean = load.mean()
+    # The inner one keeps a division by zero out of the branch that is not taken, where NumPy would warn of it.
     return xp.where(mean > 0, load.max() / xp.where(mean > 0, mean, 1), xp.ones_like(mean))
 
 
 class Traffic(NamedTuple):
-    """What a plan moves between ranks.
+    """Traffic says what a plan moves between ranks; `traffic` counts it.
 
     Args:
-        rows: token copies served by another rank than their own, counted once for dispatch.
-        replicas: slots that hold an expert of another rank.
-        fan_out: copies of expert weights that each rank sends, `[R]`.
+        rows: the token copies that another rank than their own serves, counted once, for dispatch.
+        replicas: the slots that hold an expert of another rank.
+        fan_out: `[R]`, the copies of expert weights that each rank sends.
     """
 
     rows: IntScalar
@@ -137,7 +343,25 @@ class Traffic(NamedTuple):
 
 
 def traffic(plan: Plan, counts: Counts) -> Traffic:
-    """Token copies and expert copies that cross between ranks under `plan`."""
+    """Counts the token copies and the copies of expert weights that cross between ranks under a plan.
+
+    Use it to see what a balanced load costs: multiply rows by the bytes of a token and replicas by those of an expert.
+
+    Args:
+        plan: legal for `counts`.
+        counts: `[R, E]`, the token copies that each rank routes to each expert.
+
+    Examples:
+        Of 16 copies rank 0 keeps its six and rank 1 five; one replica of expert 1 is copied:
+
+        >>> import numpy as np
+        >>> from jax_moe_lb import Plan, traffic
+        >>> counts = np.array([[4, 2], [2, 8]], np.int32)
+        >>> plan = Plan(np.array([[0, 1], [1, -1]], np.int32), np.array([[6, 0], [5, 5]], np.int32), domain=2)
+        >>> moved = traffic(plan, counts)
+        >>> int(moved.rows), int(moved.replicas), moved.fan_out.tolist()
+        (5, 1, [0, 1])
+    """
     xp = namespace(plan.quota)
     stay = kept(counts, plan.quota, plan.domain, plan.split).sum(dtype=np.int32)
     replicas = plan.placement[:, plan.num_home :]
@@ -145,17 +369,31 @@ def traffic(plan: Plan, counts: Counts) -> Traffic:
     if plan.relay is not None:
         relay = plan.relay[:, plan.num_home :]
         senders = xp.where(relay >= 0, relay, senders)
+    # An empty slot gets a sender that no rank is, so that the comparison below counts it for nobody.
     senders = xp.where(replicas >= 0, senders, plan.num_ranks)
     fan_out = (senders[..., None] == host_iota(plan.num_ranks)[None, None]).sum((0, 1), dtype=np.int32)
     return Traffic(counts.sum(dtype=np.int32) - stay, fan_out.sum(dtype=np.int32), fan_out)
 
 
 def rows_between(counts: Counts, plan: Plan) -> Int[AnyArray, "R R"]:
-    """Token copies from rank to rank, by the plan's split rule; on the diagonal those that stay.
+    """Counts the token copies that go from rank to rank, by the plan's split rule.
+
+    Use it for a picture of the exchange, or to find its busiest pair.
 
     Args:
-        counts: `[R, E]`.
-        plan: legal for them.
+        counts: `[R, E]`, the token copies that each rank routes to each expert.
+        plan: legal for `counts`.
+
+    Returns:
+        `[R, R]`, from the first rank to the second; on the diagonal the copies that stay.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import Topology, plain_plan, rows_between
+        >>> counts = np.array([[3, 1], [2, 0]], np.int32)
+        >>> rows_between(counts, plain_plan(counts, Topology.flat(2)))
+        array([[3, 1],
+               [2, 0]], dtype=int32)
     """
     if isinstance(counts, np.ndarray) and isinstance(plan.quota, np.ndarray):
         return _rows_on_host(counts, plan)
@@ -163,11 +401,12 @@ def rows_between(counts: Counts, plan: Plan) -> Int[AnyArray, "R R"]:
     def row(rank: AnyArray) -> AnyArray:
         return nearest_first(counts, plan.quota, rank, plan.domain, plan.split).sum(0, dtype=np.int32)
 
+    # All rows at once would need [R, E, R]; eight at a time still fill the vector units.
     return jax.lax.map(row, iota(plan.num_ranks), batch_size=min(plan.num_ranks, 8))
 
 
 def _rows_on_host(counts: Counts, plan: Plan) -> Int[AnyArray, "R R"]:
-    """An expert that one rank alone serves leaves nothing to split: the rule is asked for the others only."""
+    """Asks the rule only for experts that several ranks serve: one that a single rank serves has nothing to split."""
     shared = (plan.quota > 0).sum(1) > 1
     rows = np.zeros((plan.num_ranks, plan.num_ranks), np.int32)
     np.add.at(rows.T, plan.quota.argmax(1)[~shared], counts.T[~shared])

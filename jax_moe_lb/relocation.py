@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from jax_moe_lb.plan import home_experts_per_rank
+from jax_moe_lb.checks import home_experts_per_rank
+from jax_moe_lb.legality import checked_permutation
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import host_iota
 
@@ -86,33 +87,6 @@ def moved_experts(permutation: Any, topology: Topology) -> Int[np.ndarray, "laye
 def domain_floor(loads: Any, homes: Any, topology: Topology) -> Float[np.ndarray, "layers"]:
     """Load of the busiest domain over the mean: no replicas inside domains bring a layer's imbalance below it."""
     return _over_mean(_checked_loads(loads)[0], np.asarray(homes), topology.num_domains)
-
-
-def checked_permutation(name: str, permutation: Any, shape: tuple[int, int]) -> Int[np.ndarray, "layers E"]:
-    """The permutation of each layer, int32.
-
-    Raises:
-        ValueError: another shape, no integers, or a number that is missing or there twice.
-    """
-    permutation = np.asarray(permutation)
-    if permutation.shape != shape or not np.issubdtype(permutation.dtype, np.integer):
-        raise ValueError(f"{name} is {permutation.dtype}{list(permutation.shape)}; expected integers {list(shape)}")
-    wrong = (np.sort(permutation, 1) != host_iota(shape[1])[None]).any(1)
-    if wrong.any():
-        layer = int(np.argmax(wrong))
-        values, counts = np.unique(permutation[layer], return_counts=True)
-        odd = values[(counts > 1) | (values < 0) | (values >= shape[1])][0]
-        raise ValueError(
-            f"{name} of layer {layer} has {odd} {counts[values == odd][0]} times; "
-            f"expected a permutation of 0 to {shape[1] - 1}"
-        )
-    return permutation.astype(np.int32)
-
-
-def check_homes(homes: Any) -> None:
-    """Refuses places of a layer's experts, `[E]`, that are no permutation."""
-    homes = np.asarray(homes)
-    checked_permutation("homes", homes[None], (1, homes.shape[0]))
 
 
 def _checked_loads(loads: Any) -> Loads:

@@ -1,4 +1,7 @@
-"""Which experts a token goes to, and with what weight. All in float32 (or float64) whatever the activations are."""
+"""A router says which experts a token goes to, and with what weight.
+
+All of it is in float32 (or float64), whatever the activations are: neighbouring scores must stay different.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,20 +14,20 @@ from jax_moe_lb._pytree import pytree
 from jax_moe_lb.types import TokenMask, iota
 
 NO_EXPERT = -1
-"""The expert id of a token copy that goes nowhere: a padding token."""
+"""It is the expert id of a token copy that goes nowhere, as that of a padding token."""
 
 Logits = Float[Array, "T E"]
 
 
 @pytree
 class Routing:
-    """What a router decides.
+    """A routing holds what a router decides about the tokens of one rank; a router of your own returns one.
 
     Args:
-        experts: expert of each token copy, or `NO_EXPERT`.
-        weights: what the expert's output is multiplied by; differentiable.
-        logits: the router's logits, for the z-loss.
-        scores: non-negative affinities that sum to 1 over the experts, for the other losses.
+        experts: `[T, K]` int32, the expert of each token copy, or `NO_EXPERT`.
+        weights: `[T, K]`, the factors of the experts' outputs; gradients flow through them.
+        logits: `[T, E]`, the router's logits, for the z-loss.
+        scores: `[T, E]`, non-negative affinities that sum to 1 over the experts, for the other losses.
     """
 
     experts: Int[Array, "T K"]
@@ -34,19 +37,31 @@ class Routing:
 
 
 Router = Callable[[Logits, Float[Array, "E"] | None, Int[Array, ""]], Routing]
-"""A hashable value that turns logits into a `Routing`, given the bias of each expert (or `None`)
-and the number, in the group, of the first token."""
+"""A router is a hashable value that turns logits into a `Routing`, given the bias of each expert (or `None`) and the
+number, in the group, of the first token."""
 
 
 @dataclass(frozen=True)
 class GroupLimit:
-    """Restricts a token to the experts of its best groups (DeepSeek-V2/V3 node-limited routing).
+    """A group limit restricts a token to the experts of its best groups (DeepSeek-V2/V3 node-limited routing).
+
+    Give it to `TopK` where experts of one group are at home on one node, so that a token goes to few nodes.
 
     Args:
-        num_groups: equal, contiguous groups of experts.
-        top_groups: groups that a token may use.
-        experts_per_score: a group's score is the sum of its best so many scores:
-            1 in DeepSeek-V2, 2 in DeepSeek-V3.
+        num_groups: equal, contiguous groups of experts: 8 in DeepSeek-V3.
+        top_groups: groups that a token may use: 4 in DeepSeek-V3.
+        experts_per_score: how many of a group's best scores make up the group's score: 1 in DeepSeek-V2, 2 in
+            DeepSeek-V3.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax_moe_lb import GroupLimit
+        >>> limit = GroupLimit(num_groups=2, top_groups=1, experts_per_score=1)
+        >>> limit(jnp.array([[0.1, 0.2, 0.3, 0.4]])).tolist()[0][:2]
+        [-inf, -inf]
     """
 
     num_groups: int
@@ -60,7 +75,7 @@ class GroupLimit:
             raise ValueError(f"experts_per_score is {self.experts_per_score}; expected at least 1")
 
     def __call__(self, scores: Logits) -> Logits:
-        """The scores, with `-inf` outside each token's best groups."""
+        """Replaces the scores outside each token's best groups by `-inf`."""
         num_tokens, num_experts = scores.shape
         if num_experts % self.num_groups or num_experts // self.num_groups < self.experts_per_score:
             raise ValueError(
@@ -76,17 +91,28 @@ class GroupLimit:
 
 @dataclass(frozen=True)
 class TopK:
-    """The `K` experts of highest score.
+    """This router sends a token to the `K` experts of highest score.
 
-    Softmax top-k (GShard, Mixtral, Qwen3) by default; `score=jax.nn.sigmoid` with a bias
-    and a `GroupLimit` is DeepSeek-V3's. The bias moves the choice, never the weight.
+    It is the one to use: softmax top-k (GShard, Mixtral, Qwen3) by default, and DeepSeek-V3's with
+    `score=jax.nn.sigmoid`, a bias and a `GroupLimit`. The bias moves the choice, never the weight. Among equal scores
+    the lower expert wins.
 
     Args:
-        num_experts_per_tok: `K`.
+        num_experts_per_tok: `K`, usually 1 to 8.
         score: maps logits to scores: `jax.nn.softmax` or `jax.nn.sigmoid`.
-        renormalise: divide the `K` weights by their sum.
-        scale: factor on the weights, after that.
-        group_limit: which experts a token may choose from; `None`: all.
+        renormalise: whether the `K` weights are divided by their sum, which is usual.
+        scale: the factor on the weights after that, usually 1; 2.5 in DeepSeek-V3.
+        group_limit: restricts the experts that a token may choose from; `None` allows all.
+
+    Raises:
+        ValueError: `num_experts_per_tok` is below 1.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax_moe_lb import TopK
+        >>> routing = TopK(2)(jnp.array([[0.0, 2.0, 1.0, -1.0]]))
+        >>> routing.experts.tolist(), [round(weight, 2) for weight in routing.weights[0].tolist()]
+        ([[1, 2]], [0.73, 0.27])
     """
 
     num_experts_per_tok: int
@@ -102,7 +128,16 @@ class TopK:
     def __call__(
         self, logits: Logits, bias: Float[Array, "E"] | None = None, first_token: Int[Array, ""] | int = 0
     ) -> Routing:
-        """Chooses by score and bias."""
+        """Chooses by score and bias.
+
+        Args:
+            logits: `[T, E]`, in float32 or wider.
+            bias: `[E]`, added to the scores for the choice alone; `None` adds nothing.
+            first_token: the number of this rank's first token in the group, which this router does not need.
+
+        Raises:
+            ValueError: there are fewer experts to choose from than `K`.
+        """
         del first_token
         scores = self.score(logits)
         choice = scores if bias is None else scores + bias[None].astype(scores.dtype)
@@ -118,33 +153,60 @@ class TopK:
             raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; expected at most {reach}")
 
     def with_experts(self, logits: Logits, experts: Int[Array, "T K"]) -> Routing:
-        """The routing that sends the tokens to these experts, with the weights of their scores."""
+        """Makes the routing that sends the tokens to given experts, with the weights of their scores.
+
+        Use it to force a choice, as `ForceBalanced` does.
+
+        Args:
+            logits: `[T, E]`.
+            experts: `[T, K]` integers, the expert of each token copy.
+        """
         scores = self.score(logits)
         weights = jnp.take_along_axis(scores, experts, axis=1)
         if self.renormalise:
             weights = weights / weights.sum(-1, keepdims=True)
+        # Sigmoid scores do not sum to 1; the losses want shares.
         affinity = scores / scores.sum(-1, keepdims=True)
         return Routing(experts.astype(jnp.int32), weights * self.scale, logits, affinity)
 
 
 @dataclass(frozen=True)
 class ForceBalanced:
-    """The papers' "ideal": tokens go round robin over all experts, with the weights that `router` gives them.
+    """This router is the papers' "ideal": it sends tokens round robin over all experts.
 
-    Training with it is meaningless; its speed is the upper bound that balancers are held against.
+    Use it to measure the speed that balancers are held against, in place of the real router. Training with it is
+    meaningless.
+
+    Args:
+        router: gives the weights of the forced choice, and `K`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax_moe_lb import ForceBalanced, TopK
+        >>> ForceBalanced(TopK(2))(jnp.zeros((2, 4))).experts.tolist()
+        [[0, 1], [2, 3]]
     """
 
     router: TopK
 
     @property
     def num_experts_per_tok(self) -> int:
-        """`K`."""
+        """`K`, the experts of a token."""
         return self.router.num_experts_per_tok
 
     def __call__(
         self, logits: Logits, bias: Float[Array, "E"] | None = None, first_token: Int[Array, ""] | int = 0
     ) -> Routing:
-        """Chooses by the number of the token copy in the group."""
+        """Chooses by the number of the token copy in the group.
+
+        Args:
+            logits: `[T, E]`.
+            bias: it is not used: there is nothing left to balance.
+            first_token: the number of this rank's first token in the group, so that ranks go on where others end.
+
+        Raises:
+            ValueError: there are fewer experts than `K`.
+        """
         del bias
         num_tokens, num_experts = logits.shape
         per_tok = self.num_experts_per_tok
@@ -155,7 +217,7 @@ class ForceBalanced:
 
 
 def mask_tokens(routing: Routing, mask: TokenMask) -> Routing:
-    """Sends the tokens where `mask` is false to no expert, with weight 0."""
+    """Sends the tokens where `mask` is false to no expert, with weight 0; `moe` calls it for padding tokens."""
     return Routing(
         jnp.where(mask[:, None], routing.experts, NO_EXPERT),
         jnp.where(mask[:, None], routing.weights, 0),
@@ -165,19 +227,24 @@ def mask_tokens(routing: Routing, mask: TokenMask) -> Routing:
 
 
 def updated_bias(bias: Float[Array, "E"], load: Int[Array, "E"], rate: float = 1e-3) -> Float[Array, "E"]:
-    """DeepSeek-V3's auxiliary-loss-free update: up for an expert below the mean load, down above it.
+    """Moves each expert's bias up if its load is below the mean, down if above (DeepSeek-V3, without auxiliary loss).
+
+    Call it once per step, after the optimizer; `MoE.update_bias` does it for a layer.
 
     Args:
         bias: `[E]`, never touched by the optimizer.
-        load: `[E]`, token copies of each expert in this step, over all ranks.
-        rate: the step, DeepSeek-V3's gamma.
+        load: `[E]` integers, the token copies of each expert in this step, over all ranks.
+        rate: the step, DeepSeek-V3's gamma, usually 1e-3.
+
+    Returns:
+        The bias for the next step, `[E]`.
     """
     load = load.astype(bias.dtype)
     return bias + rate * jnp.sign(load.mean() - load)
 
 
 def tokens_per_expert(experts: Int[Array, "B C"], num_experts: int) -> Int[Array, "B E"]:
-    """How often each expert occurs in each line; ids outside `[0, E)` are not counted."""
+    """Counts how often each expert occurs in each line; ids outside `[0, E)` are not counted."""
     lines = jnp.broadcast_to(iota(experts.shape[0])[:, None], experts.shape)
     # A negative index would count from the end: send it past the end, where it is dropped.
     columns = jnp.where(experts < 0, num_experts, experts)

@@ -1,9 +1,9 @@
-"""How a plan splits the tokens of every source over the ranks that serve their expert.
+"""A plan's split says which ranks serve the tokens of every source.
 
-The tokens of an expert on a group of ranks stand in a queue, by source. A rule says for every
-place in the queue how many of the tokens before it a rank serves; the difference of two places is
-what the rank serves of the tokens between them. So a rank needs no more than the two ends of its
-own tokens, or those of one column, and nothing of shape `[E, R, R]` exists.
+The tokens of an expert on a group of ranks stand in a queue, by source. A rule says for every position in the queue
+how many of the tokens before it a rank serves; the difference of two positions is what the rank serves of the tokens
+between them. So a rank needs no more than the two ends of its own tokens, or those of one column, and nothing of shape
+`[E, R, R]` exists.
 """
 
 from collections.abc import Callable
@@ -17,31 +17,49 @@ from jax_moe_lb._floor_share import floor_share
 from jax_moe_lb.types import AnyArray, Counts, Quota, host_iota, namespace
 
 Tier = Literal["nearest", "proportional"]
-"""How a group of ranks matches its tokens with what its ranks serve; see `Split`."""
+"""It is the rule by which a group of ranks matches its tokens with what its ranks serve; see `Split`."""
 
 Line = Int[AnyArray, "E N"]
-"""What the `N` ranks of one group supply or serve."""
+"""It holds what the `N` ranks of one group supply or serve."""
 
 Grid = Int[AnyArray, "E G N"]
-"""The same of all groups of a tier."""
+"""It holds the same of all groups of a tier."""
 
-Place = Int[AnyArray, "E #N"]
-"""Tokens in front of a place in the queue: one place for all ranks, or one for each."""
+Position = Int[AnyArray, "E #N"]
+"""It counts the tokens in front of a position in the queue: of one position for all ranks, or of one for each."""
 
 Rank = Int[AnyArray, ""] | int
 
 
 @dataclass(frozen=True)
 class Split:
-    """Which source sends which of its tokens to which rank, of those that serve their expert.
+    """A split rule says which source sends which of its tokens to which of the ranks that serve their expert.
 
-    Tokens go to their own rank first, then to their own domain, then to ranks of equal offset in other domains,
-    then anywhere, always as far as the quota reaches.
+    Tokens go to their own rank first, then to their own domain, then to ranks of equal offset in other domains, then
+    anywhere, always as far as the quota reaches. A balancer puts the rule into its plans; with the
+    default as many copies as the quota allows stay on their own rank.
 
     Args:
-        tier: who of a tier sends to whom. `nearest`: in the order of ranks, so that most sources send to
-            one rank. `proportional`: every source to all ranks, in proportion to what they serve, as UltraEP does.
-        locality: whether tokens go to their own rank first. Without it, their own rank is one of their domain.
+        tier: who of a tier sends to whom. With `"nearest"`, the usual one, ranks are served in their order, so that
+            most sources send to one rank. With `"proportional"` every source sends to all ranks in proportion to what
+            they serve, as UltraEP does, which spreads the traffic.
+        locality: whether tokens go to their own rank first, which is usual. Without it, their own rank is one of their
+            domain like any other.
+
+    Raises:
+        ValueError: `tier` is another word.
+
+    Examples:
+        Two ranks with six tokens each for an expert that ranks 2 and 3 serve:
+
+        >>> import numpy as np
+        >>> from jax_moe_lb import Split, nearest_first
+        >>> counts = np.array([[6], [6], [0], [0]], np.int32)
+        >>> quota = np.array([[0, 0, 6, 6]], np.int32)
+        >>> [nearest_first(counts, quota, rank, 4)[0].tolist() for rank in (0, 1)]
+        [[0, 0, 6, 0], [0, 0, 0, 6]]
+        >>> [nearest_first(counts, quota, rank, 4, Split("proportional"))[0].tolist() for rank in (0, 1)]
+        [[0, 0, 3, 3], [0, 0, 3, 3]]
     """
 
     tier: Tier = "nearest"
@@ -53,25 +71,38 @@ class Split:
 
 
 def nearest_first(counts: Counts, quota: Quota, rank: Rank, domain: int, split: Split = Split()) -> Quota:
-    """Which rank serves how many of one rank's token copies.
+    """Tells which rank serves how many of one rank's token copies.
 
-    Tier by tier (see `Split`), supply (counts) is matched with demand (quota), and both come out exactly.
+    Use it to see where the tokens of a rank go under a plan; `rows_between` sums it over experts for all ranks. Tier by
+    tier (see `Split`), supply (counts) is matched with demand (quota), and both come out exactly.
 
-    In the order of ranks that is the northwest-corner rule: the first in the queue go to the lowest rank. In
-    proportion, where a tier cannot serve or does not have all, every rank takes part by what it has or serves. A
+    With `"nearest"` that is the northwest-corner rule: the first in the queue go to the lowest rank. With
+    `"proportional"`, where a tier cannot serve or does not have all, every rank takes part by what it has or serves. A
     binary tree over the ranks then splits the queue: of the first `a` tokens of a node, `floor(a * left / total)` go
     to the left half, whose ranks serve `left` of the node's `total`. A source is split as its tokens are, up to less
     than a token per level of the tree.
 
     Args:
-        counts: `[R, E]`, token copies by source.
-        quota: `[E, R]`, token copies by serving rank, with `quota.sum(1) == counts.sum(0)`.
-        rank: the source whose row is wanted.
-        domain: `M`.
-        split: of the plan.
+        counts: `[R, E]` int32, token copies by source.
+        quota: `[E, R]` int32, token copies by serving rank, with `quota.sum(1) == counts.sum(0)`.
+        rank: the source whose tokens are asked for; a number, or a scalar of a jitted program.
+        domain: `M`, ranks of a domain: usually `plan.domain`.
+        split: the rule: usually `plan.split`.
 
     Returns:
-        `[E, R]`: copies of each expert that `rank` sends to each rank; sums to `counts[rank]`.
+        `[E, R]`, copies of each expert that `rank` sends to each rank; their sum over ranks is `counts[rank]`.
+
+    Examples:
+        Of rank 0's six copies one stays, two go to rank 1 of its domain, two to rank 2 of equal offset, one to rank 3:
+
+        >>> import numpy as np
+        >>> from jax_moe_lb import nearest_first
+        >>> counts = np.zeros((4, 4), np.int32)
+        >>> counts[0, 0] = 6
+        >>> quota = np.zeros((4, 4), np.int32)
+        >>> quota[0] = [1, 2, 2, 1]
+        >>> nearest_first(counts, quota, rank=0, domain=2)[0]
+        array([1, 2, 2, 1], dtype=int32)
     """
 
     def row(supply: Line, demand: Line, member: Rank, rule: _Rule) -> Line:
@@ -82,7 +113,11 @@ def nearest_first(counts: Counts, quota: Quota, rank: Rank, domain: int, split: 
 
 
 def arrivals(counts: Counts, quota: Quota, rank: Rank, domain: int, split: Split = Split()) -> Quota:
-    """The other side of `nearest_first`: copies of each expert that `rank` gets from each rank, `[E, R]`."""
+    """Tells the other side of `nearest_first`: how many copies of each expert `rank` gets from each rank, `[E, R]`.
+
+    A receiver asks it, and so knows what will arrive without being told. The arguments are those of `nearest_first`,
+    but that `rank` is the rank that serves.
+    """
 
     def column(supply: Line, demand: Line, member: Rank, rule: _Rule) -> Line:
         return _steps(rule.served(supply.cumsum(1, dtype=np.int32), demand, member))
@@ -91,9 +126,9 @@ def arrivals(counts: Counts, quota: Quota, rank: Rank, domain: int, split: Split
 
 
 def kept(counts: Counts, quota: Quota, domain: int, split: Split = Split()) -> Quota:
-    """Copies of each expert that every rank serves of its own, `[E, R]`: the diagonal of the split."""
+    """Counts the copies of each expert that every rank serves of its own, `[E, R]`: the diagonal of the split."""
     if split.locality:
-        # Of what is left after this a rank has no tokens, or serves none.
+        # Later tiers add nothing: of what is left after this one a rank has no tokens, or serves none.
         return namespace(quota).minimum(counts.T, quota)
 
     def own(supply: Grid, demand: Grid, shape: tuple[int, int], axis: int, rule: _Rule) -> Grid:
@@ -111,7 +146,7 @@ def kept(counts: Counts, quota: Quota, domain: int, split: Split = Split()) -> Q
 def _of_one_rank(
     counts: Counts, quota: Quota, rank: Rank, domain: int, split: Split, line: Callable[..., Line]
 ) -> Quota:
-    """The entries of one rank, `line(supply, demand, member, rule)` of its group in every tier."""
+    """Computes the entries of one rank: `line(supply, demand, member, rule)` of its group in every tier."""
     xp = namespace(quota)
 
     def grid(supply: Grid, demand: Grid, shape: tuple[int, int], axis: int, rule: _Rule) -> Grid:
@@ -126,7 +161,7 @@ def _of_one_rank(
 def _over_tiers(
     counts: Counts, quota: Quota, domain: int, split: Split, own: AnyArray, entries: Callable[..., Grid]
 ) -> Quota:
-    """The sum over the tiers of `entries(supply, demand, shape, axis, rule)`; `own` marks ranks that keep tokens."""
+    """Sums `entries(supply, demand, shape, axis, rule)` over the tiers; `own` marks ranks that keep tokens."""
     xp = namespace(quota)
     rule = _NEAREST if split.tier == "nearest" else _PROPORTIONAL
     num_experts, num_ranks = quota.shape
@@ -135,7 +170,7 @@ def _over_tiers(
         stay = xp.minimum(supply, demand)
         supply, demand, total = supply - stay, demand - stay, xp.where(own, stay, 0)
     for shape, axis in _tiers(num_ranks, domain):
-        # Groups in front of their members.
+        # Every tier is matched by the same code if its groups stand in front of their members.
         supplied, demanded = (xp.moveaxis(side.reshape(num_experts, *shape), axis, 2) for side in (supply, demand))
         if shape[0] > 1:  # otherwise this is the last tier, and all that is left meets
             supplied, demanded = _matched(supplied, demanded, rule)
@@ -146,8 +181,9 @@ def _over_tiers(
 
 
 def _tiers(num_ranks: int, domain: int) -> list[tuple[tuple[int, int], int]]:
-    """Rank grids whose lines are the groups to match within; trivial tiers are left out."""
+    """Lists the rank grids whose lines are the groups to match within; trivial tiers are left out."""
     grid = (num_ranks // domain, domain)
+    # The last tier takes what the offsets could not: with one domain, or domains of one rank, it does all by itself.
     own_domain, own_offset, anywhere = (grid, 2), (grid, 1), ((1, num_ranks), 2)
     if 1 in grid:
         return [anywhere]
@@ -155,7 +191,7 @@ def _tiers(num_ranks: int, domain: int) -> list[tuple[tuple[int, int], int]]:
 
 
 def _matched(supply: Grid, demand: Grid, rule: "_Rule") -> tuple[Grid, Grid]:
-    """What of both sides meets in this tier: all of the smaller side, and of the larger one what the rule takes."""
+    """Tells what of both sides meets in this tier: all of the smaller side, of the larger one what the rule takes."""
     xp = namespace(supply)
     ends = [side.cumsum(2, dtype=np.int32) for side in (supply, demand)]
     matched = xp.minimum(ends[0][:, :, -1:], ends[1][:, :, -1:])
@@ -167,55 +203,57 @@ def _matched(supply: Grid, demand: Grid, rule: "_Rule") -> tuple[Grid, Grid]:
 
 
 def _first(end: Grid, matched: Int[AnyArray, "E G 1"]) -> Grid:
-    """Of the first tokens in a queue, those that take part: the first `matched`."""
+    """Counts how many of the first tokens in a queue take part, where the first `matched` do."""
     return namespace(end).minimum(end, matched)
 
 
 def _share(end: Grid, matched: Int[AnyArray, "E G 1"]) -> Grid:
-    """Of the first tokens in a queue, those that take part: in proportion."""
+    """Counts how many of the first tokens in a queue take part, where all do in proportion."""
     return floor_share(end, matched, namespace(end).maximum(end[:, :, -1:], matched))
 
 
-def _served_in_order(place: Place, demand: Line, member: Rank | None) -> Line:
-    """Of the tokens before a place in the queue, those that go to `member`, or to each rank."""
+def _served_in_order(position: Position, demand: Line, member: Rank | None) -> Line:
+    """Counts, of the tokens before a position in the queue, those that go to `member`, or to each rank."""
     start = demand.cumsum(1, dtype=np.int32) - demand
     if member is not None:
         start, demand = _take(start, member), _take(demand, member)
-    return namespace(demand).clip(place - start, 0, demand)
+    return namespace(demand).clip(position - start, 0, demand)
 
 
-def _served_by_tree(place: Place, demand: Line, member: Rank | None) -> Line:
-    """Likewise, down a tree whose nodes are blocks of ranks."""
+def _served_by_tree(position: Position, demand: Line, member: Rank | None) -> Line:
+    """Counts the same as `_served_in_order`, down a tree whose nodes are blocks of ranks."""
     levels = _levels(demand)
     if member is None:
-        return _down_to_all(place, levels)[:, : demand.shape[1]]
+        return _down_to_all(position, levels)[:, : demand.shape[1]]
     xp = namespace(demand)
     for level, (total, left) in enumerate(levels):
+        # The bits of a rank's number are its way down: the node on this level, and whether it is in the right half.
         height = len(levels) - level
-        to_left = floor_share(place, _take(left, member >> height), _take(total, member >> height))
-        place = xp.where((member >> (height - 1)) & 1, place - to_left, to_left)
-    return place
+        to_left = floor_share(position, _take(left, member >> height), _take(total, member >> height))
+        position = xp.where((member >> (height - 1)) & 1, position - to_left, to_left)
+    return position
 
 
-def _down_to_all(place: Place, levels: list[tuple[AnyArray, AnyArray]]) -> AnyArray:
-    """What goes to each leaf of the tree."""
-    xp = namespace(place)
-    num_experts, width = place.shape
+def _down_to_all(position: Position, levels: list[tuple[AnyArray, AnyArray]]) -> AnyArray:
+    """Counts what goes to each leaf of the tree."""
+    xp = namespace(position)
+    num_experts, width = position.shape
     if width > 1:
-        place = xp.pad(place, ((0, 0), (0, 2 ** len(levels) - width)))
-    place = place[:, None]  # [E, nodes, ranks of each, or 1]
+        position = xp.pad(position, ((0, 0), (0, 2 ** len(levels) - width)))
+    position = position[:, None]  # [E, nodes, ranks of each, or 1]
     for total, left in levels:
-        half = place.shape[2] // 2
-        to_left = floor_share(place, left[:, :, None], total[:, :, None])
-        to_right = place - to_left
+        half = position.shape[2] // 2
+        to_left = floor_share(position, left[:, :, None], total[:, :, None])
+        to_right = position - to_left
         if half:
             to_left, to_right = to_left[:, :, :half], to_right[:, :, half:]
-        place = xp.stack([to_left, to_right], axis=2).reshape(num_experts, -1, max(half, 1))
-    return place[:, :, 0]
+        position = xp.stack([to_left, to_right], axis=2).reshape(num_experts, -1, max(half, 1))
+    return position[:, :, 0]
 
 
 def _levels(demand: Line) -> list[tuple[AnyArray, AnyArray]]:
-    """Of every level of the tree, the root first: what each node's ranks serve, and what its left half does."""
+    """Sums up, for every level of the tree, the root first, what each node's ranks serve, and its left half's."""
+    # Ranks that do not exist serve nothing: padded to a power of two, the tree is the same for every rank count.
     depth = (demand.shape[1] - 1).bit_length()
     nodes = namespace(demand).pad(demand, ((0, 0), (0, 2**depth - demand.shape[1])))
     levels = []
@@ -227,15 +265,15 @@ def _levels(demand: Line) -> list[tuple[AnyArray, AnyArray]]:
 
 @dataclass(frozen=True)
 class _Rule:
-    """How a tier is matched.
+    """A rule matches the tokens of a tier with the ranks that serve them.
 
     Args:
-        taken: which tokens of the queue take part, where only some can.
-        served: which of those before a place go where.
+        taken: counts the tokens of the queue that take part, where only some can.
+        served: counts which of those before a position go where.
     """
 
     taken: Callable[[Grid, AnyArray], Grid]
-    served: Callable[[Place, Line, Rank | None], Line]
+    served: Callable[[Position, Line, Rank | None], Line]
 
 
 _NEAREST = _Rule(_first, _served_in_order)
@@ -243,12 +281,13 @@ _PROPORTIONAL = _Rule(_share, _served_by_tree)
 
 
 def _take(array: AnyArray, index: Rank) -> AnyArray:
-    """One entry along axis 1, which stays."""
+    """Takes one entry along axis 1, which stays."""
     xp = namespace(array)
+    # Clipping costs nothing here; without it XLA would fill entries that no rank has with the least integer.
     return xp.take(array, xp.asarray(index, np.int32).reshape(1), axis=1, mode="clip")
 
 
 def _steps(ends: AnyArray) -> AnyArray:
-    """The inverse of `cumsum` along the last axis."""
+    """Inverts `cumsum` along the last axis."""
     xp = namespace(ends)
     return xp.diff(ends, axis=-1, prepend=xp.zeros_like(ends[..., :1]))

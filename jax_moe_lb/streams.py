@@ -1,7 +1,7 @@
-"""How large expert domains should be: HybridEP's stream model, in bytes and seconds.
+"""HybridEP's stream model says how large expert domains should be, in bytes and seconds.
 
-Inside a domain of `S` ranks experts are gathered, between domains tokens are exchanged. Level by level, with `G`
-members, `D` bytes of token copies on each rank and `P` bytes of experts:
+Inside an expert domain of `S` ranks experts are gathered, between expert domains tokens are exchanged. Level by level,
+with `G` members, `D` bytes of token copies on each rank and `P` bytes of experts:
 
 ```
 gather(S)   = P (S - 1) / bytes_per_s + latency_s                  0 if S = 1
@@ -21,17 +21,30 @@ from jax_moe_lb.topology import Level, Topology
 
 @dataclass(frozen=True)
 class Work:
-    """What one layer moves, and what it can hide it under. Bytes are those of one rank.
+    """This is the work of one layer: what it moves, and under what it can hide that. Bytes are those of one rank.
+
+    Fill it in for `choose_expert_domains`, from the sizes of the model and from `measured_s`.
 
     Args:
-        token_bytes: token copies that a rank sends if every expert is elsewhere: `T * K * H * itemsize`.
-        expert_bytes: the rank's home experts as they travel, so after compression: see `Codec.encoded_bytes`.
-        pre_expert_s: compute between the layer before and this one's experts, in seconds, which a gather hides under.
-        gradient_bytes: gradients of those experts as they travel home in the backward pass. 0, the default, is the
-            paper's forward view; above 0 the backward pass counts as well.
-        backward_s: compute of the backward pass that hides the gradients' way home, in seconds.
-        backward_exchanges: of the backward pass. This package's executor makes 3, as it sends the copies again where
-            others would keep them.
+        token_bytes: bytes of the token copies that a rank sends if every expert is elsewhere: `T * K * H * itemsize`.
+        expert_bytes: bytes of the rank's home experts as they travel, so after compression: see `Codec.encoded_bytes`.
+        pre_expert_s: seconds of compute between the layer before and this one's experts, which hides a gather; usually
+            what `measured_s` finds.
+        gradient_bytes: bytes of the gradients of those experts as they travel home in the backward pass. 0, the
+            default, is the paper's forward view; above 0 the backward pass counts as well.
+        backward_s: seconds of compute in the backward pass that hide the gradients' way home; usually twice
+            `pre_expert_s`.
+        backward_exchanges: exchanges of token copies in the backward pass, usually 2. This package's executor makes 3,
+            as it sends the copies again where others would keep them.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Examples:
+        >>> from jax_moe_lb import Work
+        >>> tokens, per_token, width = 4096, 8, 2048
+        >>> Work(token_bytes=tokens * per_token * width * 2, expert_bytes=50e6, pre_expert_s=2e-3).token_bytes
+        134217728
     """
 
     token_bytes: float
@@ -55,17 +68,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Latency:
-    """One level of one layer with domains of `domain_size`: bytes that a rank receives, and seconds.
+    """A latency is what one level of one layer takes with expert domains of `domain_size`, for one rank.
 
     Args:
-        domain_size: `S`.
-        gather_bytes: experts, once.
-        exchange_bytes: token copies, each way.
-        gather_s: one gather.
-        exchange_s: one exchange, of two.
-        hidden_s: the part of the gather that computing hides.
-        total_s: pre-expert compute, what of the gather it does not hide, and the exchanges; with the same of
-            the backward pass where gradients count.
+        domain_size: `S`, members of an expert domain at this level.
+        gather_bytes: bytes of experts that a rank receives, once.
+        exchange_bytes: bytes of token copies that a rank receives, each way.
+        gather_s: seconds of the gather.
+        exchange_s: seconds of one exchange, of which there are two.
+        hidden_s: seconds of the gather that computing hides.
+        total_s: seconds of pre-expert compute, of what it does not hide of the gather, and of the exchanges; with the
+            same of the backward pass where gradients count.
     """
 
     domain_size: int
@@ -79,13 +92,13 @@ class Latency:
 
 @dataclass(frozen=True)
 class LevelChoice:
-    """A level with every domain size that it admits, ascending, and the fastest.
+    """A level's choice lists every expert-domain size that it admits, ascending, and the fastest.
 
     Args:
-        level: its size and rates.
-        candidates: one per divisor of its size.
+        level: the level, with its size and rates.
+        candidates: one latency per divisor of its size.
         best: the first of those with the least `total_s`.
-        closed_form: the share of experts reached by exchanges that the closed form gives, from 0 to 1.
+        closed_form: the share of experts that the closed form reaches by exchanges, from 0 to 1.
     """
 
     level: Level
@@ -96,26 +109,35 @@ class LevelChoice:
 
 @dataclass(frozen=True)
 class ExpertDomainChoice:
-    """The domain size of every level, outermost first, with the reasons. `print` it."""
+    """This choice has the expert-domain size of every level, with the reasons: `print` it to read them.
+
+    Args:
+        levels: one choice per level of the topology, outermost first.
+
+    Examples:
+        >>> from jax_moe_lb import ExpertDomainChoice
+        >>> ExpertDomainChoice(levels=()).domain_sizes
+        ()
+    """
 
     levels: tuple[LevelChoice, ...]
 
     @property
     def domain_sizes(self) -> tuple[int, ...]:
-        """`S` of every level."""
+        """The size of the expert domains at every level, outermost first."""
         return tuple(choice.best.domain_size for choice in self.levels)
 
     def __str__(self) -> str:
-        """A table for each level, the best line marked."""
+        """Prints a table for each level, the best line marked."""
         return "\n".join(line for choice in self.levels for line in _lines(choice))
 
 
 def latency(work: Work, level: Level, domain_size: int, experts: int = 1) -> Latency:
-    """The model at one level.
+    """Evaluates the model at one level.
 
     Args:
-        work: of the layer.
-        level: its size and rates.
+        work: the work of the layer.
+        level: the level, with its size and rates.
         domain_size: `S`, a divisor of the level's size.
         experts: how often the home experts of a rank are forwarded: the product of the outer levels' domain sizes.
 
@@ -137,10 +159,16 @@ def latency(work: Work, level: Level, domain_size: int, experts: int = 1) -> Lat
 
 
 def closed_form(work: Work, level: Level, experts: int = 1) -> float:
-    """The best share of other members' experts reached by exchanges, `p = (G - S) / (G - 1)`, for continuous `S`.
+    """Computes the best share of other members' experts to reach by exchanges, `p = (G - S) / (G - 1)`.
 
-    0 if exchanging all tokens would take longer than gathering all experts, `2 D >= G P`. Else the gather is made
-    just so long that computing hides it. Latencies and the backward pass are not part of it.
+    `S` is continuous here. The share is 0 if exchanging all tokens would take longer than gathering all experts,
+    `2 D >= G P`. Else the gather is made just so long that computing hides it. Latencies and the backward pass are not
+    part of it: compare with the paper by it, and choose by `choose_level`.
+
+    Args:
+        work: the work of the layer.
+        level: the level, with its size and rates.
+        experts: how often the home experts of a rank are forwarded: the product of the outer levels' domain sizes.
 
     Raises:
         ValueError: the level has no bandwidth.
@@ -153,21 +181,47 @@ def closed_form(work: Work, level: Level, experts: int = 1) -> float:
 
 
 def choose_level(work: Work, level: Level, experts: int = 1) -> LevelChoice:
-    """Evaluates every divisor of the level's size; ties to the smallest domain."""
+    """Evaluates every divisor of the level's size and picks the fastest, among equal ones the smallest.
+
+    Args:
+        work: the work of the layer.
+        level: the level, with its size and rates.
+        experts: how often the home experts of a rank are forwarded: the product of the outer levels' domain sizes.
+
+    Raises:
+        ValueError: the level has no bandwidth.
+    """
     sizes = [size for size in range(1, level.size + 1) if level.size % size == 0]
     candidates = tuple(latency(work, level, size, experts) for size in sizes)
+    # The sizes ascend and `min` takes the first of equals: the smallest expert domain needs the least memory.
     best = min(candidates, key=lambda candidate: candidate.total_s)
     return LevelChoice(level, candidates, best, closed_form(work, level, experts))
 
 
 def choose_expert_domains(work: Work, topology: Topology) -> ExpertDomainChoice:
-    """Domain sizes of all levels, outermost first.
+    """Chooses the expert-domain sizes of all levels, outermost first.
 
-    A level that gathers has all ranks hold more experts, which the levels inside it then have to forward: there an
-    expert costs as many times more.
+    Use it before training across slow links, and give the sizes to `hybrid_mesh`. A level that gathers has all ranks
+    hold more experts, which the levels inside it then have to forward: there an expert costs as many times more.
+
+    Args:
+        work: the work of a layer.
+        topology: the levels, with their rates.
+
+    Returns:
+        The choice; `domain_sizes` has the sizes, and `print` shows why.
 
     Raises:
         ValueError: a level of more than one member has no bandwidth.
+
+    Examples:
+        Across datacenters the tokens of a layer cost more than its experts, inside one the links are fast:
+
+        >>> from jax_moe_lb import Level, Topology, Work, choose_expert_domains
+        >>> levels = (Level("dc", 2, 1.25e9, 5e-3), Level("gpu", 4, 360e9, 3e-6))
+        >>> work = Work(token_bytes=134e6, expert_bytes=20e6, pre_expert_s=2e-3)
+        >>> choose_expert_domains(work, Topology(levels, ranks_per_domain=4)).domain_sizes
+        (2, 4)
     """
     chosen: list[LevelChoice] = []
     experts = 1
@@ -178,6 +232,7 @@ def choose_expert_domains(work: Work, topology: Topology) -> ExpertDomainChoice:
 
 
 def _transfer(level: Level, num_bytes: float) -> float:
+    # Nothing that travels has no latency either, and needs no rate to be known.
     if not num_bytes:
         return 0.0
     return num_bytes / _rate(level) + (level.latency_s or 0.0)

@@ -16,14 +16,12 @@ from jax_moe_lb.balancers.rails import RailS
 from jax_moe_lb.balancers.ultraep import UltraEP
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
-from jax_moe_lb.transport.domain_gather import DomainGather
 from jax_moe_lb.transport.gather import Gather
 from jax_moe_lb.transport.peer_copy import PeerCopy
 from jax_moe_lb.transport.relay import Relay
+from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.spray import Spray
 from jax_moe_lb.transport.staged import Staged
-
-Replicate = Gather | PeerCopy | Relay | DomainGather
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class System:
 
     balancer: Balancer = field(default_factory=Plain)
     replicate: Replicate = field(default_factory=Gather)
-    dispatch: Dispatch | Staged = field(default_factory=Direct)
+    dispatch: Dispatch = field(default_factory=Direct)
     replica_slots: int = 0
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Where the ranks of an expert-parallel group sit, and how fast they reach each other."""
+"""A topology says where the ranks of an expert-parallel group sit, and how fast they reach each other."""
 
 import math
 from dataclasses import dataclass
@@ -10,14 +10,22 @@ LEVEL_NAMES = ("dc", "node", "gpu")
 
 @dataclass(frozen=True)
 class Level:
-    """One level of the machine, e.g. the nodes of a datacenter.
+    """A level is one step of the machine's hierarchy, such as the nodes of a datacenter.
+
+    Give levels to `Topology` where there is no mesh to read them from. Rates and latencies are needed only by what
+    decides by them: `choose_expert_domains` and the simulator.
 
     Args:
         name: `"dc"`, `"node"` or `"gpu"`.
-        size: members of this level inside one member of the next outer level.
-        bytes_per_s: what one rank can send to a rank that differs at this level, in
-            bytes per second and one direction; `None` if unknown.
-        latency_s: one-way latency between such ranks in seconds; `None` if unknown.
+        size: members of this level inside one member of the next outer level; usually 8 for the GPUs of a node.
+        bytes_per_s: what one rank can send to a rank that differs at this level, in bytes per second and one direction;
+            usually 50e9 with a 400 Gbit/s interface for each GPU. `None` if unknown.
+        latency_s: the time from such a rank to the other, in seconds; usually some microseconds. `None` if unknown.
+
+    Examples:
+        >>> from jax_moe_lb import Level
+        >>> Level("node", size=4, bytes_per_s=50e9, latency_s=5e-6).size
+        4
     """
 
     name: str
@@ -37,19 +45,28 @@ class Level:
 
 @dataclass(frozen=True)
 class Topology:
-    """The expert-parallel group: levels, domains, rails, and its mesh axes.
+    """A topology describes the expert-parallel group: its levels, domains, rails and mesh axes.
 
-    Hashable, so that it can be a static argument of `jax.jit`. Ranks are numbered
-    row-major over `levels`, outermost first, as `jax.lax.axis_index` numbers them.
+    For a layer read it off the mesh, with `from_mesh`; to plan for recorded counts `flat` is enough. It is hashable, so
+    that it can be a static argument of `jax.jit`. Ranks are numbered row-major over `levels`, outermost first, as
+    `jax.lax.axis_index` numbers them.
 
     Args:
-        levels: outermost first; the product of their sizes is `R`.
-        ranks_per_domain: `M`, the ranks among which expert weights may move; divides `R`.
-        rails_per_node: `N`, network interfaces of a node: of `ranks_per_node` ranks.
-        expert_axes: the mesh axes that make up the group, outermost first; empty for a
-            topology that only plans.
+        levels: the levels of the machine, outermost first; the product of their sizes is `R`.
+        ranks_per_domain: `M`, the ranks among which expert weights may move; divides `R`. Usually the ranks that NVLink
+            connects: 8 in a node, up to 72 in a rack.
+        rails_per_node: `N`, network interfaces of a node, which `ranks_per_node` ranks share; usually one per GPU.
+        expert_axes: the mesh axes that make up the group, outermost first; empty for a topology that only plans.
         data_axes: the mesh axes over which tokens, but not experts, are split.
-        flops_per_s: what one rank computes per second, in floating-point operations.
+        flops_per_s: what one rank computes, in floating-point operations per second; `None` if unknown.
+
+    Examples:
+        Two nodes of four GPUs each, where weights move inside nodes:
+
+        >>> from jax_moe_lb import Level, Topology
+        >>> topology = Topology((Level("node", 2), Level("gpu", 4)), ranks_per_domain=4)
+        >>> topology.num_ranks, topology.num_domains, topology.ranks_per_node
+        (8, 2, 4)
     """
 
     levels: tuple[Level, ...]
@@ -76,12 +93,12 @@ class Topology:
 
     @property
     def num_ranks(self) -> int:
-        """`R`."""
+        """`R`, the ranks of the group."""
         return math.prod(level.size for level in self.levels)
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks that share the rails: those inside the innermost level, or a domain where that is smaller.
+        """Counts the ranks that share the rails: those inside the innermost level, or a domain where that is smaller.
 
         Expert weights may move further, over the rails, where `ranks_per_domain` says so.
         """
@@ -89,12 +106,22 @@ class Topology:
 
     @property
     def num_domains(self) -> int:
-        """`R / M`."""
+        """`R / M`, the domains of the group."""
         return self.num_ranks // self.ranks_per_domain
 
     @classmethod
     def flat(cls, num_ranks: int, ranks_per_domain: int | None = None) -> "Topology":
-        """One level of `num_ranks` ranks, off any mesh: what a planner needs to know."""
+        """Makes a group of one level, off any mesh, which is all that a planner needs to know.
+
+        Args:
+            num_ranks: `R`.
+            ranks_per_domain: `M`; `None` makes all ranks one domain.
+
+        Examples:
+            >>> from jax_moe_lb import Topology
+            >>> Topology.flat(16, ranks_per_domain=8).num_domains
+            2
+        """
         _require_positive("num_ranks", num_ranks)
         return cls((Level("gpu", num_ranks),), num_ranks if ranks_per_domain is None else ranks_per_domain)
 
@@ -110,21 +137,28 @@ class Topology:
         latency_s: tuple[float, ...] | None = None,
         flops_per_s: float | None = None,
     ) -> "Topology":
-        """Reads the topology off a mesh.
+        """Reads the topology off a mesh, for `nn.MoE` or `moe`.
 
         Args:
-            mesh: its axes named in `expert_axis` form the group; all others carry data.
-            expert_axis: one name, or up to three, outermost first: they become the
-                innermost of the levels dc, node, gpu. A level without an axis has size 1.
-            ranks_per_domain: `M`; the size of the innermost axis by default.
-            rails_per_node: `N`.
-            bytes_per_s: bandwidth per axis, in bytes per second, in the order of `expert_axis`.
-            latency_s: one-way latency per axis, in seconds, likewise.
-            flops_per_s: speed of one rank, in floating-point operations per second.
+            mesh: the axes named in `expert_axis` form the group, all others carry data.
+            expert_axis: one name, or up to three, outermost first: they become the innermost of the levels dc, node and
+                gpu.
+            ranks_per_domain: `M`; `None` takes the size of the innermost axis.
+            rails_per_node: `N`, network interfaces of a node; only `RailS` and `Spray` need more than 1.
+            bytes_per_s: what a rank sends along each axis, in bytes per second, in the order of `expert_axis`.
+            latency_s: the one-way latency along each axis, in seconds, in the order of `expert_axis`.
+            flops_per_s: what one rank computes, in floating-point operations per second.
 
         Raises:
-            ValueError: an axis that the mesh lacks, more than three axes, or a number of
-                rates that differs from the number of axes.
+            ValueError: the mesh lacks an axis, there are more than three, or the number of rates differs from that of
+                the axes.
+
+        Examples:
+            >>> from jax.sharding import AbstractMesh
+            >>> from jax_moe_lb import Topology
+            >>> topology = Topology.from_mesh(AbstractMesh((2, 4, 8), ("data", "node", "expert")), ("node", "expert"))
+            >>> topology.num_ranks, topology.ranks_per_domain, topology.data_axes
+            (32, 8, ('data',))
         """
         axes = (expert_axis,) if isinstance(expert_axis, str) else tuple(expert_axis)
         if not 1 <= len(set(axes)) == len(axes) <= len(LEVEL_NAMES):

@@ -1,9 +1,9 @@
-"""Dimension letters and the array types that every signature is written in.
+"""Every signature is written in these dimension letters and array types.
 
 ==== =================================================================
 `R`  ranks in the expert-parallel group
 `M`  ranks per domain (where expert weights may move)
-`N`  rails per domain
+`N`  rails per node
 `E`  experts
 `L`  home experts per rank, `E / R`
 `S`  slots per rank, `S >= L`; the first `L` hold the home experts
@@ -30,51 +30,57 @@ if TYPE_CHECKING:
     AnyArray = Any
 else:
     AnyArray = Array | np.ndarray
-    """What planning arithmetic accepts: it runs in a jitted program and on a host alike."""
+    """Planning arithmetic accepts either, as it runs in a jitted program and on a host alike."""
 
 Counts = Int[AnyArray, "R E"]
-"""Token copies that each rank routes to each expert in this microbatch."""
+"""It counts the token copies that each rank routes to each expert in this microbatch."""
 
 Placement = Int[AnyArray, "R S"]
-"""Expert held by each slot, -1 for an empty one."""
+"""It names the expert that each slot holds, -1 for an empty slot."""
 
 Quota = Int[AnyArray, "E R"]
-"""Token copies of an expert that a rank serves."""
+"""It counts the token copies of an expert that a rank serves."""
 
 Load = Int[AnyArray, "R"]
-"""Token copies that each rank serves."""
+"""It counts the token copies that each rank serves."""
 
 Rows = Float[Array, "A H"]
-"""Token copies on the rank that serves them, sorted by slot."""
+"""It holds the token copies on the rank that serves them, sorted by slot."""
 
 GroupSizes = Int[Array, "S"]
-"""Rows of each slot; their sum is at most `A`, and rows beyond it hold no token."""
+"""It counts the rows of each slot. Their sum is at most `A`, and rows beyond it hold no token."""
 
 Tokens = Float[Array, "T H"]
+"""It holds the tokens of one rank, before they are copied."""
+
 TokenMask = Bool[Array, "T"]
+"""It is false for padding tokens, which no expert serves."""
 
 DType = Any
-"""Whatever JAX takes for a dtype."""
+"""It may be whatever JAX takes for a dtype."""
 
 State = Any
-"""What a balancer remembers between steps: any pytree, `()` for most."""
+"""It is what a balancer remembers between steps: any pytree, `()` for most."""
 
 
 def wide_dtype(array: Array) -> np.dtype:
-    """What sums over `array` are kept in: float32, or its own dtype where that is wider."""
+    """Tells in which dtype sums over `array` are kept: float32, or its own dtype where that is wider.
+
+    A long sum in bfloat16 stops growing, as its last terms are below half a unit of its last place.
+    """
     return array.dtype if jnp.finfo(array.dtype).bits > 32 else np.dtype(np.float32)
 
 
 def namespace(array: Any) -> Any:
-    """`numpy` or `jax.numpy`, for arithmetic that runs on a host and in a jitted program alike."""
+    """Picks `numpy` or `jax.numpy`, for arithmetic that runs on a host and in a jitted program alike."""
     return np if isinstance(array, np.ndarray | np.generic) else jnp
 
 
 def iota(length: int) -> Int[Array, "length"]:
-    """`0 ... length - 1` as int32, the one integer type of planning, also where JAX's default is wider."""
+    """Counts from 0 to `length - 1` in int32, the one integer type of planning, also where JAX's default is wider."""
     return jnp.arange(length, dtype=jnp.int32)
 
 
 def host_iota(length: int) -> Int[np.ndarray, "length"]:
-    """`iota` in NumPy, for arithmetic that also runs on a host."""
+    """Does what `iota` does in NumPy, for arithmetic that also runs on a host."""
     return np.arange(length, dtype=np.int32)

@@ -1,4 +1,6 @@
 import copy
+import os
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Plan, Topology, check_plan, imbalance, load, nearest_first, plain_plan, straggler, traffic
+from jax_moe_lb import Plan, Split, Topology, check_plan, imbalance, load, nearest_first, plain_plan, straggler, traffic
 from jax_moe_lb.legality import ensure_legal
 from jax_moe_lb.split import arrivals
 from tests.oracle import random_plan, split
@@ -211,3 +213,115 @@ def test_plans_of_the_wrong_shape_are_refused(change, message):
         object.__setattr__(plan, name, value)
     with pytest.raises(ValueError, match=message):
         check_plan(plan, COUNTS)
+
+
+def saved_plan(*leading):
+    """A plan with everything that a plan can have, of arrays whose entries all differ."""
+
+    def numbers(*shape):
+        return np.arange(np.prod(leading + shape), dtype=np.int32).reshape(*leading, *shape)
+
+    arrays = {"placement": numbers(4, 3), "quota": numbers(8, 4), "relay": numbers(4, 3), "rails": numbers(4, 4, 2)}
+    return Plan(**arrays, domain=2, split=Split("proportional", locality=False))
+
+
+def assert_same(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for leaf, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert isinstance(leaf, np.ndarray)
+        assert leaf.dtype == wanted.dtype
+        np.testing.assert_array_equal(leaf, wanted)
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("name", ["plan.npz", "plan"])
+def test_a_saved_plan_comes_back_whole(tmp_path, leading, name):
+    saved_plan(*leading).save(tmp_path / name)
+    assert os.listdir(tmp_path) == [name]
+    assert_same(Plan.load(str(tmp_path / name)), saved_plan(*leading))
+
+
+def test_a_plan_on_a_device_comes_back_as_numpy_arrays(tmp_path):
+    plan = plain_plan(COUNTS, Topology.flat(4, 2), slots=3)
+    jax.tree.map(jnp.asarray, plan).save(tmp_path / "plan.npz")
+    assert_same(Plan.load(tmp_path / "plan.npz"), plan)
+
+
+def test_saving_replaces_a_file_and_what_a_link_points_to(tmp_path):
+    (tmp_path / "old.npz").write_bytes(b"old")
+    (tmp_path / "link.npz").symlink_to("old.npz")
+    saved_plan().save(tmp_path / "link.npz")
+    assert (tmp_path / "link.npz").is_symlink()
+    assert_same(Plan.load(tmp_path / "old.npz"), saved_plan())
+
+
+def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path, monkeypatch):
+    saved_plan().save(tmp_path / "plan.npz")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        plain_plan(COUNTS, Topology.flat(4, 2)).save(tmp_path / "plan.npz")
+    assert os.listdir(tmp_path) == ["plan.npz"]
+    assert_same(Plan.load(tmp_path / "plan.npz"), saved_plan())
+
+
+def test_saving_where_no_file_can_be(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        saved_plan().save(tmp_path / "missing" / "plan.npz")
+    with pytest.raises(IsADirectoryError):
+        saved_plan().save(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        Plan.load(tmp_path / "missing.npz")
+    saved_plan().save("/dev/null")
+
+
+BAD_ARRAYS = {
+    "no quota": ({"quota": None}, r"quota is missing"),
+    "no split": ({"split_tier": None}, r"split_tier is missing"),
+    "float placement": ({"placement": np.ones((4, 3))}, r"placement is float64\[4, 3\]; expected integers"),
+    "bool rails": ({"rails": np.ones((4, 4, 2), bool)}, r"rails is bool\[4, 4, 2\]; expected integers"),
+    "flat placement": ({"placement": np.ones(4, int)}, r"placement is int64\[4\]; expected \[..., R, S\]"),
+    "ranks of quota": ({"quota": np.ones((8, 3), int)}, r"quota is int64\[8, 3\]; expected \[..., E, R\] beside"),
+    "flat quota": ({"quota": np.ones(8, int)}, r"quota is int64\[8\]; expected \[..., E, R\]"),
+    "layers of quota": ({"quota": np.ones((2, 8, 4), int)}, r"quota is int64\[2, 8, 4\]"),
+    "slots of relay": ({"relay": np.ones((4, 2), int)}, r"relay is int64\[4, 2\]; expected \[..., R, S\]"),
+    "ranks of rails": ({"rails": np.ones((4, 3, 2), int)}, r"rails is int64\[4, 3, 2\]; expected \[..., R, R, N\]"),
+    "number for rails": ({"rails": np.int32(1)}, r"rails is int32\[\]"),
+    "domains": ({"domain": np.array([2, 2])}, r"domain is int64\[2\]; expected an integer without dimensions"),
+    "half a domain": ({"domain": 0.5}, r"domain is float64\[\]; expected an integer"),
+    "tier in bytes": ({"split_tier": b"nearest"}, r"split_tier is \|S7\[\]; expected a word"),
+    "unknown tier": ({"split_tier": "far"}, r"split_tier is 'far'; expected 'nearest' or 'proportional'"),
+    "locality in words": ({"split_locality": "yes"}, r"split_locality is <U3\[\]; expected a bool"),
+    "objects": ({"rails": np.array([{}], object)}, r"damaged, or no .npz file of numbers"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARRAYS)
+def test_files_that_hold_no_plan_are_refused(tmp_path, name):
+    change, message = BAD_ARRAYS[name]
+    saved_plan().save(tmp_path / "plan.npz")
+    with np.load(tmp_path / "plan.npz") as file:
+        arrays = {key: value for key, value in ({**file} | change).items() if value is not None}
+    np.savez(tmp_path / "plan.npz", **arrays)
+    with pytest.raises(ValueError, match=message) as caught:
+        Plan.load(tmp_path / "plan.npz")
+    assert str(tmp_path / "plan.npz") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_files_and_pickles_are_refused(tmp_path):
+    path = tmp_path / "plan.npz"
+    saved_plan(20).save(path)
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    damaged = [b"", b"PK", whole[:middle], whole[:middle] + bytes(9) + whole[middle + 9 :], pickle.dumps(saved_plan())]
+    for content in damaged:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"plan.npz: damaged, or no .npz file"):
+            Plan.load(path)
+    np.save(tmp_path / "plan.npy", COUNTS)
+    with pytest.raises(ValueError, match=r"plan.npy: placement is missing"):
+        Plan.load(tmp_path / "plan.npy")

@@ -23,7 +23,8 @@ spec = importlib.util.spec_from_file_location("_planning", {path!r})
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 import numpy
-assert module.lpt(numpy.array([3, 1, 2], numpy.int32), 2, 2).tolist() == [0, 1, 1]
+placement, quota = module.eplb_plus(numpy.array([3, 1], numpy.int32), numpy.array([[0, -1], [1, -1]], numpy.int32), 2)
+assert (placement.tolist(), quota.tolist()) == ([[0, -1], [1, 0]], [[2, 1], [0, 1]])
 assert not any(name.startswith("jax") for name in sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
@@ -49,18 +50,18 @@ def test_leading_dimensions_broadcast():
     rng = RNG(1)
     tokens = draw_tokens(rng, (3, 1, 12))
     placement = np.stack([draw_placement(rng, 6, 2, 4, 3) for _ in range(2)])
-    got = _planning.quota(tokens, placement)
-    assert got.shape == (3, 2, 12, 6)
+    got = _planning.eplb_plus(tokens, placement, 3)
+    assert [result.shape for result in got] == [(3, 2, 6, 4), (3, 2, 12, 6)]
     for i in range(3):
         for j in range(2):
-            assert_same(got[i, j], _planning.quota(tokens[i, 0], placement[j]))
+            assert_same(tuple(result[i, j] for result in got), _planning.eplb_plus(tokens[i, 0], placement[j], 3))
 
 
 def test_any_memory_layout_is_read():
     tokens, placement = draw_tokens(RNG(2), (12, 5)).T, draw_placement(RNG(2), 6, 2, 4, 3)
     assert_same(
-        _planning.quota(tokens[::2], np.asfortranarray(placement)),
-        _planning.quota(np.ascontiguousarray(tokens)[::2].copy(), placement),
+        _planning.eplb_plus(tokens[::2], np.asfortranarray(placement), 3),
+        _planning.eplb_plus(np.ascontiguousarray(tokens)[::2].copy(), placement, 3),
     )
 
 
@@ -94,34 +95,38 @@ def test_threads_plan_at_the_same_time(planner):
 
 INT32 = np.int32
 ONES = np.ones((2, 2), INT32)
+HOMES = np.array([[0, -1], [1, -1]], INT32)
 
 
 @pytest.mark.parametrize("dtype", ["int64", "float64", "uint32", "bool", ">i4"])
 def test_other_dtypes_are_refused(dtype):
-    with pytest.raises(TypeError, match=rf"weights has dtype {dtype}; expected int32"):
-        _planning.lpt(np.ones(3).astype(dtype), 3, 1)
+    with pytest.raises(TypeError, match=rf"tokens has dtype {dtype}; expected int32"):
+        _planning.eplb_plus(np.ones(2).astype(dtype), ONES, 2)
 
 
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (lambda: _planning.lpt(np.array(3, INT32), 1, 1), r"weights has shape \[\]; expected \[\.\.\., N\]"),
-        (lambda: _planning.quota(ONES, ONES[0]), r"placement has shape \[2\]; expected \[\.\.\., R, S\]"),
+        (
+            lambda: _planning.eplb_plus(np.array(3, INT32), ONES, 1),
+            r"tokens has shape \[\]; expected \[\.\.\., E\]",
+        ),
+        (lambda: _planning.eplb_plus(ONES, ONES[0], 1), r"placement has shape \[2\]; expected \[\.\.\., R, S\]"),
         (lambda: _planning.greedy(ONES, ONES[0], 1), r"quota has shape \[2\]; expected \[\.\.\., E, R\]"),
         (
-            lambda: _planning.quota(np.ones((3, 2), INT32), np.ones((4, 2, 2), INT32)),
+            lambda: _planning.eplb_plus(np.ones((3, 2), INT32), np.ones((4, 2, 2), INT32), 2),
             r"\[3\] and \[4\] do not broadcast",
         ),
         (lambda: _planning.greedy(ONES, np.ones((2, 3), INT32), 1), r"quota has shape \[2, 3\]; expected \[2, 2\]"),
         (lambda: _planning.greedy(ONES, ONES, 3), r"domain is 3; expected a divisor of the 2 ranks"),
-        (lambda: _planning.lpt(ONES[0], 1, 1), r"^capacity is 1; expected at least 2 for 2 items in 1 bins"),
+        (lambda: _planning.relay(ONES[:1], 3), r"^num_home is 3; expected 1 to the 2 slots of a rank"),
         (
-            lambda: _planning.lpt(np.array([[1, 2], [3, -4]], INT32), 2, 1),
-            r"^layer 1: weights of item 1 is -4; expected",
+            lambda: _planning.eplb_plus(np.array([[1, 2], [3, -4]], INT32), HOMES, 2),
+            r"^layer 1: tokens of expert 1 is -4; expected",
         ),
         (
-            lambda: _planning.lpt(-np.ones((2, 3, 1), INT32), 1, 1),
-            r"^layer \[0, 0\]: weights of item 0 is -1; expected",
+            lambda: _planning.eplb_plus(-np.ones((2, 3, 2), INT32), HOMES, 2),
+            r"^layer \[0, 0\]: tokens of expert 0 is -1; expected",
         ),
     ],
 )

@@ -18,21 +18,21 @@ PathsOf = Callable[["Fabric", Gpus, Gpus], Paths]
 
 @dataclass(frozen=True)
 class Fabric:
-    """Domains of GPUs with a NIC each, a leaf switch for each rail, and spine switches between the leaves.
+    """Nodes of GPUs with a NIC each, a leaf switch for each rail, and spine switches between the leaves.
 
-    NIC `n` of every domain is cabled to leaf `n`. A link of one direction has a number; they stand in this order:
-    out of and into each GPU on the network inside its domain, out of and into each NIC, from each leaf up to each
-    spine, from each spine down to each leaf, and one without limit that stands for none. GPU `n` of domain `d` and its
+    NIC `n` of every node is cabled to leaf `n`. A link of one direction has a number; they stand in this order:
+    out of and into each GPU on the network inside its node, out of and into each NIC, from each leaf up to each
+    spine, from each spine down to each leaf, and one without limit that stands for none. GPU `n` of node `d` and its
     NIC are number `d * gpus_per_domain + n`; between the two there is no limit.
 
     Left out: latency, headers, buffers and their overflow, pauses, PCIe, the switches' own limits, and the limit of
-    a switch inside a domain other than its ports.
+    a switch inside a node other than its ports.
 
     Args:
-        num_domains: the paper's `M`.
-        gpus_per_domain: and NICs, rails and leaves: the paper's `N`.
+        num_domains: how many nodes, which the paper calls domains: its `M`.
+        gpus_per_domain: how many GPUs a node has, and how many NICs, rails and leaves there are: the paper's `N`.
         nic_bytes_per_s: of a NIC in one direction: `R2`.
-        gpu_bytes_per_s: of a GPU's port inside the domain, in one direction: `R1`.
+        gpu_bytes_per_s: of a GPU's port inside its node, in one direction: `R1`.
         num_spines: spine switches, each with one link from and to each leaf.
         spine_bytes_per_s: of such a link in one direction.
     """
@@ -87,11 +87,11 @@ class Fabric:
         return marks
 
     def gpu_out(self, gpu: np.ndarray) -> np.ndarray:
-        """From a GPU to the others of its domain."""
+        """From a GPU to the others of its node."""
         return gpu
 
     def gpu_in(self, gpu: np.ndarray) -> np.ndarray:
-        """To a GPU from the others of its domain."""
+        """To a GPU from the others of its node."""
         return self.num_gpus + gpu
 
     def nic_out(self, gpu: np.ndarray) -> np.ndarray:
@@ -112,24 +112,24 @@ class Fabric:
 
 
 def rail_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
-    """One path for each rail: to the GPU of the sender's domain at the rail, along it, and on inside the receiver's.
+    """One path for each rail: to the GPU of the sender's node at the rail, along it, and on inside the receiver's.
 
-    The hops inside domains are left out where source or target is at the rail. Bytes do not wait at a relay: all links
-    of the path carry them at one rate. Inside a domain all paths are the one that uses no NIC.
+    The hops inside nodes are left out where source or target is at the rail. Bytes do not wait at a rail rank: all
+    links of the path carry them at one rate. Inside a node all paths are the one that uses no NIC.
     """
     gpus = fabric.gpus_per_domain
     source, target = source[:, None], target[:, None]
     rail = np.arange(gpus)
     first, last = source // gpus * gpus + rail, target // gpus * gpus + rail
-    to_relay, from_relay = first != source, last != target
+    to_rail, from_rail = first != source, last != target
     far = source // gpus != target // gpus
     links = [
-        np.where(~far | to_relay, fabric.gpu_out(source), fabric.no_link),
-        np.where(far & to_relay, fabric.gpu_in(first), fabric.no_link),
+        np.where(~far | to_rail, fabric.gpu_out(source), fabric.no_link),
+        np.where(far & to_rail, fabric.gpu_in(first), fabric.no_link),
         np.where(far, fabric.nic_out(first), fabric.no_link),
         np.where(far, fabric.nic_in(last), fabric.no_link),
-        np.where(far & from_relay, fabric.gpu_out(last), fabric.no_link),
-        np.where(~far | from_relay, fabric.gpu_in(target), fabric.no_link),
+        np.where(far & from_rail, fabric.gpu_out(last), fabric.no_link),
+        np.where(~far | from_rail, fabric.gpu_in(target), fabric.no_link),
     ]
     return _stacked(fabric, links, source, target)
 
@@ -137,7 +137,7 @@ def rail_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
 def spine_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
     """One path for each spine: from the sender's own NIC to the receiver's own.
 
-    NICs of one rail have a leaf in common, and all paths between them are the one without a spine. Inside a domain no
+    NICs of one rail have a leaf in common, and all paths between them are the one without a spine. Inside a node no
     path uses a NIC.
     """
     gpus = fabric.gpus_per_domain

@@ -2,7 +2,7 @@
 
 What a transport may choose is given to it as a function: `spine_paths`, its GPU's own NIC to the receiver's own over
 any spine, as transports in a data centre have it; or `rail_paths`, any rail, as if it could spread over all NICs of a
-domain.
+node.
 """
 
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ def planned_flows(counts: Counts, plan: Plan, fabric: Fabric, row_bytes: int) ->
     """A flow for each pair of GPUs and rail, as `plan.rails` says; without it, on the receiver's own rail.
 
     Nobody reacts to congestion. With the plan of `RailS` this is RailS. Without rails it is what `Direct` stands for,
-    and what NCCL does with PXN: the hop to the right rail inside the sender's domain. All that a GPU sends to another
+    and what NCCL does with PXN: the hop to the right rail inside the sender's node. All that a GPU sends to another
     on one rail is one message, whose share of a link does not depend on its size.
 
-    Left out: chunks one after the other, and so the wait for the first of them at each relay; what copying through a
-    relay costs a GPU beside the bandwidth of its port.
+    Left out: chunks one after the other, and so the wait for the first of them at each rail rank; what passing rows
+    on costs a GPU beside the bandwidth of its port.
 
     Args:
         counts: `[R, E]`.

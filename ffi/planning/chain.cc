@@ -42,6 +42,7 @@ void Chain::Start(const Serving& serving, int32_t limit) {
       rooms_.push_back({limit - load, rank});
     }
   }
+  // A rank is in the heap once at most: it leaves when it receives and comes back with the room that is left.
   std::make_heap(rooms_.begin(), rooms_.end());
 }
 
@@ -58,6 +59,7 @@ uint32_t Chain::Most(Key key) const {
   int64_t best_key = -1;
   for (const uint32_t rank : givers_) {
     const int64_t its_key = key(rank);
+    // Givers are in ascending order, so that a tie stays with the lower rank.
     if (its_key <= best_key) continue;
     best_key = its_key;
     best = rank;
@@ -66,6 +68,7 @@ uint32_t Chain::Most(Key key) const {
 }
 
 uint32_t Chain::PickGiver(const Serving& serving, int32_t limit, int32_t room, Giver rule) const {
+  // Two keys in one number, the first one above. Tokens are below 2^31, so their product with it fits int64.
   constexpr int64_t kAbove = int64_t{1} << 31;  // above all tokens
   const auto hottest = [&](uint32_t rank) { return serving.tokens(hottest_[rank]); };
   const auto surplus = [&](uint32_t rank) { return serving.load(rank) - limit; };
@@ -85,6 +88,8 @@ uint32_t Chain::PickGiver(const Serving& serving, int32_t limit, int32_t room, G
 
 void Chain::Give(Serving& serving, int32_t limit, uint32_t giver, Room receiver, Giver rule) {
   const uint32_t expert = hottest_[giver];
+  // The piece closes the receiver or takes the expert whole, or ends the giver where they give in turn. So no rank gets
+  // the same expert twice, which Serving relies on.
   int32_t tokens = std::min(serving.tokens(expert), receiver.tokens);
   if (rule == Giver::kInTurn) tokens = std::min(tokens, serving.load(giver) - limit);
   serving.Add(expert, receiver.rank, tokens);
@@ -96,6 +101,8 @@ void Chain::Give(Serving& serving, int32_t limit, uint32_t giver, Room receiver,
     hottest_[giver] = Hottest(serving, giver);
     return;
   }
+  // The others move up and stay in order, see Most. If the giver stopped because of its fan-out, its room is negative
+  // and AddRoom leaves it out.
   givers_.erase(std::find(givers_.begin(), givers_.end(), giver));
   AddRoom(-surplus, giver);
 }

@@ -57,6 +57,8 @@ class Replicas {
   }
 
   void Plan() {
+    // All domains are replicated before any load is summed up: the placement may already hold replicas of another
+    // domain's experts, and their shares depend on how many copies those get.
     for (size_t first = 0; first < num_ranks(); first += members_) Replicate(first);
     for (size_t rank = 0; rank < num_ranks(); ++rank) {
       ForHeld(rank, [&](size_t expert) { load_[rank] += Share(expert); });
@@ -69,6 +71,8 @@ class Replicas {
     std::vector<int64_t> before(copies_.size(), 0);
     for (size_t rank = 0; rank < num_ranks(); ++rank) {
       ForHeld(rank, [&](size_t expert) {
+        // `copies_` counts the copies that were made, which may be fewer than were planned. Ranks are visited in
+        // ascending order, so the lower ones get the tokens that do not divide.
         const bool extra = before[expert]++ < tokens_[expert] % copies_[expert];
         quota[expert][rank] = static_cast<int32_t>(tokens_[expert] / copies_[expert] + extra);
       });
@@ -89,6 +93,7 @@ class Replicas {
   void ForHeld(size_t rank, Visit visit) const {
     const View<int32_t> slots = placement_[rank];
     for (int32_t* slot = slots.begin(); slot != slots.end(); ++slot) {
+      // Two slots of one expert on a rank share one copy's tokens, so only the first of them counts.
       if (*slot >= 0 && std::find(slots.begin(), slot, *slot) == slot) {
         visit(static_cast<size_t>(*slot));
       }
@@ -117,9 +122,11 @@ class Replicas {
     }
     int64_t empty = 0;
     for (size_t rank = first; rank < first + members_; ++rank) empty += open_[rank];
+    // A share of one token cannot be split any further.
     while (empty > 0 && !candidates.empty() && candidates.top().first > 1) {
       const auto expert = static_cast<size_t>(-candidates.top().second);
       candidates.pop();
+      // It does not come back to the queue: slots are taken only in Pack, so its limit stays.
       if (planned_[expert] == Limit(expert, first)) continue;
       ++planned_[expert];
       --empty;
@@ -132,9 +139,11 @@ class Replicas {
     for (size_t expert = first * home_; expert < (first + members_) * home_; ++expert) {
       if (planned_[expert] > copies_[expert]) order.push_back(expert);
     }
+    // Large shares go first, since small ones can still fill what is left uneven; ties go to the lower expert.
     std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return Share(a) > Share(b); });
     for (const size_t expert : order) {
       for (int64_t copy = planned_[expert] - copies_[expert]; copy > 0; --copy) {
+        // Where one copy fits nowhere, the next one of the same expert does not either.
         if (!Place(expert, first)) break;
       }
     }

@@ -23,7 +23,8 @@ constexpr int32_t kCloseEnough = 4096;
 constexpr Effort kSubsetEffort = {2500, 5};
 constexpr Effort kFlowEffort = {500, 64};
 
-// By rows, as they lie in memory; what is wrong is looked for by `CheckCounts`.
+// Visits the counts by rows, as they lie in memory, and without a branch: they are the largest operand, and nearly
+// always fine. CheckCounts then looks for what is wrong with those that are not.
 bool FineCounts(View<const int32_t> tokens, MatrixView<const int32_t> counts) {
   std::vector<int64_t> left(tokens.begin(), tokens.end());
   int32_t signs = 0;
@@ -92,10 +93,12 @@ class Planner {
     max_load_ = best_.MaxLoad();
     if (slots_ == 0 || fan_out_ == 0) return best_;
     FindBest();
+    // No more can be useful than all tokens on one rank, and with this bound the limit fits int32 whatever eps is.
     const double extra = std::min(options.eps * max_load_, static_cast<double>(total_ - max_load_));
     const int32_t limit = max_load_ + static_cast<int32_t>(extra);
     thinning_.Thin(best_, limit);
     if (limit > max_load_) FindFewest(limit);
+    // This comes last, because a replica that was moved can neither be levelled nor removed any more.
     if (options.counts.rows() > 0) Localize(best_, options.counts, limit, slots_);
     return best_;
   }
@@ -106,12 +109,15 @@ class Planner {
     const int32_t mean = total_ / ranks + (total_ % ranks != 0);
     const int32_t enough = mean + mean / kCloseEnough;
     for (const Giver rule : {Giver::kSurplus, Giver::kUseful, Giver::kHottest}) {
+      // A rule that comes so close to the mean leaves nothing worth the time of the others.
       if (max_load_ <= enough) return;
       chain_.Fill(now_, mean, rule);
       KeepIfBetter(mean);
     }
     if (max_load_ <= enough || best_.num_ranks() > FlowJudge::kMaxRanks) return;
     now_.Reset();
+    // The search knows where replicas stand and not what they serve. They start without tokens, and Level pushes tokens
+    // to them.
     for (const Replica& replica : SearchFor(enough)) now_.Add(replica.expert, replica.rank, 0);
     KeepIfBetter(mean);
   }
@@ -129,6 +135,8 @@ class Planner {
       FlowJudge judge(tokens_, num_ranks, slots_);
       return Search(tokens_, num_ranks, slots_, fan_out_, judge).Run(best_.Replicas(), enough, kFlowEffort);
     }
+    // The judge of few ranks adds up tokens in 32 bits for many sets, so larger loads are halved until they fit. That
+    // may make the search choose worse, but never a wrong quota: KeepIfBetter levels with exact tokens.
     int shift = 0;
     while ((total_ >> shift) > SubsetJudge::kMaxTokens) ++shift;
     std::vector<int32_t> coarse(tokens_.begin(), tokens_.end());
@@ -141,6 +149,7 @@ class Planner {
   void FindFewest(int32_t limit) {
     for (const Giver rule : {Giver::kSurplus, Giver::kUseful, Giver::kInTurn}) {
       chain_.Fill(now_, limit, rule);
+      // Not every rule keeps the limit, since a chain may run out of slots.
       if (now_.Level(limit) > limit) continue;
       thinning_.Thin(now_, limit);
       if (now_.num_replicas() < best_.num_replicas()) std::swap(best_, now_);
@@ -162,6 +171,7 @@ void Write(const Serving& plan, MatrixView<int32_t> placement, MatrixView<int32_
   std::fill(placement.flat().begin(), placement.flat().end(), -1);
   std::fill(quota.flat().begin(), quota.flat().end(), 0);
   std::vector<size_t> used(placement.rows(), 0);
+  // The first entries are the experts at their homes in order, so home slots come first on every rank.
   for (uint32_t entry = 0; entry < plan.num_entries(); ++entry) {
     if (plan.removed(entry)) continue;
     const uint32_t rank = plan.rank(entry);

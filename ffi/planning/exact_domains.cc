@@ -23,6 +23,8 @@ Status NameNegative(MatrixView<const int32_t> counts) {
 
 Status CheckCounts(MatrixView<const int32_t> counts) {
   int64_t sum = 0;
+  // One pass without branches, which the compiler turns into vector instructions. The sum of 64 bits cannot overflow,
+  // and an int32 is negative in `signs` if one of them was.
   int32_t signs = 0;
   for (const int32_t tokens : counts.flat()) {
     sum += tokens;
@@ -69,8 +71,9 @@ class Domain {
     std::fill(tokens_.begin(), tokens_.end(), 0);
     for (size_t rank = 0; rank < counts.rows(); ++rank) {
       const int32_t* row = counts[rank].data() + first_expert;
+      // Ranks of all domains count: their tokens for these experts are served here too.
       for (size_t i = 0; i < num_experts_; ++i) tokens_[i] += row[i];
-      // Unsigned: a rank below the first is past the end.
+      // The difference is unsigned, so that a rank below the first is past the end.
       if (options.localize && rank - first_rank < num_ranks_) {
         std::copy(row, row + num_experts_, counts_.data() + (rank - first_rank) * num_experts_);
       }
@@ -115,6 +118,7 @@ Status ExactDomains(MatrixView<const int32_t> counts, int64_t domain, const Exac
   std::fill(quota.flat().begin(), quota.flat().end(), 0);
   const auto members = static_cast<size_t>(domain);
   const size_t home = counts.columns() / counts.rows();
+  // All domains have the same shape, so that one set of buffers serves them one after the other.
   Domain ranks(members, members * home, placement.columns());
   for (size_t first = 0; first < counts.rows(); first += members) {
     if (Status bad = ranks.Plan(counts, first, first * home, options)) return bad;

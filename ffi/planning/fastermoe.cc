@@ -51,6 +51,7 @@ class Shadows {
     }
     const Holders holders({placement.flat().data(), placement.rows(), placement.columns()}, quota.rows());
     for (size_t expert = 0; expert < quota.rows(); ++expert) {
+      // CheckHomes has found every expert in a slot at home, so the list of its slots is never empty.
       const bool alone = holders.Next(holders.First(expert)) == Holders::kEnd;
       at_home_[expert] = alone && Tokens(expert) == quota[expert][expert / home_];
     }
@@ -75,6 +76,8 @@ class Shadows {
     const auto begin = load_.begin() + static_cast<std::ptrdiff_t>(first);
     const auto most = std::max_element(begin, begin + static_cast<std::ptrdiff_t>(members_));
     const auto giver = static_cast<size_t>(most - load_.begin());
+    // All other ranks of the domain get the expert, or none does: the weights are broadcast, and everybody serves its
+    // own tokens. min_saved is at least 1, so the highest load falls with every copy and the loop of Balance ends.
     const size_t expert = OthersHaveSlots(giver, first) ? Busiest(giver) : kNone;
     if (expert == kNone || *most - HighestAfter(expert, giver, first) < min_saved) return false;
     for (size_t rank = first; rank < first + members_; ++rank) {
@@ -98,7 +101,8 @@ class Shadows {
     return true;
   }
 
-  // Of the experts at home on the giver that no other rank serves.
+  // The busiest of the experts at home on the giver that no other rank serves. Only for those is it known which tokens
+  // a copy would take from home: each rank's own.
   size_t Busiest(size_t giver) const {
     size_t best = kNone;
     for (size_t expert = giver * home_; expert < (giver + 1) * home_; ++expert) {

@@ -52,9 +52,12 @@ class Moves {
   void FindDynamic(size_t rank) {
     std::vector<size_t>& experts = dynamic_[rank];
     for (size_t expert = rank * home_; expert < (rank + 1) * home_; ++expert) {
+      // What a home serves of an expert changes only when the expert moves, so those below tau can be dropped once for
+      // all. They stand last in the order below and take no other expert's place.
       if (Served(expert) >= options_.tau) experts.push_back(expert);
     }
     const auto number = std::min(experts.size(), static_cast<size_t>(options_.num_dynamic));
+    // A partial sort is not stable, so the comparison decides ties itself.
     std::partial_sort(experts.begin(), experts.begin() + static_cast<std::ptrdiff_t>(number), experts.end(),
                       [&](size_t a, size_t b) { return Served(a) != Served(b) ? Served(a) > Served(b) : a < b; });
     experts.resize(number);
@@ -67,8 +70,10 @@ class Moves {
     std::vector<size_t>& experts = dynamic_[giver];
     for (auto expert = experts.begin(); expert != experts.end(); ++expert) {
       const size_t taker = Taker(*expert, first);
+      // The taker must end below what the giver has now, or the highest load of the domain would not fall.
       if (taker != kNone && load_[taker] + Served(*expert) < load_[giver]) {
         Move(*expert, giver, taker);
+        // An expert moves once at most, which ends the loop of Balance.
         experts.erase(expert);
         return true;
       }
@@ -81,6 +86,7 @@ class Moves {
   size_t Taker(size_t expert, size_t first) const {
     size_t best = kNone;
     for (size_t rank = first; rank < first + static_cast<size_t>(options_.domain); ++rank) {
+      // The search for the expert comes last, as it walks a list.
       if (open_[rank] == 0 || (best != kNone && load_[rank] >= load_[best]) || Holds(rank, expert)) continue;
       best = rank;
     }

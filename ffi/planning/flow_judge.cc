@@ -14,6 +14,7 @@ FlowJudge::FlowJudge(View<const int32_t> tokens, size_t num_ranks, size_t slots)
 }
 
 void FlowJudge::Apply(const Swap& swap) {
+  // The flow starts from that of the placement before, which differs by one swap, so few tokens must be pushed.
   trial_ = now_;
   if (swap.dropped != Swap::kNothing) trial_.Remove(trial_.Find(swap.dropped, swap.rank));
   trial_.Add(swap.added, swap.rank, 0);
@@ -22,6 +23,8 @@ void FlowJudge::Apply(const Swap& swap) {
 bool FlowJudge::Keeps(const Swap& swap, int32_t threshold) {
   Apply(swap);
   int64_t stuck = 0;
+  // A rank that cannot be relieved keeps what it has above the limit, and their sum is the largest excess. Past the
+  // threshold the rest need not be known: most swaps are refused.
   for (uint32_t rank = 0; rank < trial_.num_ranks() && stuck <= threshold; ++rank) {
     if (!trial_.Relieve(rank, limit_)) stuck += trial_.load(rank) - limit_;
   }
@@ -31,6 +34,7 @@ bool FlowJudge::Keeps(const Swap& swap, int32_t threshold) {
 void FlowJudge::Commit(const Swap& swap) {
   Apply(swap);
   std::swap(now_, trial_);
+  // Removed replicas leave their entries behind, and every copy of `now_` carries them along.
   if (now_.num_entries() >= capacity_) Compact();
   FindCut();
 }
@@ -53,7 +57,9 @@ int32_t FlowJudge::MaxLoad() {
   return trial_.Level(mean_);
 }
 
-// Ranks that cannot be relieved, and all that they reach.
+// The cut is made of the ranks that cannot be relieved and of all that they reach: what these serve cannot leave them.
+// Relieving one rank changes the flow of others, so the cut is looked for when all have been relieved as far as
+// possible.
 void FlowJudge::FindCut() {
   int64_t stuck = 0;
   for (uint32_t rank = 0; rank < now_.num_ranks(); ++rank) {

@@ -60,6 +60,7 @@ class Moves {
     const auto members = static_cast<int64_t>(members_);
     int64_t sum = 0;
     for (size_t rank = first; rank < first + members_; ++rank) sum += load[rank];
+    // The mean is rounded up so that there is always as much room below it as surplus above it.
     const int64_t mean = (sum + members - 1) / members;
     for (size_t rank = first; rank < first + members_; ++rank) {
       surplus_[rank] = std::max<int64_t>(load[rank] - mean, 0);
@@ -87,6 +88,7 @@ class Moves {
     const bool make = made.tokens > kept.tokens && std::min(made.tokens, surplus) >= min_tokens_;
     const Offer& taker = make ? made : kept;
     const int64_t tokens = std::min(taker.tokens, surplus);
+    // What cannot give now is not asked again, even if another rank could take some later: so the loop of Balance ends.
     if (tokens == 0) {
       surplus_[giver] = 0;
       return;
@@ -102,7 +104,8 @@ class Moves {
     room_[RankOf(taker.slot)] -= tokens;
   }
 
-  // The existing slot that can take most.
+  // The existing slot that can take most. Experts are visited in ascending order and slots are not, so a tie must be
+  // decided by the slot, as in the reference in JAX, which looks at the slots in order.
   Offer BestReplica(size_t giver, size_t first) const {
     Offer best;
     for (const size_t expert : serves_[giver]) {
@@ -118,7 +121,8 @@ class Moves {
     return best;
   }
 
-  // What an empty slot of the idlest rank could take.
+  // What an empty slot of the idlest rank could take. An expert of another domain has no replica here: its weights
+  // would have to cross domains.
   Offer BestNew(size_t giver, size_t first) const {
     Offer best;
     const auto [slot, room] = IdlestEmptySlot(first);
@@ -141,6 +145,7 @@ class Moves {
   EmptySlot IdlestEmptySlot(size_t first) const {
     EmptySlot best = {0, 0};
     for (size_t rank = first; rank < first + members_; ++rank) {
+      // Equal room is not enough, so that ties go to the lower rank.
       if (room_[rank] <= best.room) continue;
       const View<int32_t> slots = placement_[rank];
       const auto empty = std::find_if(slots.begin(), slots.end(), [](int32_t expert) { return expert < 0; });

@@ -10,7 +10,8 @@ namespace {
 
 namespace xf = xla::ffi;
 
-// No handler here may be recorded into a command buffer: a replay would skip the slot's bookkeeping.
+// No handler here may be recorded into a command buffer: a replay would run the host function again without reserving a
+// slot, perhaps while that slot serves another call.
 XLA_FFI_DEFINE_HANDLER(
     kInstantiate, []() -> xf::ErrorOr<std::unique_ptr<HostScheduler>> { return std::make_unique<HostScheduler>(); },
     xf::Ffi::BindInstantiate());

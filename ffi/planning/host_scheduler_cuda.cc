@@ -35,7 +35,8 @@ struct Job {
   int32_t* status;    // pinned
 };
 
-// Runs on a thread of the driver: no CUDA call, no exception.
+// Runs on a thread of the driver, which allows no call of CUDA and lets no exception pass. The status word is all that
+// reaches the program; the reason goes to stderr.
 void CUDART_CB RunJob(void* argument) noexcept {
   const Job& job = *static_cast<const Job*>(argument);
   const Status bad = Attempt(job.call, job.operands, job.results);
@@ -65,6 +66,7 @@ std::vector<MatrixView<T>> Lay(const std::vector<MatrixView<T>>& arrays, int32_t
 
 template <typename T>
 cudaError_t Copy(View<int32_t> to, View<T> from, cudaMemcpyKind kind, cudaStream_t stream) {
+  // An array without entries may be a null pointer.
   if (from.size() == 0) return cudaSuccess;
   return cudaMemcpyAsync(to.data(), from.data(), from.size() * sizeof(int32_t), kind, stream);
 }
@@ -94,6 +96,7 @@ class PlannerRing {
 
   xf::Error Allocate(const char* name) {
     void* memory = nullptr;
+    // Pinned memory: with other memory these copies would make the launching thread wait for the stream.
     const cudaError_t allocated = cudaHostAlloc(&memory, kNumSlots * words_ * sizeof(int32_t), cudaHostAllocDefault);
     if (xf::Error bad = Check(allocated, name, "cudaHostAlloc"); bad.failure()) return bad;
     memory_ = static_cast<int32_t*>(memory);
@@ -124,11 +127,14 @@ class PlannerRing {
     int32_t* memory = memory_ + slot * words_;
     Operands operands = Lay(call.operands, memory);
     Results results = Lay(call.results, memory);
+    // The job that the slot had before is destroyed here, and never by the host function, which could then free memory
+    // or call CUDA on the driver's thread.
     jobs_[slot] = std::make_unique<Job>(Job{std::move(call), std::move(operands), std::move(results), memory});
     const xf::Error queued = Queue(*jobs_[slot], stream, status);
-    // Also after an error: some of the work may be queued.
+    // The event is recorded after an error too, as some of the work may be queued already and will use the slot.
     const xf::Error recorded = Check(cudaEventRecord(done_[slot], stream), jobs_[slot]->call.name, "cudaEventRecord");
     if (recorded.failure()) {
+      // Nothing can tell when the device is done with this slot.
       slots_.Retire(slot);
     } else {
       slots_.Launch(slot);
@@ -173,6 +179,7 @@ xf::Error HostScheduler::Enqueue(cudaStream_t stream, PlannerCall call, int32_t*
   if (xf::Error bad = Check(cudaGetDevice(&device), call.name, "cudaGetDevice"); bad.failure()) return bad;
   PlannerRing* ring = nullptr;
   {
+    // The lock is for the map alone: Enqueue may wait for its device, and must not hold up the others meanwhile.
     const std::lock_guard<std::mutex> lock(mutex_);
     std::unique_ptr<PlannerRing>& of_device = rings_[device];
     if (of_device == nullptr) {

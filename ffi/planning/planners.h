@@ -67,39 +67,6 @@ inline MatrixView<int32_t> Out(MatrixResult& buffer) {
           static_cast<size_t>(buffer->dimensions()[1])};
 }
 
-// ---- LPT -----------------------------------------------------------------------
-
-inline PlannerCall LptCall(Vector weights, int64_t num_bins, int64_t capacity, VectorResult bins) {
-  return {"moe_lb_plan_lpt", {In(weights)}, {Out(bins)}, [=](const Operands& in, const Results& out) {
-            return Lpt(in[0].flat(), num_bins, capacity, out[0].flat());
-          }};
-}
-
-inline auto LptBinding() {
-  return xla::ffi::Ffi::Bind()
-      .Arg<Vector>()  // weights [N]
-      .Attr<int64_t>("num_bins")
-      .Attr<int64_t>("capacity")
-      .Ret<Vector>()   // bins [N]
-      .Ret<Vector>();  // status [1]
-}
-
-// ---- Quota ---------------------------------------------------------------------
-
-inline PlannerCall QuotaCall(Vector tokens, Matrix placement, MatrixResult quota) {
-  return {"moe_lb_plan_quota", {In(tokens), In(placement)}, {Out(quota)}, [](const Operands& in, const Results& out) {
-            return Quota(in[0].flat(), in[1], out[0]);
-          }};
-}
-
-inline auto QuotaBinding() {
-  return xla::ffi::Ffi::Bind()
-      .Arg<Vector>()   // tokens [E]
-      .Arg<Matrix>()   // placement [R, S]
-      .Ret<Matrix>()   // quota [E, R]
-      .Ret<Vector>();  // status [1]
-}
-
 // ---- Greedy --------------------------------------------------------------------
 
 inline PlannerCall GreedyCall(Matrix placement, Matrix quota, int64_t domain, int64_t min_tokens,

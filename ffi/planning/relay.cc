@@ -41,6 +41,7 @@ Status FindReplicas(MatrixView<const int32_t> placement, size_t num_home, std::v
       if (placement[rank][slot] < 0) continue;
       const auto expert = static_cast<size_t>(placement[rank][slot]);
       std::vector<Replica>& of_expert = (*replicas)[expert];
+      // Ranks are visited in ascending order, so a second slot on the same rank can only be the last one found.
       const bool twice = expert / num_home == rank || (!of_expert.empty() && of_expert.back().rank == rank);
       if (twice) return Refuse("placement holds expert ", expert, " twice on rank ", rank, "; expected once at most");
       of_expert.push_back({rank, rank * placement.columns() + slot});
@@ -55,10 +56,12 @@ int64_t FloorSqrt(int64_t n) {
   return root;
 }
 
-// Relays of an expert with n replicas; 0: all copy from home.
+// The number of relays of an expert with n replicas; with 0 all of them copy from home.
 size_t NumRelays(size_t num_replicas, const RelayOptions& options) {
   const auto n = static_cast<int64_t>(num_replicas);
   if (n < options.min_replicas) return 0;
+  // A root of n balances home, with k copies, against a relay, with (n - k) / k. Never are there more relays than other
+  // replicas, so each of them has somebody to forward to.
   const int64_t k = std::min({FloorSqrt(n), options.max_relays, n - 1});
   const int64_t most = std::max(k, (n - k + k - 1) / k);
   return n - most >= options.min_gain ? static_cast<size_t>(k) : 0;
@@ -76,6 +79,8 @@ class Trees {
     const auto key = [this](const Replica& replica) {
       return std::make_tuple(sends_[replica.rank], relays_some_[replica.rank], replica.rank);
     };
+    // The rank makes all keys different, so the result does not depend on how the sort treats ties. The others are left
+    // in no particular order and are sorted again.
     std::partial_sort(replicas->begin(), relays_end, replicas->end(),
                       [&](const Replica& a, const Replica& b) { return key(a) < key(b); });
     if (num_relays > 0) {
@@ -93,6 +98,7 @@ class Trees {
  private:
   void Copy(size_t from, const Replica& to) {
     relay_[to.slot] = static_cast<int32_t>(from);
+    // Experts that come later see this: a rank that sends much already is not chosen as their relay.
     ++sends_[from];
   }
 

@@ -89,6 +89,7 @@ void Serving::MoveReplica(uint32_t entry, uint32_t to) {
 
 void Serving::Remove(uint32_t entry) {
   const uint32_t home = expert_[entry];
+  // Home may be above the limit afterwards; whoever removes replicas relieves it.
   const int32_t tokens = tokens_[entry];
   tokens_[home] += tokens;
   load_[rank_[home]] += tokens;
@@ -100,6 +101,7 @@ void Serving::Remove(uint32_t entry) {
 
 uint32_t Serving::Find(uint32_t expert, uint32_t rank) const {
   uint32_t entry = first_of_expert_[expert];
+  // The list has no check for its end: the caller knows that the rank holds the expert.
   while (rank_[entry] != rank || removed_[entry] != 0) entry = next_of_expert_[entry];
   return entry;
 }
@@ -122,6 +124,8 @@ int32_t Serving::Level(int32_t limit) {
       int64_t sum = 0;
       for (const uint32_t reached : queue_) sum += load_[reached];
       const auto count = static_cast<int64_t>(queue_.size());
+      // What these ranks serve can be served nowhere else, so on one of them the load is at least the mean, rounded up,
+      // and no quota of these replicas keeps a lower limit. Ranks relieved before stay so, as the limit only rises.
       limit = static_cast<int32_t>((sum + count - 1) / count);
     }
   }
@@ -130,12 +134,14 @@ int32_t Serving::Level(int32_t limit) {
 
 bool Serving::Relieve(uint32_t rank, int32_t limit) {
   while (load_[rank] > limit) {
+    // Every mark of an earlier search is now out of date, without clearing anything.
     ++search_;
     queue_.assign(1, rank);
     rank_seen_[rank] = search_;
     size_t next = 0;
     while (next < queue_.size() && !Visit(queue_[next], limit)) ++next;
     if (next == queue_.size()) return false;
+    // The search stops at the first rank with room, so that the path is a shortest one: few shares change on the way.
     Push(rank, queue_.back(), limit);
   }
   return true;
@@ -147,6 +153,7 @@ bool Serving::Visit(uint32_t from, int32_t limit) {
   const auto end_home = static_cast<uint32_t>(first_home + home_experts_);
   const auto spread = [&](uint32_t entry) {
     const uint32_t expert = expert_[entry];
+    // One rank with tokens of an expert reaches all that hold it, so an expert is spread once per search.
     if (tokens_[entry] == 0 || expert_seen_[expert] == search_) return false;
     expert_seen_[expert] = search_;
     if (Reach(entry, expert, limit)) return true;
@@ -156,6 +163,7 @@ bool Serving::Visit(uint32_t from, int32_t limit) {
     return false;
   };
   for (uint32_t expert = first_home; expert < end_home; ++expert) {
+    // Experts without replicas, which are most, can be moved nowhere.
     if (first_of_expert_[expert] != kNone && spread(expert)) return true;
   }
   for (uint32_t entry = first_of_rank_[from]; entry != kNone; entry = next_of_rank_[entry]) {
@@ -175,6 +183,7 @@ bool Serving::Reach(uint32_t from, uint32_t to, int32_t limit) {
 }
 
 void Serving::Push(uint32_t source, uint32_t sink, int32_t limit) {
+  // No more may pass than any rank on the path has of the expert that it hands on, or a share would become negative.
   int32_t tokens = std::min(load_[source] - limit, limit - load_[sink]);
   for (uint32_t rank = sink; rank != source; rank = rank_[taken_[rank]]) {
     tokens = std::min(tokens, tokens_[taken_[rank]]);

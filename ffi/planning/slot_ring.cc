@@ -8,7 +8,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The end of a device's work wakes nobody up, so it is asked for.
+// The end of a device's work wakes nobody up, so it is asked for now and then.
 constexpr std::chrono::microseconds kPollInterval(50);
 
 }  // namespace
@@ -23,12 +23,15 @@ std::optional<size_t> SlotRing::Reserve(const Finished& finished, std::chrono::m
         const size_t slot = (next_ + i) % states_.size();
         if (states_[slot] != State::kFree) continue;
         states_[slot] = State::kReserved;
+        // Slots are taken round the ring, so that the oldest work, which is over first, is asked for first.
         next_ = slot + 1;
         return slot;
       }
+      // With all slots retired nothing will ever come free, and waiting for it would only delay the error.
       const bool hopeless = !Any(State::kReserved) && !Any(State::kInFlight);
       if (hopeless || Clock::now() >= deadline) return std::nullopt;
     }
+    // It sleeps without the lock: another thread must be able to launch the slot that it has reserved.
     std::this_thread::sleep_for(kPollInterval);
   }
 }

@@ -54,7 +54,10 @@ class Rails {
     int64_t soonest = 0;
     for (size_t step = 0; step < ticks_.size(); ++step) {
       const size_t rail = (first_ + step) % ticks_.size();
+      // At most 2^31 rows times 2^15 ticks: the product fits.
       const int64_t done = (loads_[rail] + rows) * ticks_[rail];
+      // A dead rail has no ticks and would look as if it were done at once. Equal times leave the rail that came first
+      // in the cycle.
       if (ticks_[rail] > 0 && (best == ticks_.size() || done < soonest)) {
         best = rail;
         soonest = done;
@@ -94,6 +97,8 @@ void Between(MatrixView<const int32_t> rows, View<const int32_t> ticks, size_t m
       if (left > 0) rests.push_back({left, from, to});
     }
   }
+  // Rests follow the chunks, none of them is larger than a chunk, and the largest goes first: what is uneven in the end
+  // is at most about one chunk.
   std::stable_sort(rests.begin(), rests.end(), [](const Rest& a, const Rest& b) { return a.rows > b.rows; });
   for (const Rest& rest : rests) rails[rest.from][rest.to * num_rails + filling.Add(rest.rows)] += rest.rows;
 }
@@ -107,6 +112,7 @@ Status Spray(MatrixView<const int32_t> rows, View<const int32_t> ticks, int64_t 
   const auto members = static_cast<size_t>(domain);
   for (size_t from = 0; from < ranks; ++from) {
     for (size_t entry = 0; entry < ranks * num_rails; ++entry) rails[from][entry] = 0;
+    // Rows inside a domain use no rail, but all entries must add up to the rows: the transport checks that.
     for (size_t to = from / members * members; to < (from / members + 1) * members; ++to) {
       rails[from][to * num_rails + to % members * num_rails / members] = rows[from][to];
     }

@@ -13,6 +13,8 @@ SubsetJudge::SubsetJudge(View<const int32_t> tokens, size_t num_ranks)
     holders_.push_back(1 << (expert / home_experts));
     load[expert / home_experts] += tokens[expert];
   }
+  // Sets of ranks that do not exist must never have the largest excess. Half of the minimum leaves room for what is
+  // subtracted from them later.
   excess_.fill(std::numeric_limits<int32_t>::min() / 2);
   size_[0] = 0;
   for (size_t set = 1; set < num_sets_; ++set) {
@@ -46,6 +48,7 @@ bool SubsetJudge::Keeps(const Swap& swap, int32_t threshold) {
     for (int32_t set = block * kBlock; set < (block + 1) * kBlock; ++set) {
       const int32_t more = (set & back) == dropped.holders ? dropped.tokens : 0;
       const int32_t less = (set & gone) == added.holders ? added.tokens : 0;
+      // The sign of `room` is that of any set that has none left, which saves a branch per set.
       room |= threshold - excess_[static_cast<size_t>(set)] - more + less;
     }
     if (room < 0) {
@@ -81,6 +84,8 @@ int32_t SubsetJudge::MaxLoad() {
   int32_t highest = 0;
   for (size_t set = 1; set < num_sets_; ++set) {
     const int32_t tokens = excess_[set] + size_[set] * limit_;
+    // A set's excess at limit 0 is what only its ranks can serve, so the quotient, rounded up, is a bound of the
+    // maximum, and the largest of them is reached by some quota.
     highest = std::max(highest, (tokens + size_[set] - 1) / size_[set]);
   }
   return highest;

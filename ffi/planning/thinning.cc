@@ -10,6 +10,8 @@ void Thinning::Thin(Serving& serving, int32_t limit) {
   for (auto entry = static_cast<uint32_t>(serving.num_experts()); entry < serving.num_entries(); ++entry) {
     order_.push_back(entry);
   }
+  // The tokens are those before any removal. They change with every removal, but a fixed order needs one sort, and
+  // every replica is still tried once.
   std::stable_sort(order_.begin(), order_.end(),
                    [&](uint32_t a, uint32_t b) { return serving.tokens(a) < serving.tokens(b); });
   int64_t slack = 0;
@@ -19,9 +21,11 @@ void Thinning::Thin(Serving& serving, int32_t limit) {
   for (const uint32_t entry : order_) {
     if (!MayGo(serving, entry, slack)) continue;
     serving.Remove(entry);
+    // Removal adds load to home alone, so only home has to be brought back to the limit.
     if (serving.Relieve(serving.rank(serving.expert(entry)), limit)) {
       serving.Save(&saved_);
     } else {
+      // Relieve may have moved tokens all over the plan before it failed, so amounts are restored as a whole.
       serving.Restore(saved_, entry);
     }
   }

@@ -55,6 +55,8 @@ class Domain {
     const auto members = static_cast<int64_t>(load_.size());
     const int64_t low = (std::accumulate(load_.begin(), load_.end(), int64_t{0}) + members - 1) / members;
     const int64_t high = *std::max_element(load_.begin(), load_.end());
+    // The last attempt of a search may have failed, and `replicas_` are those of the last one: the limit that was found
+    // is attempted once more.
     if (!Ladder(low, high, eps)) Attempt(Search(low, high), Floor::kFixed);
     return replicas_;
   }
@@ -65,6 +67,7 @@ class Domain {
   void Sort() {
     by_load_.resize(load_.size());
     std::iota(by_load_.begin(), by_load_.end(), size_t{0});
+    // Both sorts are stable, so that ties go to the lower rank and expert, as in the reference in JAX.
     std::stable_sort(by_load_.begin(), by_load_.end(), [&](size_t a, size_t b) { return load_[a] > load_[b]; });
     by_served_.resize(served_.size());
     std::iota(by_served_.begin(), by_served_.end(), size_t{0});
@@ -75,7 +78,8 @@ class Domain {
   }
 
   bool Ladder(int64_t low, int64_t high, float eps) {
-    // Compared before it is converted: it may exceed any integer.
+    // This is float32 because the reference in JAX computes it so, and both must try the same limits. It is compared
+    // before it is converted, as it may exceed any integer.
     const float first = std::ceil(static_cast<float>(low) * (1.0f + eps));
     int64_t limit = first >= static_cast<float>(high) ? high : std::max(low, static_cast<int64_t>(first));
     for (int attempt = 0; attempt < 3; ++attempt) {
@@ -95,6 +99,7 @@ class Domain {
         ++low;
         continue;
       }
+      // The four limits are those of the range at the start, although `low` moves with each that fails.
       const int64_t base = low;
       for (int64_t part = 1; part <= 4; ++part) {
         const int64_t limit = base + width * part / 5;
@@ -119,6 +124,7 @@ class Domain {
     open_ = empty_;
     std::fill(holder_of_.begin(), holder_of_.end(), kNone);
     for (const size_t giver : by_load_) {
+      // Ranks come by their load, so none after this one has a surplus.
       if (load_[giver] <= limit) break;
       if (!Give(giver, load_[giver] - limit, floor)) return false;
     }
@@ -129,10 +135,13 @@ class Domain {
     for (size_t i = giver * home_; i < (giver + 1) * home_ && need > 0; ++i) {
       const size_t expert = by_served_[i];
       MarkHolders(expert);
+      // The home keeps one token, as in the released code.
       int64_t left = served_[expert] - 1;
       while (need > 0 && left > 0) {
         const auto [rank, candidates] = MostRoom(expert);
         if (candidates == 0) break;
+        // The rank with most room is the one that can take most: if it would get less than the floor, so would all
+        // others.
         const int64_t tokens = std::min({need, room_[rank], left});
         if (tokens < (floor == Floor::kFixed ? min_tokens_ : (need + candidates - 1) / candidates)) break;
         replicas_.push_back({first_ * home_ + expert, first_ + rank, tokens});
@@ -146,7 +155,8 @@ class Domain {
     return need == 0;
   }
 
-  // The replicas that the expert had before; no expert is looked at twice in an attempt.
+  // Marks the replicas that the expert had before. Marks need no clearing between experts, since no expert is looked at
+  // twice in an attempt.
   void MarkHolders(size_t expert) {
     const size_t number = first_ * home_ + expert;
     for (size_t slot = holders_.First(number); slot != Holders::kEnd; slot = holders_.Next(slot)) {

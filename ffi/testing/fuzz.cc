@@ -423,7 +423,7 @@ bool Register(FakeXla& xla, const Registrations& part) {
   }
   for (const HandlerRegistration& handler : part.handlers) {
     if (AllValidCalls().count(handler.name) != 0) continue;
-    std::cerr << "FAILED: ffi/testing/valid_calls.cc has no " << handler.name << std::endl;
+    std::cerr << "FAILED: no ffi/testing/valid_*_calls.cc has " << handler.name << std::endl;
     return false;
   }
   return true;

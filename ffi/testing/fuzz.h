@@ -13,7 +13,7 @@ namespace moe_lb::testing {
 //   CASES [SEED [CASE]]       CASE: only that one, printed
 //   repeat [CALLS]            memory, file descriptors and threads stay flat (sanitizers keep what is freed: not there)
 // What fails is printed with its seed and number. A handler whose other than valid calls never succeed, or are never
-// refused, fails the test, as does one without an entry in valid_calls.cc.
+// refused, fails the test, as does one without an entry in AllValidCalls.
 int FuzzMain(const Registrations& part, int argc, char** argv, uint64_t without_sanitizers = 100000);
 
 }  // namespace moe_lb::testing

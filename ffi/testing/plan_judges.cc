@@ -114,26 +114,6 @@ std::string First(std::initializer_list<std::string> verdicts) {
 
 }  // namespace
 
-std::string JudgeLpt(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets) {
-  int64_t num_bins, capacity;
-  std::memcpy(&num_bins, attributes.at("num_bins").bytes.data(), sizeof(num_bins));
-  std::memcpy(&capacity, attributes.at("capacity").bytes.data(), sizeof(capacity));
-  if (call.args[0].size() == 0) return "";
-  std::vector<int64_t> held(static_cast<size_t>(std::min<int64_t>(num_bins, 1 << 20)), 0);
-  for (const int32_t bin : Numbers(rets[0]).values) {
-    if (bin < 0 || bin >= num_bins) return Say("an item is in bin ", bin, " of ", num_bins);
-    if (static_cast<size_t>(bin) >= held.size()) continue;
-    if (++held[static_cast<size_t>(bin)] > capacity) return Say("bin ", bin, " holds more than ", capacity);
-  }
-  return "";
-}
-
-std::string JudgeQuota(const Attributes&, const Operands& call, const std::vector<Array>& rets) {
-  const Numbers tokens(call.args[0]), placement(call.args[1]), quota(rets[0]);
-  const std::vector<int64_t> wanted(tokens.values.begin(), tokens.values.end());
-  return JudgeServed(wanted, Numbers(quota.rows(), quota.columns, 0), placement, quota);
-}
-
 std::string JudgeEdit(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets) {
   const Numbers placement(call.args[0]), quota(call.args[1]), new_placement(rets[0]), new_quota(rets[1]);
   const int64_t domain = Domain(attributes);

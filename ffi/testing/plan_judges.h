@@ -1,4 +1,5 @@
-// What every plan must keep, whatever the planner was given: judged after each call that succeeds.
+// What every plan must keep, whatever the planner was given: judged after each call that succeeds. A judge gets the
+// planner's attributes, arguments and results, and says what is wrong with the results; nothing if nothing is.
 #pragma once
 
 #include <string>
@@ -7,10 +8,6 @@
 #include "ffi/testing/fake_xla.h"
 
 namespace moe_lb::testing {
-
-// What is wrong with the results of a planner, for its arguments and attributes; empty if nothing is.
-std::string JudgeLpt(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets);
-std::string JudgeQuota(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets);
 
 // Of placement [R, S] and quota [E, R]: filled slots stay; what is new is of the rank's domain and not there twice; no
 // token is lost, and only ranks that hold an expert serve more of it; no domain's highest load rises.

@@ -376,7 +376,7 @@ void Scramble(Random& random, Call& call) {
 }
 
 Call AnyCall(Random& random) {
-  const std::vector<std::string> names = {"a", "num_ranks", "rank", "capacity", "timeout_s", "z"};
+  const std::vector<std::string> names = {"a", "num_ranks", "rank", "domain", "timeout_s", "z"};
   Call call;
   for (int64_t count = random.Below(4); count > 0; --count) call.attributes[random.Of(names)] = AnyAttribute(random);
   Operands operands;

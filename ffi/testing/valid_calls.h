@@ -19,7 +19,14 @@ struct ValidCalls {
   Judge judge = nullptr;              // of whatever call succeeds
 };
 
-// By the handler's name. A handler without an entry fails the fuzz: write one here.
+// By the handler's name. A handler without an entry fails the fuzz: write one in the file of its part.
 const std::map<std::string, ValidCalls>& AllValidCalls();
+
+// The parts, each in a file of its name.
+std::map<std::string, ValidCalls> ValidPlannerCalls();
+std::map<std::string, ValidCalls> ValidExchangeCalls();
+std::map<std::string, ValidCalls> ValidCopyCalls();
+std::map<std::string, ValidCalls> ValidPlannedCopyCalls();
+std::map<std::string, ValidCalls> ValidGemmCalls();
 
 }  // namespace moe_lb::testing

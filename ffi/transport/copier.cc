@@ -14,6 +14,7 @@ Copier::~Copier() {
     stopping_ = true;
   }
   changed_.notify_one();
+  // The thread ends only when the queue is empty: somebody waits for the end of every job that was enqueued.
   thread_.join();
 }
 
@@ -22,6 +23,7 @@ void Copier::Enqueue(std::function<void()> job) {
     const std::lock_guard<std::mutex> lock(mutex_);
     jobs_.push_back(std::move(job));
   }
+  // The lock is given up first, so that the copier does not wake up only to wait for it.
   changed_.notify_one();
 }
 
@@ -32,6 +34,8 @@ void Copier::Run() {
     if (jobs_.empty()) return;
     std::function<void()> job = std::move(jobs_.front());
     jobs_.pop_front();
+    // A job runs without the lock, because it may enqueue on this copier: a finished copy enqueues those that waited
+    // for it.
     lock.unlock();
     job();
     job = nullptr;  // what it owns dies without the lock
@@ -44,6 +48,8 @@ Copier& Copiers::Of(int64_t device) {
     std::mutex mutex;
     std::map<int64_t, std::unique_ptr<Copier>> by_device;
   };
+  // They are leaked on purpose. Copiers may still be at work when the process exits, and what their jobs use must not
+  // be destroyed before them.
   static All* const all = new All;
   const std::lock_guard<std::mutex> lock(all->mutex);
   std::unique_ptr<Copier>& copier = all->by_device[device];

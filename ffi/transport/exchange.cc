@@ -20,6 +20,8 @@ class Slices {
   size_t per_pair_;
 };
 
+// All lengths are compared with those of rank 0 before anything is indexed, because Slices takes its number of slices
+// per pair from there.
 Status CheckLengths(View<const ExchangeSide> sides) {
   for (size_t rank = 0; rank < sides.size(); ++rank) {
     const ExchangeSide& side = sides[rank];
@@ -46,6 +48,7 @@ Status CheckLengths(View<const ExchangeSide> sides) {
 // `size` rows from `offset` on, out of `num_rows`.
 Status CheckRange(size_t rank, size_t slice, const char* name, int64_t offset, int64_t size, int64_t num_rows,
                   const char* of) {
+  // Both come from int32, so that the sum of these int64 cannot overflow.
   if (offset >= 0 && offset + size <= num_rows) return Ok();
   return Refuse("rank ", rank, ": ", name, " of slice ", slice, " is ", offset, "; expected its ", size,
                 " rows within the ", num_rows, " rows of ", of);
@@ -60,6 +63,8 @@ Status CheckSender(View<const ExchangeSide> sides, size_t sender, const Slices& 
       if (size < 0)
         return Refuse("rank ", sender, ": send_sizes of slice ", slice, " is ", size, "; expected 0 or more");
       const int64_t expected = sides[receiver].recv_sizes[slices.place(sender, i)];
+      // Sender and receiver have computed the size each from its own plan. Where the two differ no copy can be right:
+      // the receiver would take rows that nobody wrote for rows that arrived.
       if (size != expected) {
         return Refuse("rank ", sender, ": send_sizes of slice ", slice, " is ", size, "; rank ", receiver, " expects ",
                       expected, " (recv_sizes of its slice ", slices.place(sender, i), ")");
@@ -83,7 +88,9 @@ struct Landing {
   size_t sender, slice;
 };
 
-// All landings are within the output by now.
+// All landings are within the output by now. They must not overlap, because the result would depend on the order of the
+// copies, which XLA's own exchange on accelerators leaves open. Sorted by their start, some two overlap only if two
+// neighbours do. The sort is stable, so that the message names the same slices in every run.
 Status CheckLandings(View<const ExchangeSide> sides, size_t receiver, const Slices& slices) {
   std::vector<Landing> landings;
   for (size_t sender = 0; sender < sides.size(); ++sender) {
@@ -134,6 +141,7 @@ void Receive(View<const ExchangeSide> sides, size_t receiver) {
     for (size_t i = 0; i < slices.per_pair(); ++i) {
       const size_t slice = slices.place(receiver, i);
       const auto size = static_cast<size_t>(sender.send_sizes[slice]);
+      // A buffer without bytes may be a null pointer, which memcpy must not get even with a size of 0.
       if (size == 0 || sender.row_bytes == 0) continue;
       std::memcpy(sides[receiver].output + static_cast<size_t>(sender.output_offsets[slice]) * sender.row_bytes,
                   sender.operand + static_cast<size_t>(sender.input_offsets[slice]) * sender.row_bytes,

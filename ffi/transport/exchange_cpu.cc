@@ -55,16 +55,20 @@ struct Work {
 void ExchangeState::Exchange(View<Participant> participants, const Meeting::Finish& finish) {
   const auto work = std::make_shared<Work>();
   for (const Participant& participant : participants) work->sides.push_back(participant.side);
+  // Everything is checked before the first byte moves: where one rank is wrong, no rank has written to another.
   if (Status bad = CheckExchange(work->view())) return finish(bad);
   if (ExchangedBytes(work->view()) <= kInlineBytes) {
     for (size_t rank = 0; rank < participants.size(); ++rank) Receive(work->view(), rank);
     return finish(Ok());
   }
+  // These are set before the first job is enqueued, which may be over before the next one is.
   work->num_left = participants.size();
   work->finish = finish;
   for (size_t rank = 0; rank < participants.size(); ++rank) {
+    // Each receiver has a copier of its own, so no two threads write to the same output.
     Copiers::Of(participants[rank].device).Enqueue([work, rank] {
       Receive(work->view(), rank);
+      // The decrement orders memory as well: whoever brings it to 0 has seen the copies of all others, and with it XLA.
       if (--work->num_left == 0) work->finish(Ok());
     });
   }
@@ -121,6 +125,7 @@ xf::Future Execute(ExchangeState* state, xf::RunId run_id, int32_t device, xf::A
       promise.SetAvailable();
     }
   };
+  // Without a rank there is nobody to arrive as. The shape belongs to the program, so that all devices fail here alike.
   if (place.element_count() != 2) {
     done({Refuse("place has ", place.element_count(), " entries; expected rank and group"), false});
     return future;
@@ -132,11 +137,14 @@ xf::Future Execute(ExchangeState* state, xf::RunId run_id, int32_t device, xf::A
     refusal = Refuse("rank ", rank, ": ", *refusal);
   } else {
     const RowShape in = RowShapeOf(operand), out = RowShapeOf(*result);
-    // The output is aliased to the result; XLA copies it where it cannot be.
+    // The output is aliased to the result, and where XLA could not do that the rows on which nothing lands are copied
+    // here. That must come before the arrival: once all are here the others write into these rows.
     auto* const rows = static_cast<std::byte*>(result->untyped_data());
     if (output.untyped_data() != rows && result->size_bytes() > 0) {
       std::memcpy(rows, output.untyped_data(), result->size_bytes());
     }
+    // These are views of XLA's buffers. They live until this rank's future completes, and all futures complete together
+    // after the last copy, so that no rank reads what another one's program has freed.
     participant = {
         {static_cast<const std::byte*>(operand.untyped_data()), in.num_rows, rows, out.num_rows, in.row_bytes,
          ViewOf(input_offsets), ViewOf(send_sizes), ViewOf(output_offsets), ViewOf(recv_sizes)},

@@ -48,7 +48,8 @@ Status FindDepths(Origins* origins) {
       size_t depth = 0;
       for (const Origin* at = &(*origins)[rank][slot]; at->source == PeerSource::kSlot;
            at = &(*origins)[at->rank][at->index]) {
-        // All slots of a chain hold the same expert, and a chain comes to a rank only once.
+        // All slots of a chain hold the same expert, and a relay is that rank's first slot with it: a chain without a
+        // circle comes to a rank only once, so it has at most as many relays as there are ranks.
         if (++depth > origins->size()) {
           return Refuse("relay of rank ", rank, ", slot ", slot, " is ", (*origins)[rank][slot].rank,
                         "; expected a chain that starts at the expert's home, not one that goes round in circles");
@@ -68,7 +69,9 @@ size_t MaxDepth(const Origins& origins) {
   return depth;
 }
 
-// The tasks of all steps. In step s a slot behind d relays gets its chunk s - d.
+// The tasks of all steps. In step s a slot behind d relays gets its chunk s - d: a relay has every chunk one step
+// before it forwards it. So a task needs to wait only for tasks of the step before, and while a relay forwards one
+// chunk it receives the next.
 class Pipeline {
  public:
   Pipeline(const Origins& origins, const PeerWeights& weights, std::vector<PeerTask>* tasks)
@@ -90,7 +93,8 @@ class Pipeline {
  private:
   static constexpr size_t kNone = static_cast<size_t>(-1);
 
-  // Whole experts where nothing is forwarded.
+  // Without relays nobody waits for a part of an expert, and whole experts make the fewest copies. The size is at least
+  // 1 because weights may have no bytes, and the number of chunks is a quotient.
   size_t ChunkOf(size_t kind) const {
     return std::max<size_t>(max_depth_ == 0 ? weights_.expert_bytes[kind] : weights_.chunk_bytes, 1);
   }
@@ -103,6 +107,7 @@ class Pipeline {
       const size_t num_before = task.pieces.size();
       AddPieces(slot, origin, step - origin.depth, &task);
       if (origin.source == PeerSource::kSlot && task.pieces.size() > num_before) {
+        // That task exists: one step ago its rank got this chunk of this expert.
         task.after.push_back(before_[origin.rank]);
       }
     }
@@ -148,7 +153,10 @@ struct Bf16 {
   static Wide Widen(Stored value) { return FloatOf(static_cast<uint32_t>(value) << 16); }
   static Stored Round(Wide value) {
     const uint32_t bits = BitsOf(value);
+    // Rounding could make infinity or 0 of a NaN, and cutting it off infinity, if its payload is in the lower half
+    // alone: hence the bit.
     if (std::isnan(value)) return static_cast<Stored>((bits >> 16) | 0x40u);  // quiet
+    // Half of the last bit less one, and one more where that bit is odd: ties go to even, as in XLA.
     return static_cast<Stored>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
   }
 };
@@ -167,6 +175,7 @@ struct F16 {
     const uint32_t sign = (BitsOf(value) >> 16) & 0x8000u;
     const float magnitude = std::fabs(value);
     if (std::isnan(value)) return static_cast<Stored>(sign | 0x7e00u);
+    // From here on the nearest float16, ties to even, would be 65536, which is infinity.
     if (magnitude >= 65520.0f) return static_cast<Stored>(sign | 0x7c00u);
     if (magnitude < 0x1p-14f) {  // subnormal: the sum's last bit is worth 2^-24, so the addition rounds
       return static_cast<Stored>(sign | (BitsOf(magnitude + 0.5f) - BitsOf(0.5f)));
@@ -186,7 +195,8 @@ struct Same {
 
 template <typename Number>
 void Sum(const std::vector<const void*>& terms, size_t count, void* out) {
-  // A block of sums stays in the cache while all terms pass.
+  // A block of sums stays in the cache while all terms pass. Terms are added in their order, one after the other, so
+  // that gradients have the same bits whatever else runs and however the weights travelled.
   constexpr size_t kBlock = 2048;
   typename Number::Wide sums[kBlock];
   for (size_t start = 0; start < count; start += kBlock) {
@@ -204,6 +214,8 @@ void Sum(const std::vector<const void*>& terms, size_t count, void* out) {
 }  // namespace
 
 Status CheckWanted(MatrixView<const int32_t> wanted, size_t num_home) {
+  // The product fits: there are fewer than 2^31 home experts (CheckAttributes), and rows are those of a table in
+  // memory.
   const auto num_experts = static_cast<int64_t>(wanted.rows() * num_home);
   for (size_t rank = 0; rank < wanted.rows(); ++rank) {
     for (size_t slot = 0; slot < wanted.columns(); ++slot) {

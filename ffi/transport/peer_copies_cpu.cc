@@ -1,11 +1,8 @@
-// Peer copies of CPU devices: copiers do them while XLA's threads go on with
-// what does not need them.
+// Peer copies of CPU devices: copiers do them while XLA's threads go on with what does not need them.
 //
-// Nothing keeps a buffer alive when a program fails. So `copy_start` is
-// asynchronous: XLA holds its operands and results until its future completes,
-// which is when all copies of the group are done; only calls that need the
-// result wait. `copy_join` then has nothing left to wait for; it checks the
-// ticket.
+// Nothing keeps a buffer alive when a program fails. So `copy_start` is asynchronous: XLA holds its operands and
+// results until its future completes, which is when all copies of the group are done; only calls that need the result
+// wait. `copy_join` then has nothing left to wait for; it checks the ticket.
 #include <cstring>
 #include <memory>
 #include <string_view>
@@ -23,6 +20,7 @@ namespace moe_lb {
 namespace peer_cpu {
 
 Tickets& OpenTickets() {
+  // They are leaked on purpose: programs may still run while the process destroys its static objects.
   static Tickets* const tickets = new Tickets;
   return *tickets;
 }
@@ -37,6 +35,8 @@ static std::vector<PeerShare> SharesOf(View<Brought> brought) {
 
 void Copy(View<Brought> brought, Meeting::Finish finish) {
   const std::vector<PeerShare> shares = SharesOf(brought);
+  // The copies of all are planned from the table of one, so it must be that of all: each rank has computed it for
+  // itself.
   if (Status bad = CheckEqualTables(shares)) return finish(bad);
   std::vector<PeerTask> tasks;
   if (Status bad = PlanPeerTasks(shares[0].wanted, shares[0].relay, shares[0].weights, &tasks)) return finish(bad);
@@ -47,6 +47,7 @@ static void Sum(View<Brought> brought, Meeting::Finish finish) {
   const std::vector<PeerShare> shares = SharesOf(brought);
   if (Status bad = CheckEqualTables(shares)) return finish(bad);
   if (Status bad = CheckWanted(shares[0].wanted, shares[0].weights.num_home)) return finish(bad);
+  // The types of rank 0 stand for those of all: they belong to the program, which is one for all devices.
   RunPeerSums(shares[0].wanted, brought[0].numbers, PeerTable(shares), [finish] { finish(Ok()); });
 }
 
@@ -70,12 +71,13 @@ xf::Future Failed(const Status& bad) {
   return future;
 }
 
-// Arrives, bad arguments or not, so that nobody waits for this participant.
+// A bad rank arrives too: the others then fail at once and with its message, instead of waiting for their time-out.
 xf::Future Arrive(Site* site, const Arrival& who, Brought brought, Status refusal) {
   xf::Promise promise;
   xf::Future future(promise);
   site->meeting.Arrive(who, std::move(brought), std::move(refusal), [promise](const Outcome& outcome) {
-    // On a thread of its own: the rest of the program runs in here.
+    // Completing the promise runs the rest of this device's program in here, up to its next collective, which blocks.
+    // The rendezvous calls this on a thread of its own, or on XLA's.
     xf::Promise completed = promise;
     if (!outcome.failure) return completed.SetAvailable();
     completed.SetError(ToError(outcome));
@@ -102,6 +104,8 @@ xf::Future StartHandler(xf::RunId run, int32_t device, Site* site, PeerIntegers 
   if (Status bad = CheckSame("numbers in ticket", ticket->element_count(), 2)) return Failed(bad);
   PeerShareBuilder builder(site->attributes, device);
   Status refusal = ReadCopy(wanted, relay, home, slots, &builder);
+  // The ticket is written before the arrival: with that the future may complete, and `copy_join` run on another thread.
+  // A refused start leaves its ticket open; PeerTickets drops those of old runs.
   WriteTicket(OpenTickets().Open(run.run_id, {}), ticket->typed_data());
   return Arrive(site, ArrivalOf(run, device, place.typed_data()), {builder.Take(), {}, {}}, std::move(refusal));
 }
@@ -116,6 +120,7 @@ xf::Error JoinHandler(xf::RunId run, PeerIntegers ticket, xf::RemainingArgs oper
     const xf::AnyBuffer in = *operands.get<xf::AnyBuffer>(kind);
     const xf::AnyBuffer out = **slots.get<xf::AnyBuffer>(kind);
     if (Status bad = CheckSame("bytes", in.size_bytes(), out.size_bytes())) return ToError(bad);
+    // XLA copies an operand that it cannot alias to the result. The slots are then not those that were filled.
     if (in.untyped_data() == out.untyped_data() || in.size_bytes() == 0) continue;
     std::memcpy(out.untyped_data(), in.untyped_data(), in.size_bytes());
   }
@@ -124,6 +129,7 @@ xf::Error JoinHandler(xf::RunId run, PeerIntegers ticket, xf::RemainingArgs oper
 
 Status ReadSum(const xf::AnyBuffer& wanted, const xf::RemainingArgs& slots, const xf::RemainingRets& home,
                PeerShareBuilder* builder, std::vector<PeerNumber>* numbers) {
+  // Gradients take no relays; the second table is there because a share has two.
   if (Status bad = builder->Tables(wanted, wanted)) return bad;
   if (Status bad = CheckSame("results", home.size(), slots.size())) return bad;
   numbers->resize(slots.size());

@@ -1,4 +1,5 @@
-// Peer copies of NVIDIA GPUs of one process: copy engines do them on a stream of their own. Compiled, not run yet.
+// Peer copies of NVIDIA GPUs of one process: copy engines do them on a stream of their own. They are compiled
+// and have not run on a GPU yet.
 //
 // The devices of a group meet twice, as one meeting: `copy_start` arrives with its events recorded; the last to arrive
 // queues the copies of all devices, in an order in which every event is recorded before a stream waits for it; then all
@@ -32,7 +33,7 @@ namespace {
 Status CopyOneByOne(const std::vector<void*>& to, const std::vector<const void*>& from,
                     const std::vector<size_t>& sizes, cudaStream_t stream) {
   for (size_t i = 0; i < to.size(); ++i) {
-    // With unified addresses the runtime knows the devices of both.
+    // With unified addresses the runtime knows from the pointers which devices the two belong to.
     MOE_LB_CUDA(cudaMemcpyAsync(to[i], from[i], sizes[i], cudaMemcpyDefault, stream));
   }
   return Ok();
@@ -42,7 +43,11 @@ Status CopyBatch(std::vector<void*> to, std::vector<const void*> from, std::vect
   if (to.empty()) return Ok();
 #if CUDART_VERSION >= 13000
   cudaMemcpyAttributes attributes = {};
+  // Sources may be read only when the stream gets here, because what writes them is ordered before by events alone. The
+  // attribute has no default: without it the call is refused.
   attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  // This is a hint: copy engines leave the multiprocessors to the GEMMs that run beside the copies. The batch has no
+  // order inside, which is fine: no piece of a task writes what another one writes or reads.
   attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
   size_t first = 0;
   const cudaError_t error =
@@ -55,7 +60,8 @@ Status CopyBatch(std::vector<void*> to, std::vector<const void*> from, std::vect
   return CopyOneByOne(to, from, sizes, stream);
 }
 
-// Queues tasks, one after the other.
+// Queues tasks, one after the other. A task comes after all that it waits for, so an event is always recorded before a
+// stream is told to wait for it: a wait for an event that is not recorded yet would be no wait at all.
 class Queue {
  public:
   Queue(View<Brought> brought, const PeerTable& table, const std::vector<PeerTask>& tasks)
@@ -68,10 +74,13 @@ class Queue {
     for (size_t i = 0; i < tasks_.size(); ++i) {
       if (Status bad = Add(i)) return bad;
     }
+    // This comes after all tasks, so that `copied` of a device means that it has received everything it asked for.
     for (size_t i = 0; i < brought_.size(); ++i) {
       MOE_LB_CUDA(cudaSetDevice(static_cast<int>(brought_[i].share.device)));
       MOE_LB_CUDA(cudaEventRecord(brought_[i].turn->copied.get(), brought_[i].lane->stream()));
     }
+    // `copy_join` of an owner also waits for those that read its weights. XLA may reuse their memory as soon as the
+    // owner's stream has passed the join, and knows nothing of the readers' streams.
     for (size_t owner = 0; owner < brought_.size(); ++owner) {
       for (size_t reader = 0; reader < brought_.size(); ++reader) {
         if (reader != owner && reads_.count({reader, owner}) == 0) continue;
@@ -90,6 +99,8 @@ class Queue {
     for (const PeerPiece& piece : task.pieces) {
       if (piece.source == PeerSource::kNothing) continue;
       const size_t owner = table_.participant(piece.from_rank);
+      // One wait orders everything that this stream does later, so each pair needs it once; the stream has waited for
+      // its own `ready` before it fetched the tables.
       if (!reads_.insert({reader, owner}).second || owner == reader) continue;
       MOE_LB_CUDA(cudaStreamWaitEvent(to.lane->stream(), brought_[owner].turn->ready.get(), 0));
     }
@@ -119,6 +130,7 @@ class Queue {
     size_t& used = num_forwards_[to.turn];
     if (used == forwards.size()) forwards.emplace_back();
     Event& event = forwards[used++];
+    // An event belongs to the device that is current when it is made: that of the stream that records it.
     if (Status bad = event.Make()) return bad;
     MOE_LB_CUDA(cudaEventRecord(event.get(), to.lane->stream()));
     done_[index] = event.get();
@@ -147,11 +159,14 @@ Status CopyAll(View<Brought> brought) {
 }  // namespace
 
 void Copy(View<Brought> brought, Meeting::Finish finish) {
+  // The last device to arrive queues the copies of all, and makes each of them current for that. The thread is XLA's,
+  // which expects its own device afterwards.
   int device = 0;
   Status bad = Cuda(cudaGetDevice(&device), "cudaGetDevice");
   if (!bad) bad = CopyAll(brought);
   if (bad) {
-    // XLA frees the buffers of a program that failed: nothing may be under way then.
+    // XLA frees the buffers of a program that failed, and part of the copies may have been queued: they must be over
+    // before the error is returned.
     for (const Brought& one : brought) static_cast<void>(cudaStreamSynchronize(one.lane->stream()));
   }
   static_cast<void>(cudaSetDevice(device));
@@ -192,6 +207,7 @@ Status FetchTables(Site* site, cudaStream_t stream, const int32_t* place, Brough
   if (Status bad = site->LaneOf(device, 2 + 2 * wanted.size(), &brought->lane)) return bad;
   brought->turn = brought->lane->Next();
   const cudaStream_t copies = brought->lane->stream();
+  // `ready` is recorded before this device arrives: whoever arrives last makes other streams wait for it.
   MOE_LB_CUDA(cudaEventRecord(brought->turn->ready.get(), stream));
   MOE_LB_CUDA(cudaStreamWaitEvent(copies, brought->turn->ready.get(), 0));
   int32_t* host = brought->turn->host;
@@ -203,6 +219,7 @@ Status FetchTables(Site* site, cudaStream_t stream, const int32_t* place, Brough
   MOE_LB_CUDA(fetch(host + 2, wanted.data(), wanted.size()));
   MOE_LB_CUDA(fetch(host + 2 + wanted.size(), relay.data(), relay.size()));
   MOE_LB_CUDA(cudaEventRecord(brought->turn->tables.get(), copies));
+  // Copy engines take addresses from the host, so the host must know the tables before it can queue the copies.
   MOE_LB_CUDA(cudaEventSynchronize(brought->turn->tables.get()));
   const size_t rows = share.wanted.rows(), columns = share.wanted.columns();
   share.wanted = {host + 2, rows, columns};
@@ -225,6 +242,7 @@ xf::Error StartHandler(cudaStream_t stream, xf::RunId run, Site* site, PeerInteg
                        xf::RemainingRets slots) {
   if (Status bad = CheckSame("numbers in place", place.element_count(), 2)) return ToError(bad);
   if (Status bad = CheckSame("numbers in ticket", ticket->element_count(), 2)) return ToError(bad);
+  // Nobody reads the ticket's value on a GPU, see Note; it is set because a result must not be what memory held before.
   if (Status bad = Cuda(cudaMemsetAsync(ticket->typed_data(), 0, ticket->size_bytes(), stream), "cudaMemsetAsync")) {
     return ToError(bad);
   }
@@ -234,11 +252,15 @@ xf::Error StartHandler(cudaStream_t stream, xf::RunId run, Site* site, PeerInteg
   Note note;
   Brought brought;
   brought.share = builder.Take();
+  // The last to arrive fills these in from its own thread, while this one is still inside ArriveAndWait.
   brought.waits = &note.waits;
   for (const std::byte* slot : brought.share.slots) note.slots.push_back(slot);
   const std::vector<const void*> addresses = note.slots;
   if (Status bad = FetchTables(site, stream, place.typed_data(), &brought)) return ToError(bad);
   const Arrival who = ArrivalOf(run, brought.share.device, brought.turn->host);
+  // This blocks XLA's launching thread until all devices of the group have come. A future would not help: XLA waits at
+  // once for that of a handler on a GPU. The handler must return only when the copies are queued, because `copy_join`
+  // needs their events.
   const Outcome outcome = site->meeting.ArriveAndWait(who, std::move(brought), Ok());
   if (outcome.failure) return ToError(outcome);
   OpenTickets().OpenAs(run.run_id, TicketOf(addresses), std::move(note));

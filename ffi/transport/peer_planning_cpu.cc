@@ -53,6 +53,7 @@ xf::Error PostHandler(xf::RunId run, int32_t device, PostSite* site, PeerInteger
   if (Status bad = CheckSame("numbers in ticket", ticket->element_count(), 2)) return ToError(bad);
   PostedArrays arrays;
   if (Status bad = SortPostedArrays(args, rets, site->num_kinds, &arrays)) return ToError(bad);
+  // No devices meet here, so an error need not reach the others: the shapes are the program's and fail on all alike.
   PassOn(arrays.before, arrays.after);
   const Arrival who = ArrivalOf(run, device, place.typed_data());
   WriteTicket(OpenPosts().Open(run.run_id, {site->site, who, site->plan_size}), ticket->typed_data());
@@ -65,11 +66,14 @@ Status Plan(const PlannerCall& call, const Post& post, const PlannedArrays& arra
   if (Status bad = CheckSame("numbers of the plan", NumWordsOf(call.results), static_cast<size_t>(post.plan_size))) {
     return bad;
   }
+  // Every participant plans for itself, the same plan from the same operands. CheckEqualTables finds those that did
+  // not.
   if (Status bad = Attempt(call, call.operands, call.results)) return bad;
   const auto num_home = static_cast<size_t>(attributes.num_home);
   if (Status bad = PlannedTables(call.results, num_home, &brought->tables)) return bad;
   PeerShareBuilder builder(attributes, post.who.device);
   if (Status bad = ReadPlanned(call.results, num_home, brought->tables, arrays, &builder)) return bad;
+  // The share shows `brought->tables`. Moving `brought` into the meeting moves the vector and not its memory.
   brought->share = builder.Take();
   return Ok();
 }
@@ -79,6 +83,7 @@ xf::Future PlanAndStart(const PlannerCall& call, VectorResult& ticket, PeerInteg
   if (Status bad = CheckSame("numbers in the ticket", posted.element_count(), 2)) return Failed(bad);
   if (Status bad = CheckSame("numbers in ticket", ticket->element_count(), 2)) return Failed(bad);
   Post post;
+  // Without its post nobody knows whom this device could arrive as; the others find out by their time-out.
   if (OpenPosts().Close(run.run_id, ReadTicket(posted.typed_data()), &post)) {
     return Failed(Refuse(call.name, ": ticket is ", ReadTicket(posted.typed_data()),
                          "; expected one that post gave in this run of the program and that was not used yet"));
@@ -87,6 +92,7 @@ xf::Future PlanAndStart(const PlannerCall& call, VectorResult& ticket, PeerInteg
   Brought brought;
   Status refusal = SortPlannedArrays(args, rets, &arrays);
   if (!refusal) refusal = Plan(call, post, arrays, &brought);
+  // This and the ticket come before the arrival, with which the future may complete and others may read the results.
   if (!refusal) PassOn(arrays.before, arrays.after);
   WriteTicket(OpenTickets().Open(run.run_id, {}), ticket->typed_data());
   return Arrive(post.site.get(), post.who, std::move(brought), std::move(refusal));

@@ -1,4 +1,4 @@
-// Plans and copies beside what a GPU already computes. Compiled, not run yet.
+// Plans and copies beside what a GPU already computes. This is compiled and has not run on a GPU yet.
 //
 // `copy_post` records `ready` on XLA's stream; the copy stream waits for it and fetches the planner's operands into
 // pinned memory. XLA then launches what runs in between. The second call is launched after it, but waits on the host
@@ -89,6 +89,8 @@ Status Fetch(cudaStream_t stream, const int32_t* place, const std::vector<xf::An
   if (Status bad = post->site->LaneOf(post->device, words, &post->lane)) return bad;
   post->turn = post->lane->Next();
   const cudaStream_t copies = post->lane->stream();
+  // `ready` stands for the weights, the operands of the planner and the memory of the slots alike: all of them precede
+  // `copy_post` on XLA's stream.
   MOE_LB_CUDA(cudaEventRecord(post->turn->ready.get(), stream));
   MOE_LB_CUDA(cudaStreamWaitEvent(copies, post->turn->ready.get(), 0));
   int32_t* to = post->turn->host;
@@ -132,7 +134,9 @@ xf::Error PostHandler(cudaStream_t stream, xf::RunId run, PostSite* site, PeerIn
 
 // ---- plan and copy -------------------------------------------------------------------
 
-// Until the operands are on the host: microseconds, unless the device lags behind.
+// Waits until the operands are on the host, which takes microseconds unless the device lags behind. The event is asked
+// again and again, since cudaEventSynchronize has no time-out and a device that is stuck would hang the program. The
+// thread first only yields, as the plan is on the critical path, and then sleeps so that it leaves the core to others.
 Outcome WaitForOperands(const Post& post) {
   const PeerAttributes& attributes = post.site->attributes;
   const Clock::time_point begin = Clock::now();
@@ -177,6 +181,8 @@ Status Plan(cudaStream_t stream, const PlannerCall& call, const Post& post, cons
   if (Status bad = Attempt(call, operands, plan)) return bad;
   for (size_t i = 0; i < plan.size(); ++i) {
     const View<int32_t> to = call.results[i].flat();
+    // The upload is on XLA's stream and not on the copy stream: XLA's next kernels read the plan there, and need not
+    // wait for the copies.
     MOE_LB_CUDA(CopyWords(to.data(), plan[i].flat().data(), to.size(), cudaMemcpyHostToDevice, stream));
   }
   const auto num_home = static_cast<size_t>(post.site->attributes.num_home);
@@ -213,6 +219,7 @@ xf::Error PlanAndStart(const PlannerCall& call, VectorResult& ticket, PeerIntege
   std::vector<int32_t> tables;
   Note note;
   note.slots = AddressesOf(arrays.slots);
+  // The last to arrive fills in `note.waits` from its own thread, while this one is inside ArriveAndWait.
   Brought brought = {{}, post.lane, post.turn, &note.waits};
   Status refusal = Plan(stream, call, post, arrays, &tables, &brought.share);
   if (!refusal) refusal = PassOn(stream, arrays.before, arrays.after);
@@ -220,7 +227,7 @@ xf::Error PlanAndStart(const PlannerCall& call, VectorResult& ticket, PeerIntege
     refusal = Cuda(cudaMemsetAsync(ticket->typed_data(), 0, ticket->size_bytes(), stream), "cudaMemsetAsync");
   }
   const Arrival who = ArrivalOf(run, post.device, post.turn->host);
-  // Also with a refusal, so that nobody waits for this device.
+  // It arrives with a refusal too, so that nobody waits for this device.
   const Outcome outcome = post.site->meeting.ArriveAndWait(who, std::move(brought), std::move(refusal));
   if (outcome.failure) return ToError(outcome);
   const int64_t number = TicketOf(note.slots);

@@ -28,12 +28,15 @@ class Run : public std::enable_shared_from_this<Run> {
 
   void Start() {
     for (size_t i = 0; i < tasks_.size(); ++i) {
+      // `num_waiting_` would not do: copiers already count it down, and a task that they bring to 0 would start twice.
       if (tasks_[i].after.empty()) Enqueue(i);
     }
   }
 
  private:
   void Enqueue(size_t task) {
+    // The receiver's copier does the copy, so that all slots of a rank are written by one thread. The run stays alive
+    // in the jobs that are still enqueued.
     Copiers::Of(table_.device(tasks_[task].to_rank)).Enqueue([self = shared_from_this(), task] { self->Do(task); });
   }
 
@@ -47,6 +50,8 @@ class Run : public std::enable_shared_from_this<Run> {
       }
     }
     for (const size_t next : unlocks_[task]) {
+      // The decrement orders memory: the thread that brings it to 0 has seen what all tasks before have copied, each on
+      // a copier of its own, and may forward it.
       if (--num_waiting_[next] == 0) Enqueue(next);
     }
     if (--num_open_ == 0) done_();
@@ -76,6 +81,7 @@ void SumAtHome(MatrixView<const int32_t> wanted, const std::vector<PeerNumber>& 
 }  // namespace
 
 void RunPeerTasks(std::vector<PeerTask> tasks, PeerTable table, std::function<void()> done) {
+  // Where no rank has a slot no task would ever count down to `done`.
   if (tasks.empty()) return done();
   std::make_shared<Run>(std::move(tasks), std::move(table), std::move(done))->Start();
 }
@@ -91,6 +97,8 @@ void RunPeerSums(MatrixView<const int32_t> wanted, const std::vector<PeerNumber>
   const size_t num_ranks = table.num_ranks();
   const auto sums = std::shared_ptr<Sums>(new Sums{std::move(table), numbers, std::move(done), {num_ranks}});
   for (size_t rank = 0; rank < num_ranks; ++rank) {
+    // Home's copier adds up all replicas of its experts. Its sums have one writer and one order, so that their bits do
+    // not depend on which rank was first.
     Copiers::Of(sums->table.device(rank)).Enqueue([sums, wanted, rank] {
       SumAtHome(wanted, sums->numbers, sums->table, rank);
       if (--sums->num_open == 0) sums->done();

@@ -5,6 +5,8 @@
 namespace moe_lb {
 namespace {
 
+// Each rank has computed the tables for itself. If one had another plan, copies from the table of rank 0 would put
+// weights into its slots that it takes for those of other experts, and nothing later would notice.
 Status CheckEqual(const char* name, size_t participant, MatrixView<const int32_t> here,
                   MatrixView<const int32_t> first) {
   if (here.rows() != first.rows() || here.columns() != first.columns()) {
@@ -21,6 +23,7 @@ Status CheckEqual(const char* name, size_t participant, MatrixView<const int32_t
   return Ok();
 }
 
+// Addresses on all ranks are computed with the sizes of rank 0, so a rank that differs would be written out of bounds.
 Status CheckEqualWeights(size_t participant, const PeerWeights& here, const PeerWeights& first) {
   if (here.expert_bytes.size() != first.expert_bytes.size()) {
     return Refuse("home has ", here.expert_bytes.size(), " kinds of weights on rank ", participant, " and ",
@@ -49,6 +52,7 @@ std::byte* PeerTable::From(const PeerPiece& piece) const {
     case PeerSource::kHome:
       return Home(piece.from_rank, piece.kind, piece.from_index) + piece.offset;
     case PeerSource::kSlot:
+      // The piece has the same offset in both slots, since a relay forwards the bytes that it has just received.
       return Slot(piece.from_rank, piece.kind, piece.from_index) + piece.offset;
   }
   return nullptr;

@@ -1,4 +1,4 @@
-// Where the shards of one program, each on a thread of its own, meet at a call site and hand each other things.
+// Here the shards of one program, each on a thread of its own, meet at a call site and hand each other things.
 #pragma once
 
 #include <chrono>
@@ -181,6 +181,7 @@ void Rendezvous<Brought>::Shared::Arrive(const Arrival& who, Brought brought, St
     lane = Join(who);
     late = lane->late;
     if (late) {
+      // Those who come late are counted as well: after the last of them nobody is left to be told the outcome.
       if (lane->IsComplete()) Forget(*lane);
     } else {
       const auto rank = static_cast<size_t>(who.rank);
@@ -190,6 +191,8 @@ void Rendezvous<Brought>::Shared::Arrive(const Arrival& who, Brought brought, St
     }
     if (!lane->IsComplete()) lane = nullptr;
   }
+  // Both calls below run without the lock: `done` may run the rest of a program on this thread, which may arrive here
+  // again, and `act` may take as long as the copies do.
   if (late) {
     done(*late);
   } else if (lane != nullptr) {
@@ -202,6 +205,7 @@ std::shared_ptr<typename Rendezvous<Brought>::Lane> Rendezvous<Brought>::Shared:
   const Key key(who.run_id, who.group);
   std::shared_ptr<Group>& group = groups[key];
   if (group == nullptr) group = std::make_shared<Group>();
+  // Turns are counted by device and not by rank, since with lanes several devices come as the same rank.
   const int64_t turn = group->turn_of_device[who.device]++;
   const auto rank = static_cast<size_t>(who.rank);
   const auto join = [&](const std::shared_ptr<Lane>& lane) {
@@ -223,6 +227,8 @@ std::shared_ptr<typename Rendezvous<Brought>::Lane> Rendezvous<Brought>::Shared:
   lane->turn = turn;
   groups[key]->turns[turn].lanes.push_back(lane);
   const auto timeout = std::chrono::duration_cast<Watchdog::Clock::duration>(options.timeout);
+  // The watchdog's lock is taken under this one. It calls back without its own, so the two are never taken the other
+  // way round.
   lane->deadline = Watchdog::OfProcess().Watch(Watchdog::Clock::now() + timeout,
                                                [self = this->shared_from_this(), lane] { self->EndLate(lane); });
   return lane;
@@ -230,11 +236,13 @@ std::shared_ptr<typename Rendezvous<Brought>::Lane> Rendezvous<Brought>::Shared:
 
 template <typename Brought>
 void Rendezvous<Brought>::Shared::Meet(const std::shared_ptr<Lane>& lane, size_t last_rank) {
-  // Where this comes too late, EndLate sees that the lane is complete.
+  // Where this comes too late the watchdog is already calling EndLate, which sees that the lane is complete.
   Watchdog::OfProcess().Cancel(lane->deadline);
   {
     const std::lock_guard<std::mutex> lock(mutex);
     lane->last_rank = last_rank;
+    // `act` may call `finish` before it returns. End must then know that it is inside of Arrive, where `done` may run
+    // on this thread.
     lane->acting_thread = std::this_thread::get_id();
   }
   for (const Status& refusal : lane->refusals) {
@@ -245,8 +253,11 @@ void Rendezvous<Brought>::Shared::Meet(const std::shared_ptr<Lane>& lane, size_t
       self->End(lane, {failure ? Refuse(self->options.site, ": ", *failure) : Ok(), false});
     });
   } catch (const std::exception& error) {
+    // `finish` may have been handed on before the exception. Whichever call of End comes first decides, and the other
+    // does nothing.
     End(lane, {Refuse(options.site, ": ", error.what()), false});
   }
+  // From here on `finish` comes from another thread, and the system may give that thread the id of this one.
   const std::lock_guard<std::mutex> lock(mutex);
   lane->acting_thread = std::thread::id();
 }
@@ -254,6 +265,8 @@ void Rendezvous<Brought>::Shared::Meet(const std::shared_ptr<Lane>& lane, size_t
 template <typename Brought>
 void Rendezvous<Brought>::Shared::EndLate(const std::shared_ptr<Lane>& lane) {
   const std::lock_guard<std::mutex> lock(mutex);
+  // The watchdog and the last rank race, and the lock decides: either the lane is complete here, or the last rank finds
+  // `late` set and does not act.
   if (lane->IsComplete()) return;
   std::vector<int64_t> missing;
   Status refusal;
@@ -261,6 +274,7 @@ void Rendezvous<Brought>::Shared::EndLate(const std::shared_ptr<Lane>& lane) {
     if (!lane->here[rank]) missing.push_back(static_cast<int64_t>(rank));
     if (!refusal && lane->refusals[rank]) refusal = Refuse(options.site, ": ", *lane->refusals[rank]);
   }
+  // A refused rank explains more than who is missing, since the others may be missing because they failed too.
   lane->late = refusal ? Outcome{refusal, false} : Outcome{MissingMessage(options, missing), true};
   RememberFailed(*lane);
   Settle(std::move(lane->dones), *lane->late);
@@ -307,6 +321,8 @@ void Rendezvous<Brought>::Shared::RememberFailed(Lane& lane) {
   if (group == nullptr || group->failed) return;
   group->failed = true;
   failed.push_back(lane.key);
+  // Whoever comes even later opens a meeting of its own and fails when its time is over: the price of memory that does
+  // not grow with the number of failures.
   if (failed.size() > kMaxFailed) {
     groups.erase(failed.front());
     failed.pop_front();

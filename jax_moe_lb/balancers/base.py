@@ -15,13 +15,21 @@ from jax_moe_lb.types import AnyArray, Counts, State
 class Balancer(abc.ABC):
     """Decides who serves which tokens.
 
-    A balancer is a frozen dataclass: its fields are its hyper-parameters, and it is a
-    static argument of `jax.jit`. All ranks call it with the same arguments and must get
-    the same plan: integers in, integers out, ties to the lowest index.
+    Write one when you have another rule; `docs/extending.md` shows a whole one. It is a frozen dataclass: its fields
+    are its hyper-parameters, and it is a static argument of `jax.jit`. All ranks call it with the same arguments and
+    must get the same plan: integers in, integers out, and ties go to the lowest index. `rebalance` is all that it must
+    have. The other methods say what it does not need, so that more can happen before there is a plan.
     """
 
     def init(self, counts_shape: tuple[int, int]) -> State:
-        """What it remembers before the first step, for `[R, E]` counts; `()` unless it keeps history."""
+        """What it remembers before the first step; `()` unless it keeps history.
+
+        Args:
+            counts_shape: `(R, E)`, the shape of the counts that `rebalance` will get.
+
+        Returns:
+            Any pytree of arrays.
+        """
         del counts_shape
         return ()
 
@@ -30,20 +38,19 @@ class Balancer(abc.ABC):
         """Edits the plan for this microbatch.
 
         Args:
-            counts: `[R, E]`, its exact load.
+            counts: `[R, E]`, its exact load; NumPy's on a host, traced in a program.
             plan: legal for `counts`; that of plain expert parallelism unless another balancer came first.
             topology: ranks and domains.
-            state: of `init`, or what the last call returned.
+            state: what `init` or the last call returned.
 
         Returns:
             A plan of the same shapes, legal for `counts` (see `check_plan`), and the new state.
         """
 
     def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
-        """Which experts `rebalance` may take from home, known before it runs.
+        """Which experts `rebalance` may take from home, known before it runs; all, unless a balancer says otherwise.
 
-        The others are static: all their tokens are served at home. `Staged` needs no plan to send those. All experts
-        are dynamic unless a balancer says otherwise.
+        The others are static: all their tokens are served at home, and `Staged` needs no plan to send those.
 
         Args:
             plan: what `rebalance` will be given.
@@ -51,20 +58,46 @@ class Balancer(abc.ABC):
         return jnp.ones(plan.num_experts, bool)
 
     def native_planner(self, domain: int) -> NativePlanner | None:
-        """The planner that `rebalance` applies to placement and quota, if it does nothing else.
+        """The planner in C++ that `rebalance` applies to placement and quota, if it does nothing else; else `None`.
 
         With it the plan can be made on the host while a GPU computes; see `ops/plan_and_copy.py`.
 
         Args:
-            domain: of the plan.
+            domain: ranks of a domain of the plan.
         """
         del domain
         return None
 
+    @property
+    def needs_counts(self) -> bool:
+        """Whether the placement depends on the load; true, unless a balancer says otherwise.
+
+        Where it does not, no planner has to run between router and dispatch, and weights can travel before tokens are
+        known. The simulator asks for it.
+        """
+        return True
+
 
 @dataclass(frozen=True)
 class Chain(Balancer):
-    """Balancers one after the other, each on the plan that the last one left."""
+    """Runs balancers one after the other, each on the plan that the last one left.
+
+    Use it to combine papers: experts that travel between datacenters, level loads inside them, tokens on all rails.
+
+    Args:
+        balancers: in the order in which they edit the plan. One that plans from the counts alone, as `Exact` does,
+            belongs before those that refine a plan, and `RailS` belongs last.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import Greedy, HybridEP, Topology, load, plain_plan
+        >>> counts = np.array([[9, 1, 1, 1], [9, 1, 1, 1], [9, 1, 1, 1], [9, 1, 1, 1]], np.int32)
+        >>> topology = Topology.flat(4)
+        >>> chain = Chain((HybridEP(domain_size=2), Greedy()))
+        >>> plan, _ = chain.rebalance(counts, plain_plan(counts, topology, 3), topology, chain.init(counts.shape))
+        >>> print(load(plan))
+        [20 20  4  4]
+    """
 
     balancers: tuple[Balancer, ...]
 
@@ -73,9 +106,14 @@ class Chain(Balancer):
         return tuple(balancer.init(counts_shape) for balancer in self.balancers)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Every balancer in turn."""
+        """Asks every balancer in turn."""
         states = []
         for balancer, before in zip(self.balancers, state, strict=True):
             plan, after = balancer.rebalance(counts, plan, topology, before)
             states.append(after)
         return plan, tuple(states)
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether any of them does."""
+        return any(balancer.needs_counts for balancer in self.balancers)

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from jax_moe_lb._pytree import pytree
+from jax_moe_lb._varying import vary_like
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.balancers.history import History, check_every, checked, mean, no_history, observe
 from jax_moe_lb.plan import Plan
@@ -70,8 +71,8 @@ class EPLB(Balancer):
         del topology
         state = checked(state, self.init(counts.shape), counts)
         tokens = counts.sum(0, dtype=np.int32)
-        # The other branch must vary over the same mesh axes, which the zero sees to.
-        before = plan.placement + tokens[0] * 0
+        # Both branches of the conditional must vary over the same mesh axes.
+        before = vary_like(plan.placement, tokens)
 
         def replan() -> Bool[AnyArray, "R E"]:
             placement, _ = eplb_plus(mean(state.history, self.every), before, plan.domain)

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_moe_lb._pytree import pytree
+from jax_moe_lb._varying import vary_like
 from jax_moe_lb.types import AnyArray, Counts, State, namespace
 
 MAX_EVERY = 46340
@@ -73,5 +74,4 @@ def checked(state: State, expected: Any, counts: Counts) -> State:
                 f"state{jax.tree_util.keystr(path)} is {leaf.dtype}{list(leaf.shape)}; "
                 f"expected {want.dtype}{list(want.shape)}, for counts {list(counts.shape)}"
             )
-    zero = counts[0, 0] * 0
-    return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), state)
+    return vary_like(state, counts)

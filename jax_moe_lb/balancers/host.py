@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from jax_moe_lb._varying import vary_like
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.legality import check_plan
 from jax_moe_lb.plan import Plan
@@ -54,8 +54,7 @@ class HostBalancer(Balancer):
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), plan)
         answer = jax.pure_callback(call, shapes, counts, plan, vmap_method="sequential")
         # A callback's result carries no manual axes; counts carry the ones that it depends on.
-        zero = jnp.asarray(counts).reshape(-1)[0].astype(jnp.int32) * 0
-        return jax.tree.map(lambda leaf: leaf + zero, answer), state
+        return vary_like(answer, counts), state
 
 
 def _same_type(answer: np.ndarray, before: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jax_moe_lb._varying import vary_like
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
@@ -44,10 +45,14 @@ class HybridEP(Balancer):
         num_domains = plan.num_ranks // size
         wanted = counts.reshape(num_domains, size, plan.num_experts).sum(0, dtype=np.int32).T
         served = wanted[:, None, :] * _at_home(plan, size)[:, :, None]
-        # The zero gives the constant the manual axes of the plan.
-        placement = placement + plan.placement * 0
+        placement = vary_like(placement, plan.placement, counts)
         quota = served.reshape(plan.num_experts, plan.num_ranks)
         return replace(plan, placement=placement, quota=quota, relay=None, rails=None, domain=size), state
+
+    @property
+    def needs_counts(self) -> bool:
+        """No: the placement is the same for every microbatch, and only the quota follows the load."""
+        return False
 
     def _size(self, plan: Plan) -> int:
         admitted = [m for m in range(1, plan.domain + 1) if plan.domain % m == 0 and m * plan.num_home <= plan.slots]

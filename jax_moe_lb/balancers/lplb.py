@@ -8,6 +8,7 @@ from jaxtyping import Int
 from scipy.optimize import linprog
 
 from jax_moe_lb._pytree import pytree
+from jax_moe_lb._varying import vary_like
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.balancers.history import History, check_every, checked, mean, no_history, observe
 from jax_moe_lb.balancers.host import HostBalancer
@@ -73,7 +74,7 @@ class LPLB(Balancer):
         xp = namespace(counts)
         load = xp.where(state.history.steps >= self.every, mean(state.history, self.every), state.load)
         distances = _distances(plan.domain) if self.distances is None else self.distances
-        placement = _add_edges(plan.placement + load[0] * 0, load, distances, plan.domain)
+        placement = _add_edges(vary_like(plan.placement, load), load, distances, plan.domain)
         start = replace(plan, placement=placement)
         plan, _ = HostBalancer(spread).rebalance(counts, start, topology, ())
         history = observe(state.history, counts.sum(0, dtype=np.int32), self.every)

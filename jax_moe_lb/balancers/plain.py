@@ -20,6 +20,11 @@ class Plain(Balancer):
         del counts, topology
         return plan, state
 
+    @property
+    def needs_counts(self) -> bool:
+        """No: nothing moves."""
+        return False
+
     def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
         """None, but for what replicas serve already."""
         expert = iota(plan.num_experts)

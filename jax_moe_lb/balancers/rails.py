@@ -46,7 +46,7 @@ class RailS(Balancer):
         members, num_rails = topology.ranks_per_node, topology.rails_per_node
         if members % num_rails:
             raise ValueError(
-                f"Topology.rails_per_node is {num_rails}; expected a divisor of the {members} ranks of a domain"
+                f"Topology.rails_per_node is {num_rails}; expected a divisor of the {members} ranks of a node"
             )
         speeds = (1,) * num_rails if self.speeds is None else self.speeds
         if len(speeds) != num_rails:

@@ -1,4 +1,4 @@
-"""The commands: they read arguments, call the library and print.
+"""The commands read arguments, call the library and print.
 
 Bad input ends in one line on stderr and exit code 2, whichever command it was given to.
 """
@@ -15,7 +15,7 @@ from jax_moe_lb.cli.discover import load_balancer
 from jax_moe_lb.cli.doctor import diagnosis, facts_table, ops_table, version
 from jax_moe_lb.cli.errors import BAD_INPUT, one_line_errors, print_error
 from jax_moe_lb.cli.files import read_counts, read_trace, write_plans
-from jax_moe_lb.cli.options import ExpertBytes, Json, Out, RanksPerDomain, Slots, System, positive
+from jax_moe_lb.cli.options import Balancer, ExpertBytes, Json, Out, RanksPerDomain, Slots, positive
 from jax_moe_lb.cli.planning import Planner, mean_effect
 from jax_moe_lb.cli.report import Head, print_effects, print_json, print_table, with_progress
 from jax_moe_lb.cli.simulate import advise, calibrate, simulate
@@ -23,21 +23,22 @@ from jax_moe_lb.topology import Topology
 
 INTERRUPTED = 130
 UsageError: Any = typer.BadParameter.__mro__[1]
-"""click's, which typer imports or ships a copy of, depending on its version."""
+"""It is click's, which typer imports or ships a copy of, depending on its version."""
 
 # Without markup, which would take the [R, E] of a help text for a style.
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Runs one command; it is what the program `jax-moe-lb` calls.
 
     Args:
-        argv: the arguments after the program's name; those of the process by default.
+        argv: the arguments after the program's name; `None` takes those of the process.
 
     Returns:
-        The exit code: 0, or 2 after bad input.
+        The exit code: 0, 2 after bad input, or 130 after an interrupt.
     """
+    # JAX warns of accelerators that it does not find; a line of that is no part of the answer.
     logging.getLogger("jax").setLevel(logging.ERROR)
     try:
         return app(argv, prog_name="jax-moe-lb", standalone_mode=False) or 0
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 @app.command()
 def plan(
     counts_file: Annotated[Path, typer.Argument(metavar="COUNTS.npy", help="Integers; or an npz with counts.")],
-    system: System,
+    balancer: Balancer,
     ranks_per_domain: RanksPerDomain = None,
     slots: Slots = None,
     out: Out = None,
@@ -64,12 +65,12 @@ def plan(
     """
     with one_line_errors():
         counts, one_expert = read_counts(counts_file), positive("--expert-bytes", expert_bytes)
-        planner = _planner(system, counts, ranks_per_domain, slots)
+        planner = _planner(balancer, counts, ranks_per_domain, slots)
         (planned,) = planner.replay(counts[None])
         if out is not None:
             write_plans(out, [layer.plan for layer in planned], counts.shape[:1])
         effects = [layer.effect for layer in planned]
-        print_effects("layer", range(len(planned)), effects, _head(system, planner, counts), one_expert, as_json)
+        print_effects("layer", range(len(planned)), effects, _head(balancer, planner, counts), one_expert, as_json)
 
 
 @app.command()
@@ -78,7 +79,7 @@ def replay(
         Path,
         typer.Argument(metavar="TRACE.npz", help="With integers counts and steps; or an npy of counts."),
     ],
-    system: System,
+    balancer: Balancer,
     ranks_per_domain: RanksPerDomain = None,
     slots: Slots = None,
     out: Out = None,
@@ -92,7 +93,7 @@ def replay(
     """
     with one_line_errors():
         (steps, counts), one_expert = read_trace(trace_file), positive("--expert-bytes", expert_bytes)
-        planner = _planner(system, counts, ranks_per_domain, slots)
+        planner = _planner(balancer, counts, ranks_per_domain, slots)
         effects, plans = [], []
         for planned in with_progress(planner.replay(counts), len(steps)):
             effects.append(mean_effect([layer.effect for layer in planned]))
@@ -100,7 +101,7 @@ def replay(
             plans.extend([] if out is None else [layer.plan for layer in planned])
         if out is not None:
             write_plans(out, plans, counts.shape[:2])
-        print_effects("step", steps, effects, _head(system, planner, counts), one_expert, as_json)
+        print_effects("step", steps, effects, _head(balancer, planner, counts), one_expert, as_json)
 
 
 @app.command()
@@ -135,15 +136,15 @@ def _options(
     """Load balance of Mixture-of-Experts layers, from recorded counts."""
 
 
-def _planner(system: str, counts: np.ndarray, ranks_per_domain: str | None, slots: str | None) -> Planner:
+def _planner(balancer: str, counts: np.ndarray, ranks_per_domain: str | None, slots: str | None) -> Planner:
     num_ranks, num_experts = counts.shape[-2:]
     topology = Topology.flat(num_ranks, positive("--ranks-per-domain", ranks_per_domain))
     wanted = positive("--slots", slots)
     if wanted is not None and wanted > num_experts:
         raise ValueError(f"--slots is {wanted}; expected at most the {num_experts} experts, each once on a rank")
-    return Planner(load_balancer(system), topology, wanted or min(num_experts // num_ranks + 2, num_experts))
+    return Planner(load_balancer(balancer), topology, wanted or min(num_experts // num_ranks + 2, num_experts))
 
 
-def _head(system: str, planner: Planner, counts: np.ndarray) -> Head:
+def _head(balancer: str, planner: Planner, counts: np.ndarray) -> Head:
     num_ranks, num_experts = counts.shape[-2:]
-    return {"system": system, "num_ranks": num_ranks, "num_experts": num_experts, "slots": planner.slots}
+    return {"balancer": balancer, "num_ranks": num_ranks, "num_experts": num_experts, "slots": planner.slots}

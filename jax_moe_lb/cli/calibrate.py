@@ -153,7 +153,7 @@ def _exchange_s(mesh: jax.sharding.Mesh, rows: int) -> float:
     each = rows // mesh.size
 
     def one_rank(x: jax.Array, starts: jax.Array, sizes: jax.Array) -> jax.Array:
-        lands = jax.lax.axis_index("expert").astype(jnp.int32) * each + starts * 0
+        lands = jax.lax.axis_index("expert").astype(jnp.int32) * each + jnp.zeros_like(starts)
         return ragged_all_to_all(x, jnp.zeros_like(x), starts, sizes, lands, sizes, axis_name=("expert",))
 
     starts = np.arange(mesh.size, dtype=np.int32) * each

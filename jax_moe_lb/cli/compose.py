@@ -99,7 +99,7 @@ def _with_slots(system: System, replica_slots: int | None) -> System:
 
 
 def _sprayed(name: str, system: System) -> System:
-    if not isinstance(system.dispatch, Direct):
+    if system.dispatch != Direct(system.dispatch.headroom):
         raise ValueError(f"--system is {name!r}; expected a system whose tokens travel directly before +{SPRAYED}")
     balancer = RailS() if system == systems.plain() else Chain((system.balancer, RailS()))
     return replace(system, balancer=balancer, dispatch=Spray(system.dispatch.headroom))

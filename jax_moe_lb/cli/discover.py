@@ -1,4 +1,4 @@
-"""A balancer by the name of its file in `jax_moe_lb/balancers/`: a new file needs no entry anywhere."""
+"""A balancer is found by the name of its file in `jax_moe_lb/balancers/`, so a new file needs no entry anywhere."""
 
 import importlib
 import inspect
@@ -9,19 +9,22 @@ from jax_moe_lb.balancers.base import Balancer
 
 
 def load_balancer(name: str) -> Balancer:
-    """The balancer of file `name`, with its default hyper-parameters.
+    """Makes the balancer of a file, with its default hyper-parameters.
+
+    Args:
+        name: of the file, without `.py`: `greedy`, `eplb_plus` and so on.
 
     Raises:
-        ValueError: no such balancer; the message lists those that there are.
+        ValueError: there is no such balancer; the message lists those that there are.
     """
     found = _balancer_class(name) if name in _file_names() else None
     if found is None:
-        raise ValueError(f"--system is {name!r}; expected one of {', '.join(balancer_names())}")
+        raise ValueError(f"--balancer is {name!r}; expected one of {', '.join(balancer_names())}")
     return found()
 
 
 def balancer_names() -> list[str]:
-    """Every name that `load_balancer` knows."""
+    """Lists every name that `load_balancer` knows."""
     return [name for name in _file_names() if _balancer_class(name) is not None]
 
 
@@ -30,7 +33,7 @@ def _file_names() -> list[str]:
 
 
 def _balancer_class(file_name: str) -> type[Balancer] | None:
-    """The concrete balancer called like its file (`eplb_plus`: `EplbPlus`) that needs no arguments."""
+    """Finds the concrete balancer called like its file (`eplb_plus`: `EPLBPlus`) that needs no arguments."""
     module = importlib.import_module(f"{balancers.__name__}.{file_name}")
     for name, value in vars(module).items():
         if name.lower() == file_name.replace("_", "") and _is_usable(value):

@@ -1,23 +1,24 @@
-"""Recorded counts from files, plans into files. Whatever is wrong with a file becomes one ValueError that names it."""
+"""These functions read recorded counts and write plans; what is wrong with a file becomes one line that names it."""
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
+from jax_moe_lb.checks import home_experts_per_rank
 from jax_moe_lb.legality import check_counts
-from jax_moe_lb.plan import Plan, home_experts_per_rank
+from jax_moe_lb.plan import Plan
 
 
 class Trace(NamedTuple):
-    """Counts of several steps.
+    """A trace holds the counts of several steps.
 
     Args:
-        steps: the number of each step.
-        counts: token copies that each rank routed to each expert.
+        steps: the number of each step, as the training run called it.
+        counts: `[steps, layers, R, E]` int32, the token copies that each rank routed to each expert.
     """
 
     steps: list[int]
@@ -25,7 +26,13 @@ class Trace(NamedTuple):
 
 
 def read_counts(path: Path) -> Int[np.ndarray, "layers R E"]:
-    """Counts `[R, E]` or `[layers, R, E]` of one step.
+    """Reads the counts of one step, `[R, E]` or `[layers, R, E]`.
+
+    Args:
+        path: an .npy file of integers, or an .npz file with an array `counts`.
+
+    Returns:
+        `[layers, R, E]` int32, with one layer where the file has no such dimension.
 
     Raises:
         ValueError: the file cannot be read, or no plan can be made from what it holds.
@@ -37,7 +44,10 @@ def read_counts(path: Path) -> Int[np.ndarray, "layers R E"]:
 
 
 def read_trace(path: Path) -> Trace:
-    """Counts `[steps, layers, R, E]`, with the numbers of the steps where the file has them.
+    """Reads the counts of several steps, `[steps, layers, R, E]`, and their numbers where the file has them.
+
+    Args:
+        path: an .npy file of integers, or an .npz file with `counts` and perhaps `steps`, as `models.train` writes it.
 
     Raises:
         ValueError: the file cannot be read, or no plan can be made from what it holds.
@@ -56,7 +66,13 @@ def read_trace(path: Path) -> Trace:
 
 
 def read_routing(path: Path) -> Int[np.ndarray, "steps layers R E"]:
-    """Counts `[R, E]` or `[layers, R, E]` of one step, or `[steps, layers, R, E]` of several.
+    """Reads the counts of one step, `[R, E]` or `[layers, R, E]`, or of several, `[steps, layers, R, E]`.
+
+    Args:
+        path: an .npy file of integers, or an .npz file with an array `counts`.
+
+    Returns:
+        `[steps, layers, R, E]` int32, with one step or layer where the file has no such dimension.
 
     Raises:
         ValueError: the file cannot be read, or no plan can be made from what it holds.
@@ -71,28 +87,27 @@ def read_routing(path: Path) -> Int[np.ndarray, "steps layers R E"]:
 
 
 def write_plans(path: Path, plans: Sequence[Plan], leading_shape: tuple[int, ...]) -> None:
-    """An npz with `placement` `[*leading_shape, R, S]` and `quota` `[*leading_shape, E, R]`.
+    """Writes plans as one file, which `Plan.load` reads as one plan with leading dimensions.
+
+    Args:
+        path: the file.
+        plans: as NumPy arrays, all of one balancer, in row-major order of the leading dimensions.
+        leading_shape: the leading dimensions: `(layers,)` or `(steps, layers)`.
 
     Raises:
         ValueError: the file cannot be written.
     """
-    placement = np.stack([plan.placement for plan in plans])
-    quota = np.stack([plan.quota for plan in plans])
-    buffer = io.BytesIO()
-    np.savez_compressed(
-        buffer,
-        placement=placement.reshape(*leading_shape, *placement.shape[1:]),
-        quota=quota.reshape(*leading_shape, *quota.shape[1:]),
-    )
+    stacked: Plan = jax.tree.map(lambda *leaves: np.stack(leaves).reshape(*leading_shape, *leaves[0].shape), *plans)
     try:
-        path.write_bytes(buffer.getvalue())
+        stacked.save(path)
     except OSError as error:
         raise ValueError(f"--out is {path}: {error.strerror}; expected a file that can be written") from error
 
 
 def _load(argument: str, path: Path) -> dict[str, np.ndarray]:
-    """`counts` and, if it is there, `steps` of an npz, or the array of a npy under the name `counts`."""
+    """Reads `counts` and, if it is there, `steps` of an npz, or the array of an npy under the name `counts`."""
     try:
+        # Pickles run code of whoever wrote them: a recorded trace of a stranger must not.
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
             return {"counts": loaded}
@@ -111,7 +126,7 @@ def _load(argument: str, path: Path) -> dict[str, np.ndarray]:
 
 
 def _checked(argument: str, path: Path, counts: np.ndarray) -> Int[np.ndarray, "... R E"]:
-    """The counts as int32, planning's integer type, if every layer of every step can be planned for."""
+    """Makes the counts int32, planning's integer type, if every layer of every step can be planned for."""
     if counts.size == 0:
         raise ValueError(f"{argument} {path}: counts has shape {counts.shape}; expected no empty dimension")
     for index in np.ndindex(counts.shape[:-2]):

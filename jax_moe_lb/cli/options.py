@@ -1,6 +1,6 @@
-"""Options that several commands share.
+"""Several commands share these options.
 
-Numbers arrive as text: what typer says of a bad one differs between its versions, and some leave out the value.
+Numbers arrive as text, because what typer says of a bad one differs between its versions, and some leave out the value.
 """
 
 from pathlib import Path
@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-System = Annotated[
-    str, typer.Option("--system", metavar="NAME", help="A balancer: plain, greedy or another file of balancers/.")
+Balancer = Annotated[
+    str, typer.Option("--balancer", metavar="NAME", help="It plans: plain, greedy or another file of balancers/.")
 ]
 RanksPerDomain = Annotated[
     str | None,
@@ -19,17 +19,19 @@ Slots = Annotated[str | None, typer.Option("--slots", metavar="S", help="Slots p
 ExpertBytes = Annotated[
     str | None, typer.Option("--expert-bytes", metavar="N", help="Show weights moved, at N bytes per expert.")
 ]
-Out = Annotated[
-    Path | None, typer.Option("--out", metavar="PLAN.npz", help="Write placement and quota of all plans there.")
-]
+Out = Annotated[Path | None, typer.Option("--out", metavar="PLAN.npz", help="Write all plans there, for Plan.load.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def positive(argument: str, text: str | None) -> int | None:
-    """The number that an option was given, if it was.
+    """Parses the number of an option, `None` if the option was not given.
+
+    Args:
+        argument: the option's name, for the message.
+        text: what the user wrote.
 
     Raises:
-        ValueError: not an integer, or below 1.
+        ValueError: it is no integer, or below 1.
     """
     if text is None:
         return None

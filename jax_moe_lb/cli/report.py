@@ -22,7 +22,7 @@ TABLE_COLUMNS = 100
 """What the widest table of numbers needs."""
 
 Head = dict[str, str | int]
-"""System and sizes, which hold for all rows."""
+"""It has the balancer and the sizes, which hold for all rows."""
 
 Item = TypeVar("Item")
 

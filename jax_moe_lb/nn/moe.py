@@ -9,12 +9,12 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_moe_lb.checks import home_experts_per_rank
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.losses import Losses
 from jax_moe_lb.nn.sharded import expert_axes, place, sharded_known, sharded_moe
 from jax_moe_lb.ops.grouped_ffn import dense_ffn
 from jax_moe_lb.pipeline import Stats
-from jax_moe_lb.plan import home_experts_per_rank
 from jax_moe_lb.routing import Router, updated_bias
 from jax_moe_lb.systems import System
 from jax_moe_lb.topology import Topology

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from jax_moe_lb.relocation import checked_permutation
+from jax_moe_lb.legality import checked_permutation
 from jax_moe_lb.types import AnyArray
 
 Params = TypeVar("Params")

@@ -1,4 +1,4 @@
-"""What the custom calls of peer copies share."""
+"""What `copy_expert_weights.py` and `plan_and_copy.py` share: who copies to whom, and what is under way."""
 
 import math
 from dataclasses import dataclass
@@ -22,12 +22,14 @@ class Route:
     """Between whom weights are copied, and how.
 
     Args:
-        axis_name: the mesh axes of the ranks, outermost first. Empty: one device holds the arrays of all
-            ranks, one rank after the other, `[R L, ...]` and `[R P, ...]`.
-        site: what messages call this copy.
-        timeout_s: how long ranks wait for one that does not come, in seconds, before all stop with an
-            error that names it.
-        chunk_bytes: what a relay forwards at once, in bytes.
+        axis_name: the mesh axes of the ranks, outermost first. Where it is empty, one device holds the arrays of all
+            ranks, one rank after the other, `[R L, ...]` and `[R P, ...]`: for tests and measurements on a single
+            device.
+        site: the name of this copy in messages.
+        timeout_s: how long ranks wait for one that does not come, in seconds, before all stop with an error that names
+            it. 120, the default, is far more than a copy takes; less finds a rank that hangs sooner.
+        chunk_bytes: how many bytes a relay forwards at once. With less than 1 MiB, the default, a chain of relays
+            starts sooner and hands over more often.
     """
 
     axis_name: Axes
@@ -46,15 +48,15 @@ class Route:
 class Pending:
     """Copies under way, from `start` to `join`.
 
-    Keep both calls in one computation: do not carry it through `lax.scan` or out of `jax.jit`. Inside a loop,
-    something that `start` takes must change from step to step, or XLA takes it out of the loop: `join` refuses a
-    ticket that comes twice, and on a GPU buffers that are not those of `start`.
+    Keep both calls in one computation: do not carry it through `lax.scan` or out of `jax.jit`. Inside a loop, something
+    that `start` takes must change from step to step, or XLA takes it out of the loop: `join` refuses a ticket that
+    comes twice, and on a GPU buffers that are not those of `start`.
 
     Args:
-        incoming: the slots `[P, ...]`, a tree like the home weights; not to be read before `join`.
-        ticket: ties `join` to its `start`.
-        kept: the operands of `start`. Copies read the weights until `join`; and as the memory of none of them is
-            free before, XLA can give none of it to what runs in between, which would then have to wait.
+        incoming: the slots `[P, ...]`, a tree like the home weights, which must not be read before `join`.
+        ticket: two integers that tie `join` to its `start`.
+        kept: the operands of `start`. Copies read the weights until `join`; and as the memory of none of them is free
+            before, XLA can give none of it to what runs in between, which would then have to wait.
     """
 
     incoming: Any
@@ -63,17 +65,21 @@ class Pending:
 
 
 def native_platforms() -> tuple[str, ...]:
-    """Where ranks reach each other's memory: inside one process. Between processes XLA's collectives copy."""
+    """Names the platforms on which custom calls copy: all inside one process, where ranks reach each other's memory.
+
+    Between processes there are none, and XLA's collectives copy.
+    """
     return tuple(MODULES) if jax.process_count() == 1 else ()
 
 
 def num_participants(route: Route) -> int:
-    """Devices of a group."""
+    """Returns the number of devices that a route joins."""
     return jax.lax.axis_size(route.axis_name) if route.axis_name else 1
 
 
 def place(route: Route) -> Int[Array, "2"]:
-    """Which participant of which group this device is."""
+    """Tells which participant of which group this device is, as two integers for the custom calls."""
+    # Groups side by side run the same program, and each of them copies among its own ranks.
     others = tuple(name for name in jax.sharding.get_abstract_mesh().manual_axes if name not in route.axis_name)
     rank = jax.lax.axis_index(route.axis_name) if route.axis_name else jnp.int32(0)
     group = jax.lax.axis_index(others) if others else jnp.int32(0)
@@ -81,7 +87,7 @@ def place(route: Route) -> Int[Array, "2"]:
 
 
 def attributes(num_home: int, route: Route) -> dict[str, Any]:
-    """Of every call that meets other devices."""
+    """Returns the static arguments that every custom call takes which meets other devices."""
     mesh = jax.sharding.get_abstract_mesh()
     # Over axes that are not manual here every device makes the same call with the same data.
     num_lanes = math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
@@ -96,7 +102,7 @@ def attributes(num_home: int, route: Route) -> dict[str, Any]:
 
 
 def ranks_here(wanted: Wanted, route: Route) -> int:
-    """Ranks whose arrays this device holds: 1, or all of them.
+    """Returns how many ranks' arrays this device holds: 1, or all of them where the route has no mesh axes.
 
     Raises:
         ValueError: `wanted` is not `[R, P]`.
@@ -111,7 +117,7 @@ def ranks_here(wanted: Wanted, route: Route) -> int:
 
 
 def experts_per_rank(arrays: list[Array] | Arrays, wanted: Wanted, route: Route, name: str) -> int:
-    """`L` or `P`, of arrays `[L, ...]` or `[P, ...]` of the ranks here.
+    """Returns `L` or `P`, given arrays `[L, ...]` or `[P, ...]` of the ranks whose arrays this device holds.
 
     Raises:
         ValueError: their leading dimensions differ, or do not divide by the ranks.
@@ -123,36 +129,29 @@ def experts_per_rank(arrays: list[Array] | Arrays, wanted: Wanted, route: Route,
     return next(iter(sizes)) // here
 
 
-def vary_alike(arrays: list[Array] | Arrays, *others: Array) -> Arrays:
-    """The arrays, varying over all mesh axes that any of them or of the others varies over."""
-    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in (*arrays, *others)))
-
-    def vary(array: Array) -> Array:
-        missing = tuple(axes - jax.typeof(array).manual_axis_type.varying)
-        return jax.lax.pcast(array, missing, to="varying") if missing else array
-
-    return tuple(vary(array) for array in arrays)
-
-
 def fetch_reference(home: Weights, wanted: Wanted, num_home: int, route: Route) -> Weights:
-    """The copies of one kind of weights in plain JAX."""
+    """Copies one kind of weights in plain JAX, as the custom calls do it for all kinds at once."""
     if wanted.shape[1] == 0:
         return home[:0]
     if route.axis_name:
         return fetch(home, wanted, num_home, route.axis_name)
     flat = wanted.reshape(-1)
     filled = (flat >= 0).reshape(-1, *[1] * (home.ndim - 1))
+    # An empty slot is 0 and not garbage: its weights take part in products whose results are masked, where NaN would
+    # spread.
     return jnp.where(filled, home[jnp.maximum(flat, 0)], jnp.zeros((), home.dtype))
 
 
 def sum_reference(slots: Weights, wanted: Wanted, num_home: int, route: Route) -> Weights:
-    """The transpose of `fetch_reference`."""
+    """Sums the gradients of replicas at home: the transpose of `fetch_reference`."""
     if route.axis_name:
         return fetch_transpose(slots, wanted, num_home, route.axis_name)
     flat = wanted.reshape(-1)
     num_experts = wanted.shape[0] * num_home
 
     def add(i: Array, sums: Array) -> Array:
+        # One after the other, as the custom call adds, so that equal inputs give equal bits. An empty slot has the
+        # index beyond the last expert, and is dropped.
         return sums.at[jnp.where(flat[i] < 0, num_experts, flat[i])].add(slots[i].astype(sums.dtype), mode="drop")
 
     zeros = jnp.zeros((num_experts, *slots.shape[1:]), wide_dtype(slots))

@@ -1,12 +1,11 @@
 """Copies of expert weights between ranks that run beside whatever a program computes meanwhile.
 
-`start` begins the copies and `join` returns them; what a program computes in between, and
-does not need them for, runs at the same time. `copy_expert_weights` is both at once, with a
-gradient.
+`start` begins the copies and `join` returns them; what a program computes in between, and does not need them for, runs
+at the same time. `copy_expert_weights` is both at once, with a gradient: use it unless there is such work.
 
-On a CPU the copies are made by a thread of each receiving device, on a GPU by its copy engines on
-a stream of their own. Between processes, and where the custom calls were not built, `start`
-is the exchange of `ops/fetch.py`, and nothing overlaps.
+On a CPU the copies are made by a thread of each receiving device, on a GPU by its copy engines on a stream of their
+own. Between processes, and where the custom calls were not built, `start` is the exchange of `ops/fetch.py`, and
+nothing overlaps.
 """
 
 from functools import partial
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jax_moe_lb._custom_calls import by_platform, call, like
+from jax_moe_lb._varying import vary_alike
 from jax_moe_lb.ops._peer import (
     Arrays,
     Pending,
@@ -28,28 +28,28 @@ from jax_moe_lb.ops._peer import (
     place,
     ranks_here,
     sum_reference,
-    vary_alike,
 )
 from jax_moe_lb.ops.fetch import Wanted
 from jax_moe_lb.types import iota, wide_dtype
 
 
 def copy_expert_weights(home: Any, wanted: Wanted, relay: Wanted | None = None, *, route: Route) -> Any:
-    """The experts that each slot wants, out of the home weights of all ranks.
+    """Fills slots with the experts that they want, out of the home weights of all ranks.
 
-    Differentiable in `home`: the transpose adds the gradients of all replicas at home, see
-    `sum_at_home`.
+    `PeerCopy` calls it; call it yourself to move weights in another pattern. It is differentiable in `home`: the
+    transpose adds the gradients of all replicas at home, see `sum_at_home`.
 
     Args:
-        home: a pytree of floating-point arrays `[L, ...]`, the kinds of weights of this rank's home experts; all
-            travel together.
-        wanted: int32, the same on all ranks: expert of each slot of each rank, -1 for an empty one.
-        relay: int32, the rank that each slot copies from, in chunks: a rank forwards a chunk as soon as it has it.
-            -1, or the expert's home: from home. `None`: all from home. Changes no value, only the paths.
-        route: between whom.
+        home: a pytree of floating-point arrays `[L, ...]`, the kinds of weights of this rank's home experts; all travel
+            together.
+        wanted: `[R, P]` int32, the same on all ranks: the expert of each slot of each rank, -1 for an empty one.
+        relay: `[R, P]` int32, the rank that each slot copies from, in chunks: a rank forwards a chunk as soon as it has
+            it. -1, or the expert's home, means from home, and `None` means so for all. It changes no value, only the
+            paths.
+        route: between whom weights are copied, and how.
 
     Returns:
-        The same tree of `[P, ...]`; an empty slot is 0.
+        The same tree of arrays `[P, ...]`; an empty slot is 0.
 
     Raises:
         ValueError: shapes that do not fit. Where the custom calls run, an entry of `wanted` or `relay` that is out of
@@ -64,10 +64,10 @@ def copy_expert_weights(home: Any, wanted: Wanted, relay: Wanted | None = None, 
 
 
 def start(home: Any, wanted: Wanted, relay: Wanted | None = None, *, route: Route) -> Pending:
-    """Begins what `copy_expert_weights` does; same arguments.
+    """Begins what `copy_expert_weights` does, and takes the same arguments.
 
-    Not differentiable, and neither is `join`: write one rule for the pair and what is
-    between, with `sum_at_home`.
+    Use it with `join` where something can be computed meanwhile. Neither is differentiable: write one rule for the pair
+    and what is between, with `sum_at_home`.
     """
     leaves, tree = jax.tree.flatten(home)
     operands = _operands(leaves, wanted, relay, route)
@@ -76,11 +76,14 @@ def start(home: Any, wanted: Wanted, relay: Wanted | None = None, *, route: Rout
 
 
 def join(pending: Pending, after: Any = ()) -> Any:
-    """The copies, once they are there.
+    """Waits for the copies that `start` began, and returns them.
 
     Args:
         pending: what `start` returned.
-        after: a pytree that is computed before: on a GPU, what is to run beside the copies.
+        after: a pytree of arrays that are computed before: on a GPU, what is to run beside the copies.
+
+    Returns:
+        The tree of slots, `[P, ...]`, as `copy_expert_weights` returns it.
     """
     incoming, tree = jax.tree.flatten(pending.incoming)
     # As operands: XLA drops what an optimization barrier returns and nobody uses, and then calls this first.
@@ -89,22 +92,23 @@ def join(pending: Pending, after: Any = ()) -> Any:
 
 
 def sum_at_home(slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
-    """The transpose of `copy_expert_weights`: sums `[L, ...]` of what the slots that hold an expert have.
+    """Sums at home, `[L, ...]`, what the slots that hold an expert have: the transpose of `copy_expert_weights`.
 
-    Added by rank, then by slot, in float32 at least, and rounded once, so that equal
-    inputs give equal bits; 0 for an expert without replicas. On a CPU the thread of each home
-    device reads the slots where they lie; on a GPU see `sum_by_turns`. Without custom calls
-    the order is that of `ops/fetch.py`.
+    Use it in a backward pass of your own, for the gradients of replicas. It adds by rank, then by slot, in float32 at
+    least, and rounds once, so that equal inputs give equal bits; an expert without replicas gets 0. On a CPU the thread
+    of each home device reads the slots where they lie; on a GPU see `sum_by_turns`. Without custom calls the order is
+    that of `ops/fetch.py`.
 
     Args:
-        slots: arrays `[P, ...]`, one per kind of weights.
-        wanted: expert of each slot of each rank.
-        num_home: `L`.
-        route: between whom.
+        slots: arrays `[P, ...]` of this rank, one per kind of weights.
+        wanted: `[R, P]` int32, the expert of each slot of each rank, -1 for an empty one.
+        num_home: `L`, the home experts of a rank.
+        route: between whom weights were copied.
     """
     slots = vary_alike(slots, wanted)
     experts = num_home * ranks_here(wanted, route)
     if wanted.shape[1] == 0:
+        # A call with no slots has nothing to copy from; every rank sees that alike, so none of them waits.
         return tuple(jnp.zeros_like(slot, shape=(experts, *slot.shape[1:])) for slot in slots)
 
     def on_cpu(wanted: Wanted, *slots: Array) -> Arrays:
@@ -123,14 +127,16 @@ def sum_at_home(slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> A
 
 
 def sum_by_turns(slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
-    """`sum_at_home` out of copies: first every expert's first replica is pulled home and added, then every second one.
+    """Computes `sum_at_home` out of copies: it pulls every expert's first replica home and adds it, then every second
+    one.
 
-    Every rank knows from `wanted` how many turns there are, so all make the same copies. Bits equal those of
-    `sum_at_home` on a CPU.
+    It is the form for GPUs, whose copy engines move bytes and do not add. Every rank knows from `wanted` how many turns
+    there are, so all make the same copies. Its bits equal those of `sum_at_home` on a CPU.
     """
     if wanted.shape[1] == 0:
         return sum_at_home(slots, wanted, num_home, route)
     flat, num_experts = wanted.reshape(-1), wanted.shape[0] * num_home
+    # An expert wanted twice is pulled in two turns: in one turn a home expert has one buffer to receive into.
     same = (flat[:, None] == flat[None]) & (iota(flat.size)[:, None] > iota(flat.size)[None])
     turn = jnp.where(flat >= 0, same.sum(1, dtype=jnp.int32), -1)
     out = [(num_home * ranks_here(wanted, route), *slot.shape[1:]) for slot in slots]
@@ -138,6 +144,7 @@ def sum_by_turns(slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> 
 
     def step(i: Array, sums: Arrays) -> Arrays:
         # The slots are what is copied now: expert `rank * P + slot`.
+        # Slots of other turns, and empty ones, point beyond the last expert and are dropped.
         target = jnp.where(turn == i, flat, num_experts)
         pulled = jnp.full(num_experts, -1, jnp.int32).at[target].set(iota(flat.size), mode="drop")
         arrived = _both(slots, pulled.reshape(-1, num_home), no_relay, wanted.shape[1], route)
@@ -147,6 +154,7 @@ def sum_by_turns(slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> 
         jnp.zeros_like(slot, dtype=wide_dtype(slot), shape=shape) for slot, shape in zip(slots, out, strict=True)
     )
     sums = jax.lax.fori_loop(0, turn.max(initial=-1) + 1, step, zeros)
+    # Rounded once, when all turns are added.
     return tuple(total.astype(slot.dtype) for total, slot in zip(sums, slots, strict=True))
 
 
@@ -181,9 +189,11 @@ def _both(home: Arrays, wanted: Wanted, relay: Wanted, num_home: int, route: Rou
 def _operands(home: list[Array], wanted: Wanted, relay: Wanted | None, route: Route) -> tuple[Arrays, Wanted, Wanted]:
     experts_per_rank(home, wanted, route, "home")
     if relay is None:
+        # The custom call has one signature, with relays.
         relay = jnp.full(wanted.shape, -1, jnp.int32)
     if relay.shape != wanted.shape:
         raise ValueError(f"relay has shape {relay.shape}; expected that of wanted, {wanted.shape}")
+    # A custom call takes no other integers.
     return vary_alike(home, wanted, relay), wanted.astype(jnp.int32), relay.astype(jnp.int32)
 
 
@@ -198,6 +208,8 @@ def _start(home: Arrays, wanted: Wanted, relay: Wanted, num_home: int, route: Ro
     def reference(where: Array, wanted: Wanted, relay: Wanted, *home: Array) -> Arrays:
         return where, *(fetch_reference(array, wanted, num_home, route) for array in home)
 
+    # They are returned, so that `join` can take them too: as long as a later operation reads them, XLA frees none of
+    # the memory that is being copied from.
     operands = (place(route), wanted, relay, *home)
     ticket, *incoming = by_platform(*operands, native=native, reference=reference, platforms=native_platforms())
     return ticket, tuple(incoming), operands
@@ -206,6 +218,7 @@ def _start(home: Arrays, wanted: Wanted, relay: Wanted, num_home: int, route: Ro
 def _join(ticket: Array, incoming: Arrays, kept: Arrays) -> Arrays:
     def native(ticket: Array, *arrays: Array) -> Arrays:
         out = tuple(like(array) for array in arrays[: len(incoming)])
+        # The copies are written by others into the buffers of `start`, so `join` must return those very buffers.
         aliases = {1 + i: i for i in range(len(incoming))}
         return tuple(call("copy_join", out, ticket, *arrays, aliases=aliases))
 

@@ -1,9 +1,8 @@
-"""Experts out of the home weights of all ranks, in plain JAX, and the sums of their gradients back home.
+"""Copies of experts out of the home weights of all ranks, in plain JAX, and the sums of their gradients back home.
 
-Over `ragged_all_to_all` each replica moves once. Where that would be padded steps (on CPUs
-without the custom call, or between processes) blocks of `L` experts walk round a ring of
-ranks instead, which copies more but holds no more: either way a rank never sees more than
-`O(S)` experts.
+Over `ragged_all_to_all` each replica moves once. Where that would be padded steps (on CPUs without the custom call, or
+between processes) blocks of `L` experts walk round a ring of ranks instead, which copies more but holds no more: either
+way a rank never sees more than `O(S)` experts.
 """
 
 from functools import partial
@@ -17,15 +16,27 @@ from jax_moe_lb.types import iota, wide_dtype
 
 Axes = tuple[str, ...]
 Weights = Float[Array, "..."]
-"""`[G, ...]`, one kind of weights of `G` experts."""
+"""One kind of weights of `G` experts, `[G, ...]`."""
 
 Wanted = Int[Array, "R P"]
-"""Expert of each of the `P = S - L` replica slots of each rank, -1 for an empty one."""
+"""The expert of each of the `P = S - L` replica slots of each rank, -1 for an empty one."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def fetch(home: Weights, wanted: Wanted, num_home: int, axis_name: Axes) -> Weights:
-    """The replicas `[P, ...]` that this rank wants, out of the `[L, ...]` home weights of all ranks."""
+    """Returns the replicas that this rank wants, out of the home weights of all ranks.
+
+    `Gather` calls it for each kind of weights. It is differentiable in `home`, by `fetch_transpose`.
+
+    Args:
+        home: `[L, ...]`, one kind of weights of this rank's home experts.
+        wanted: `[R, P]` int32, the same on all ranks: the expert of each slot, -1 for an empty one.
+        num_home: `L`.
+        axis_name: the mesh axes of the ranks, outermost first.
+
+    Returns:
+        `[P, ...]`; an empty slot is 0.
+    """
     by_ring = partial(ring_fetch, axis_name=axis_name)
     by_ragged = partial(ragged_fetch, axis_name=axis_name)
     on_cpu = by_ragged if moves_in_process() else by_ring
@@ -44,7 +55,17 @@ fetch.defvjp(_save, _backward)
 
 
 def fetch_transpose(upstream: Weights, wanted: Wanted, num_home: int, axis_name: Axes) -> Weights:
-    """The sums `[L, ...]` of the gradients `[P, ...]` of all replicas, in an order that depends on `wanted` alone."""
+    """Sums the gradients of all replicas at home, in an order that depends on `wanted` alone.
+
+    Args:
+        upstream: `[P, ...]`, the gradients of this rank's replicas.
+        wanted: `[R, P]` int32, the expert of each slot, -1 for an empty one.
+        num_home: `L`.
+        axis_name: the mesh axes of the ranks, outermost first.
+
+    Returns:
+        `[L, ...]`, added in float32 at least and rounded once; 0 for an expert without replicas.
+    """
     by_ring = partial(ring_sum, num_home=num_home, axis_name=axis_name)
     by_ragged = partial(ragged_sum, num_home=num_home, axis_name=axis_name)
     on_cpu = by_ragged if moves_in_process() else by_ring
@@ -55,10 +76,10 @@ def fetch_transpose(upstream: Weights, wanted: Wanted, num_home: int, axis_name:
 
 
 def ring_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
-    """`fetch`: the home blocks walk up the ring, past every rank.
+    """Computes `fetch` on a ring: the home blocks walk up, past every rank.
 
-    Always all the way: a permute is one operation of all devices of the mesh, and
-    groups side by side, whose plans differ, must agree on how many there are.
+    They always go all the way: a permute is one operation of all devices of the mesh, and groups side by side, whose
+    plans differ, must agree on how many there are.
     """
     num_ranks, num_home = wanted.shape[0], home.shape[0]
     distance, local = _ring_distance(wanted, num_home), wanted % num_home
@@ -68,6 +89,8 @@ def ring_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
     def step(i: Array, carry: tuple[Weights, Weights]) -> tuple[Weights, Weights]:
         block, slots = carry
         block = jax.lax.ppermute(block, axis_name, up)
+        # A slot takes what it wants when it comes by. Distance 0, which is that of an empty slot, never does: the own
+        # block holds no replica.
         return block, jnp.where(_column(distance[me] == i, home), block[local[me]], slots)
 
     # Zeros that vary over the same mesh axes as the weights.
@@ -76,14 +99,16 @@ def ring_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
 
 
 def ring_sum(upstream: Weights, wanted: Wanted, *, num_home: int, axis_name: Axes) -> Weights:
-    """The transpose: sums walk down the ring and arrive at home after every rank that holds a replica."""
+    """Computes `fetch_transpose` on a ring: sums walk down and arrive at home after every rank that holds a replica."""
     num_ranks = wanted.shape[0]
     distance, local = _ring_distance(wanted, num_home), wanted % num_home
     me = jax.lax.axis_index(axis_name)
     down = [(r, (r - 1) % num_ranks) for r in range(num_ranks)]
 
     def step(i: Array, sums: Weights) -> Weights:
+        # What goes furthest joins first: a sum has passed every rank between a replica and its home when it arrives.
         here = _column(distance[me] == num_ranks - 1 - i, upstream)
+        # Several of a rank's slots may hold experts of one home block, and scattering adds all of them.
         sums = sums.at[local[me]].add(jnp.where(here, upstream, 0).astype(sums.dtype))
         return jax.lax.ppermute(sums, axis_name, down)
 
@@ -101,12 +126,13 @@ def _ring_distance(wanted: Wanted, num_home: int) -> Wanted:
 
 
 def ragged_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
-    """`fetch`: each replica moves once, as one slice of one expert."""
+    """Computes `fetch` out of one exchange: each replica moves once, as one slice of one expert."""
     num_ranks, num_replicas = wanted.shape
     me, num_home = jax.lax.axis_index(axis_name), home.shape[0]
     owner = _owner(wanted, num_home)
     slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
     arriving = owner[me][None] == iota(num_ranks)[:, None]
+    # Empty slots stay 0.
     slots = jnp.zeros_like(home, shape=(num_replicas, *home.shape[1:]))
     return ragged_all_to_all(
         home,
@@ -121,9 +147,12 @@ def ragged_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
 
 
 def ragged_sum(upstream: Weights, wanted: Wanted, *, num_home: int, axis_name: Axes) -> Weights:
-    """The transpose: every expert's first replica goes home and is added, then every second one, and so on."""
+    """Computes `fetch_transpose` out of exchanges: every expert's first replica goes home and is added, then every
+    second.
+    """
     num_ranks, num_replicas = wanted.shape
     me, owner = jax.lax.axis_index(axis_name), _owner(wanted, num_home)
+    # In one turn an expert receives one replica: a second one would land on the same rows.
     turn = _turn(wanted, num_ranks * num_home)
     to_owner = owner[me][None] == iota(num_ranks)[:, None]
     slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
@@ -134,6 +163,7 @@ def ragged_sum(upstream: Weights, wanted: Wanted, *, num_home: int, axis_name: A
             jnp.zeros_like(upstream, shape=(num_home, *upstream.shape[1:])),
             input_offsets=slot.reshape(-1),
             send_sizes=_ones(to_owner & (turn[me] == i)[None]),
+            # An empty slot has an offset too, -1 modulo `L`, and sends 0 rows to it.
             output_offsets=jnp.broadcast_to(wanted[me] % num_home, wanted.shape).reshape(-1),
             recv_sizes=_ones((owner == me) & (turn == i)),
             axis_name=axis_name,
@@ -150,10 +180,11 @@ def _owner(wanted: Wanted, num_home: int) -> Wanted:
 
 
 def _turn(wanted: Wanted, num_experts: int) -> Wanted:
-    """How many lower ranks hold a replica of the same expert; -1 for an empty slot."""
+    """How many lower ranks hold a replica of the same expert, for each slot; -1 for an empty one."""
     num_ranks = wanted.shape[0]
     ranks = jnp.broadcast_to(iota(num_ranks)[:, None], wanted.shape)
     experts = jnp.where(wanted >= 0, wanted, num_experts)
+    # The last column collects empty slots, and is never read.
     holds = jnp.zeros((num_ranks, num_experts + 1), jnp.int32).at[ranks, experts].set(1)
     before = holds.cumsum(0, dtype=jnp.int32) - holds
     return jnp.where(wanted >= 0, before[ranks, experts], -1)
@@ -168,4 +199,5 @@ def _column(mask: Bool[Array, "P"], like: Weights) -> Array:
 
 
 def _zero_sums(upstream: Weights, num_home: int) -> Weights:
+    # In float32 at least: sums of many bfloat16 gradients would lose their small addends.
     return jnp.zeros_like(upstream, dtype=wide_dtype(upstream), shape=(num_home, *upstream.shape[1:]))

@@ -1,8 +1,8 @@
 """The experts' feed-forward network over rows sorted by slot.
 
-On a CPU out of grouped products, a custom call, or without it group by group in blocks:
-`lax.ragged_dot` there multiplies every row with every expert. Elsewhere `lax.ragged_dot`,
-or tokamax where it is installed.
+It has three forms. A CPU with the custom call multiplies per group, over the rows that exist. A CPU without it walks
+through the groups in blocks of rows, since `lax.ragged_dot` there multiplies every row with every expert. Everything
+else uses `lax.ragged_dot`, or tokamax where it is installed.
 """
 
 import functools
@@ -28,22 +28,24 @@ Carry = TypeVar("Carry")
 
 @jax.custom_vjp
 def grouped_ffn(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
-    """Each row through the expert of its group.
+    """Sends each row through the expert of its group.
+
+    `moe` calls it for the rows that a rank has received; call it yourself in a transport of your own.
 
     Args:
-        rows: sorted by group; rows beyond `group_sizes.sum()` may hold anything, even NaN.
-        experts: weights of the `S` groups, in the dtype of `rows`.
-        group_sizes: rows of each group; may be 0, and then the expert's gradient is exactly 0.
+        rows: `[A, H]`, sorted by group. Rows beyond `group_sizes.sum()` may hold anything, even NaN.
+        experts: the weights of the `S` groups, in the dtype of `rows`.
+        group_sizes: `[S]` int32, the rows of each group. It may be 0, and then the expert's gradient is exactly 0.
 
     Returns:
-        The outputs, 0 in rows beyond `group_sizes.sum()`. Only `rows` and `experts` are
-        kept for the backward pass, which computes the hidden activations again.
+        The outputs, `[A, H]`, which are 0 in rows beyond `group_sizes.sum()`. Only `rows` and `experts` are kept for
+        the backward pass, which computes the hidden activations again.
     """
     return _forward(rows, experts, group_sizes)
 
 
 def _forward(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
-    on_cpu = exact if is_built("cpu") else blocked
+    on_cpu = per_group if is_built("cpu") else blocked
     return jax.lax.platform_dependent(rows, experts, group_sizes, cpu=on_cpu, default=ragged)
 
 
@@ -54,13 +56,28 @@ def _save(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> tuple[Rows, 
 def grouped_ffn_gradients(
     rows: Rows, experts: Experts, group_sizes: GroupSizes, upstream: Rows
 ) -> tuple[Rows, Experts]:
-    """Gradients of `grouped_ffn` for rows and experts; those of the experts in float32 at least."""
-    on_cpu = exact_gradients if is_built("cpu") else blocked_gradients
+    """Computes the gradients of `grouped_ffn` for rows and experts.
+
+    Use it in a backward pass that is written by hand, as that of the rounds is: it never rounds what is summed over
+    rounds.
+
+    Args:
+        rows: `[A, H]`, as `grouped_ffn` was given them.
+        experts: the weights of the `S` groups.
+        group_sizes: `[S]` int32, the rows of each group.
+        upstream: `[A, H]`, the gradients of the outputs, in the dtype of `rows`. Like `rows`, they may hold anything
+            beyond `group_sizes.sum()`.
+
+    Returns:
+        The gradients of the rows, in their dtype, and those of the experts, in float32 at least.
+    """
+    on_cpu = per_group_gradients if is_built("cpu") else blocked_gradients
     return jax.lax.platform_dependent(rows, experts, group_sizes, upstream, cpu=on_cpu, default=ragged_gradients)
 
 
 def _backward(saved: tuple[Rows, Experts, GroupSizes], upstream: Rows) -> tuple[Rows, Experts, None]:
     rows, experts, group_sizes = saved
+    # Autodiff wants cotangents in the dtype of the weights; who sums over rounds calls the wide form itself.
     row_gradients, expert_gradients = grouped_ffn_gradients(rows, experts, group_sizes, upstream)
     return row_gradients, jax.tree.map(lambda g, w: g.astype(w.dtype), expert_gradients, experts), None
 
@@ -71,33 +88,44 @@ grouped_ffn.defvjp(_save, _backward)
 def dense_ffn(
     rows: Float[Array, "*B H"], expert: Experts, matmul: Callable[[Array, Array], Array] = jnp.matmul
 ) -> Array:
-    """One expert, whose weights have no leading dimension, over all rows."""
+    """Sends all rows through one expert: the reference that every other form is held against.
+
+    Args:
+        rows: `[..., H]`, none of which is left out.
+        expert: the weights of one expert, without the leading dimension of experts.
+        matmul: the product that is used, of rows and a matrix. Another one than `jnp.matmul` may read weights that do
+            have a leading dimension, as `per_group` does.
+    """
     return matmul(activate(*(matmul(rows, weights) for weights in inner_weights(expert))), expert.down)
 
 
 def inner_weights(experts: Experts) -> tuple[Array, ...]:
-    """What the rows are multiplied with first."""
+    """Returns the weights that rows are multiplied with first: `up`, and `gate` where experts have one."""
     return (experts.up,) if experts.gate is None else (experts.up, experts.gate)
 
 
 def activate(up: Array, gate: Array | None = None) -> Array:
-    """The hidden activations, of the products with `inner_weights`; 0 where those are."""
+    """Returns the hidden activations, given the products of rows with `inner_weights`: SwiGLU with a gate, else GELU.
+
+    They are 0 where the products are, so rows that were left out of the products stay left out.
+    """
     return jax.nn.gelu(up) if gate is None else jax.nn.silu(gate) * up
 
 
 # ---- grouped products, for a CPU with the custom call ------------------------
 
 
-def exact(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
-    """`grouped_ffn` out of grouped products, with all hidden activations at once: `O(A F)` memory.
+def per_group(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
+    """Computes `grouped_ffn` out of one product per group, all hidden activations at once, in `O(A F)` memory.
 
-    The products leave out rows of no group, and the activation keeps their zeros: nothing else is masked.
+    It is the form for CPUs with the custom call. The products leave out rows of no group, and the activation keeps
+    their zeros, so nothing else is masked.
     """
     return dense_ffn(rows, experts, lambda x, weights: grouped_matmul(x, weights, group_sizes))
 
 
-def exact_gradients(rows: Rows, experts: Experts, group_sizes: GroupSizes, upstream: Rows) -> tuple[Rows, Experts]:
-    """`grouped_ffn_gradients` out of grouped products."""
+def per_group_gradients(rows: Rows, experts: Experts, group_sizes: GroupSizes, upstream: Rows) -> tuple[Rows, Experts]:
+    """Computes `grouped_ffn_gradients` out of one product per group, as `per_group`."""
     inner = inner_weights(experts)
     hidden, pull_back = jax.vjp(activate, *(grouped_matmul(rows, weights, group_sizes) for weights in inner))
     upstreams = pull_back(grouped_matmul(upstream, experts.down, group_sizes, transposed=True))
@@ -114,7 +142,10 @@ def exact_gradients(rows: Rows, experts: Experts, group_sizes: GroupSizes, upstr
 
 
 def blocked(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
-    """`grouped_ffn` in blocks of rows: at most one padded block per group, `O(A)` rows of memory."""
+    """Computes `grouped_ffn` in blocks of rows: at most one padded block per group, in `O(A)` rows of memory.
+
+    It is the form for CPUs without the custom call.
+    """
 
     def block(start: Array, x: Array, expert: Experts, out: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(out, dense_ffn(x, expert), start, 0)
@@ -123,12 +154,14 @@ def blocked(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
         expert = jax.tree.map(lambda w: w[g], experts)
         return _walk(padded, start, end, functools.partial(block, expert=expert), out)
 
+    # A last block reaches beyond its group and, in the last group, beyond the rows. Without the padding `dynamic_slice`
+    # would clamp its start, and the block would hold other rows than those it stands for.
     padded = _pad(rows)
     return _each_group(group_sizes, group, jnp.zeros_like(padded))[: rows.shape[0]]
 
 
 def blocked_gradients(rows: Rows, experts: Experts, group_sizes: GroupSizes, upstream: Rows) -> tuple[Rows, Experts]:
-    """`grouped_ffn_gradients` in blocks of rows."""
+    """Computes `grouped_ffn_gradients` in blocks of rows, as `blocked`."""
 
     def group(g: Array, start: Array, end: Array, carry: tuple[Array, Experts]) -> tuple[Array, Experts]:
         expert = jax.tree.map(lambda w: w[g], experts)
@@ -138,6 +171,7 @@ def blocked_gradients(rows: Rows, experts: Experts, group_sizes: GroupSizes, ups
             x, dy = x[:, : rows.shape[1]], x[:, rows.shape[1] :]
             dx, gradients = jax.vjp(dense_ffn, x, expert)[1](dy)
             row_gradients = jax.lax.dynamic_update_slice_in_dim(row_gradients, dx, start, 0)
+            # Summed over blocks in float32 at least: in bfloat16 a long group would lose its small addends.
             return row_gradients, jax.tree.map(lambda a, d: a + d.astype(a.dtype), sums, gradients)
 
         row_gradients, totals = carry
@@ -158,6 +192,7 @@ def _each_group(group_sizes: GroupSizes, body: Callable, carry: Carry) -> Carry:
 
     def step(g: Array, carry: Carry) -> Carry:
         end, size = ends[g], group_sizes[g]
+        # A slot that got no rows costs nothing: its weights are not even read.
         return jax.lax.cond(size > 0, lambda c: body(g, end - size, end, c), lambda c: c, carry)
 
     return jax.lax.fori_loop(0, group_sizes.shape[0], step, carry)
@@ -173,6 +208,8 @@ def _walk(padded: Array, start: Array, end: Array, block: Callable, carry: Carry
     def step(size: int, at: Array, carry: Carry) -> Carry:
         x = jax.lax.dynamic_slice_in_dim(padded, at, size)
         inside = at + iota(size) < end
+        # Rows beyond the group are those of the next one, or garbage: as zeros they add nothing to gradients of
+        # weights.
         return block(at, jnp.where(inside[:, None], x, 0), out=carry)
 
     largest = BLOCK_ROWS[0]
@@ -197,13 +234,14 @@ def _pad(rows: Array) -> Array:
 
 
 def has_tokamax() -> bool:
-    """Whether the ragged path multiplies with tokamax."""
+    """Says whether `ragged` multiplies with tokamax, that is, whether it is installed."""
     return importlib.util.find_spec("tokamax") is not None
 
 
 def ragged_dot() -> Matmul:
-    """The product of tokamax where it is installed, else JAX's own."""
+    """Returns the product that `ragged` multiplies with: that of tokamax where it is installed, else JAX's own."""
     if has_tokamax():
+        # The package is optional, so only who multiplies with it imports it.
         import tokamax
 
         return tokamax.ragged_dot
@@ -211,17 +249,22 @@ def ragged_dot() -> Matmul:
 
 
 def ragged(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
-    """`grouped_ffn` out of ragged matrix products."""
+    """Computes `grouped_ffn` out of ragged matrix products.
+
+    It is the form for accelerators, and for CPUs far too slow: XLA:CPU multiplies every row with every expert.
+    """
     valid = _valid_rows(rows, group_sizes)
     multiply = ragged_dot()
-    # Rows that nobody wrote are masked on the way in and out, in both directions.
+    # Rows that nobody wrote may hold NaN, and 0 times NaN is NaN. They are masked on the way in and out, and so, as the
+    # transpose of a mask is a mask, in both directions of autodiff.
     out = dense_ffn(jnp.where(valid, rows, 0), experts, lambda x, w: multiply(x, w, group_sizes))
     return jnp.where(valid, out, 0)
 
 
 def ragged_gradients(rows: Rows, experts: Experts, group_sizes: GroupSizes, upstream: Rows) -> tuple[Rows, Experts]:
-    """`grouped_ffn_gradients` out of ragged matrix products."""
+    """Computes `grouped_ffn_gradients` out of ragged matrix products, as `ragged`."""
     gradients = jax.vjp(lambda rows, experts: ragged(rows, experts, group_sizes), rows, experts)[1](upstream)
+    # `ragged_dot` promises nothing about the gradient of a group without rows, and ours is exactly 0.
     used = (group_sizes > 0)[:, None, None]
     expert_gradients = jax.tree.map(lambda d: jnp.where(used, d, 0).astype(wide_dtype(d)), gradients[1])
     return gradients[0], expert_gradients

@@ -1,6 +1,7 @@
 """Products of groups of rows with a matrix each, over exactly the rows that exist.
 
-The custom call runs on CPUs: `lax.ragged_dot` there multiplies every row with every matrix.
+The custom call runs on CPUs, where `lax.ragged_dot` multiplies every row with every matrix. Elsewhere the plain forms
+at the end of this file run, in `S` times the arithmetic: use `lax.ragged_dot` there.
 """
 
 from functools import partial
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_moe_lb._custom_calls import by_platform, call, like
-from jax_moe_lb.ops._peer import vary_alike
+from jax_moe_lb._varying import vary_alike
 from jax_moe_lb.types import GroupSizes, iota, wide_dtype
 
 Inputs = Float[Array, "A I"]
@@ -21,18 +22,20 @@ Sums = Float[Array, "S I O"]
 
 
 def grouped_matmul(rows: Inputs, weights: Weights, group_sizes: GroupSizes, transposed: bool = False) -> Outputs:
-    """Each row times the matrix of its group.
+    """Multiplies each row with the matrix of its group.
 
-    Differentiable in `rows` and `weights`. Sums are kept in float32 at least.
+    Use it on CPUs for anything that has a matrix per expert. It is differentiable in `rows` and `weights`, and sums are
+    kept in float32 at least.
 
     Args:
-        rows: sorted by group; rows beyond `group_sizes.sum()` are not read, here and in the backward pass.
+        rows: `[A, I]`, sorted by group. Rows beyond `group_sizes.sum()` are not read, here and in the backward pass.
         weights: `[S, I, O]`, in the dtype of `rows`.
-        group_sizes: rows of each group, at least 0; their sum must be at most `A`.
-        transposed: `weights` are `[S, O, I]`, each the transpose of what a row is multiplied with.
+        group_sizes: `[S]`, the rows of each group, at least 0; their sum must be at most `A`.
+        transposed: whether `weights` are `[S, O, I]` instead, each the transpose of what a row is multiplied with. So a
+            backward pass needs no transposed copy of them.
 
     Returns:
-        The products, 0 in rows beyond `group_sizes.sum()`.
+        The products, `[A, O]` in the dtype of `rows`, which are 0 in rows beyond `group_sizes.sum()`.
 
     Raises:
         ValueError: shapes or dtypes that do not fit. Bad sizes stop the program on a CPU with the custom call.
@@ -43,6 +46,7 @@ def grouped_matmul(rows: Inputs, weights: Weights, group_sizes: GroupSizes, tran
             f"rows {rows.dtype}{list(rows.shape)}, weights {weights.dtype}{list(weights.shape)} and group_sizes "
             f"{list(group_sizes.shape)} do not fit; transposed is {transposed}"
         )
+    # The custom call takes no other integers. A custom call's operands must vary over the same mesh axes, too.
     group_sizes = group_sizes.astype(jnp.int32)
     return _matmul(transposed, *vary_alike((rows, weights, group_sizes)))
 
@@ -65,8 +69,10 @@ def _save(transposed: bool, *args: Array) -> tuple[Outputs, tuple[Array, ...]]:
 
 def _backward(transposed: bool, saved: tuple[Array, ...], upstream: Outputs) -> tuple[Inputs, Weights, None]:
     rows, weights, group_sizes = saved
+    # The gradient has the shape of the weights as they were given, so the factors change places.
     pair = (upstream, rows) if transposed else (rows, upstream)
     sums = grouped_outer(*pair, group_sizes)
+    # Sums are kept wide in `grouped_outer` and rounded once, to what autodiff wants.
     return _matmul(not transposed, upstream, weights, group_sizes), sums.astype(weights.dtype), None
 
 
@@ -74,15 +80,17 @@ _matmul.defvjp(_save, _backward)
 
 
 def grouped_outer(rows: Inputs, others: Outputs, group_sizes: GroupSizes) -> Sums:
-    """`rows.T @ others` of each group: the gradient of the weights. Not differentiable.
+    """Computes `rows.T @ others` of each group: the gradient of the weights of `grouped_matmul`.
+
+    It is not differentiable; use it in backward passes that are written by hand.
 
     Args:
-        rows: sorted by group; rows beyond `group_sizes.sum()` are not read.
-        others: in the same order, and of the same dtype.
-        group_sizes: as in `grouped_matmul`.
+        rows: `[A, I]`, sorted by group. Rows beyond `group_sizes.sum()` are not read.
+        others: `[A, O]`, in the same order, and of the same dtype.
+        group_sizes: `[S]`, the rows of each group, at least 0; their sum must be at most `A`.
 
     Returns:
-        The sums, in float32 at least; exactly 0 for an empty group.
+        The sums, `[S, I, O]` in float32 at least; exactly 0 for an empty group.
     """
 
     def native(rows: Inputs, others: Outputs, group_sizes: GroupSizes) -> Sums:
@@ -99,7 +107,9 @@ def grouped_outer(rows: Inputs, others: Outputs, group_sizes: GroupSizes) -> Sum
 def grouped_matmul_reference(
     rows: Inputs, weights: Weights, group_sizes: GroupSizes, transposed: bool = False
 ) -> Outputs:
-    """`grouped_matmul` as one product of all rows per group."""
+    """Computes `grouped_matmul` as one product of all rows per group, in `S` times the arithmetic: tests compare with
+    it.
+    """
     used = _rows_of(jnp.int32(0), group_sizes.sum(dtype=jnp.int32), rows)
     rows = jnp.where(used, rows, 0)
 
@@ -110,16 +120,20 @@ def grouped_matmul_reference(
 
     ends = group_sizes.cumsum(dtype=jnp.int32)
     zeros = jnp.zeros((rows.shape[0], weights.shape[1 if transposed else 2]), rows.dtype)
+    # A scan's carry must vary over the same mesh axes as what its body returns.
     (out,) = vary_alike((zeros,), rows, weights, group_sizes)
     return jax.lax.scan(step, out, (weights, ends - group_sizes, ends))[0]
 
 
 def grouped_outer_reference(rows: Inputs, others: Outputs, group_sizes: GroupSizes) -> Sums:
-    """`grouped_outer` as one product of all rows per group."""
+    """Computes `grouped_outer` as one product of all rows per group, in `S` times the arithmetic: tests compare with
+    it.
+    """
 
     def step(_: None, group: Any) -> tuple[None, Array]:
         start, end = group
         inside = _rows_of(start, end, rows)
+        # Both factors are masked: 0 times the NaN of a row that nobody wrote is NaN.
         mine = jnp.where(inside, rows, 0).T
         return None, jnp.matmul(mine, jnp.where(inside, others, 0), preferred_element_type=wide_dtype(rows))
 

@@ -11,22 +11,30 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 Axes = tuple[str, ...]
 Pairs = list[tuple[int, int]]
-"""`(from, to)`, at most one from and one to each rank."""
+"""A permute: pairs `(from, to)`, in which each rank sends at most once and receives at most once."""
 
 
 def one_way_permutes(num_ranks: int, *, swaps: bool = False) -> list[Pairs]:
-    """Permutes by which every rank sends once to every other one.
+    """Lists permutes by which every rank sends once to every other one.
 
-    The ranks are halved again and again, and each time every rank of one half sends to a rank of the other, so that
-    where a link is shared between the halves both directions are busy. Two ranks alone send one after the other.
+    Use it for an exchange between processes on CPUs. The ranks are halved again and again, and each time every rank of
+    one half sends to a rank of the other, so that where a link is shared between the halves both directions are busy.
+    Two ranks alone send one after the other.
 
     Args:
-        num_ranks: of a group.
-        swaps: two ranks alone may send to each other in one permute: `permute` finds a way round.
+        num_ranks: how many ranks a group has, at least 1.
+        swaps: whether two ranks alone may send to each other in one permute, since `permute` will find a way round.
+
+    Examples:
+        >>> one_way_permutes(3)
+        [[(0, 1), (1, 2), (2, 0)], [(0, 2), (1, 0), (2, 1)]]
+        >>> one_way_permutes(4)[:2]
+        [[(0, 2), (1, 3), (2, 1), (3, 0)], [(0, 3), (1, 2), (2, 0), (3, 1)]]
     """
     if num_ranks == 2:
         return [[(0, 1), (1, 0)]] if swaps else [[(0, 1)], [(1, 0)]]
     if num_ranks % 2:
+        # An odd number has no halves, and its shifts never pair two ranks both ways.
         return [[(i, (i + shift) % num_ranks) for i in range(num_ranks)] for shift in range(1, num_ranks)]
     half = num_ranks // 2
     ways = [
@@ -34,63 +42,68 @@ def one_way_permutes(num_ranks: int, *, swaps: bool = False) -> list[Pairs]:
         + [(half + i, (i + 1 - shift) % half) for i in range(half)]
         for shift in range(half)
     ]
+    # Both halves go on by themselves, in the same permutes.
     inside = one_way_permutes(half, swaps=swaps)
     return ways + [way + [(half + source, half + to) for source, to in way] for way in inside]
 
 
 def permute(x: Shaped[Array, "*X"], axes: Axes, pairs: Pairs, way_round: str | None = None) -> Shaped[Array, "*X"]:
-    """`jax.lax.ppermute`, in which ranks may send to each other where there is a way round.
+    """Does what `jax.lax.ppermute` does, where ranks may also send to each other if there is a way round.
 
     Then the group's lower rank sends to its peer, but the peer to the next group's lower rank, which passes it on:
     cycles over the groups along `way_round`, and one more hop inside their lower halves.
 
     Args:
         x: what this rank sends.
-        axes: of the group.
-        pairs: with every pair its reverse, or none.
-        way_round: of `way_round_of(x, axes)`; not needed for pairs without their reverse.
+        axes: the mesh axes of the group.
+        pairs: every pair together with its reverse, or none with it.
+        way_round: what `way_round_of(x, axes)` returned; not needed for pairs without their reverse.
     """
     if way_round is None or pairs[0][::-1] not in pairs:
         return jax.lax.ppermute(x, axes, pairs)
     groups, lower = jax.lax.axis_size(way_round), sorted(a for a, b in pairs if a < b)
+    # A permute over the group and the way round at once counts ranks as `rank * groups + group`.
     place = {(a, i): a * groups + i for pair in pairs for a in pair for i in range(groups)}
     up = [(place[a, i], place[b, i]) for a, b in pairs if a < b for i in range(groups)]
     down = [(place[b, i], place[a, (i + 1) % groups]) for b, a in pairs if a < b for i in range(groups)]
     passed_on = [(place[a, (i + 1) % groups], place[a, i]) for a in lower for i in range(groups)]
     arrived = jax.lax.ppermute(x, (*axes, way_round), up + down)
     hopped = jax.lax.ppermute(arrived, (*axes, way_round), passed_on)
+    # What a higher rank sent came by one hop more; what a lower one sent has arrived already.
     return jnp.where(is_one_of(lower, axes), hopped, arrived)
 
 
 def way_round_of(x: Shaped[Array, "*X"], axes: Axes) -> str | None:
-    """A mesh axis inside `axes`, over which `x` differs anyway: hops along it are the short ones; `None` without one.
+    """Finds a mesh axis inside `axes`, over which `x` differs anyway; `None` where there is none.
 
-    Mesh axes are taken to be in order, the slowest links outermost.
+    Hops along it are the short ones, since mesh axes are taken to be in order, the slowest links outermost.
     """
     mesh = jax.sharding.get_abstract_mesh()
     split = [name for name in axes if jax.lax.axis_size(name) > 1]
     # Without `check_vma` nothing is known to vary.
     may = jax.typeof(x).manual_axis_type.varying or mesh.manual_axes
+    # Only an axis inside the innermost of the group: one outside would make the way round the longer one.
     last = max((mesh.axis_names.index(name) for name in split), default=len(mesh.axis_names))
     inside = [name for name in mesh.axis_names[last + 1 :] if name in may and name in mesh.manual_axes]
     return next((name for name in inside if jax.lax.axis_size(name) > 1), None)
 
 
 def is_one_of(ranks: list[int], axes: Axes) -> Bool[Array, ""]:
-    """Whether this rank is."""
+    """Says whether this rank is among the given ones of its group."""
     table = jnp.zeros((jax.lax.axis_size(axes),), bool).at[jnp.asarray(ranks, jnp.int32)].set(True)
     return table[jax.lax.axis_index(axes)]
 
 
 def other_manual_axes(axes: Axes) -> Axes:
-    """The mesh axes of the surrounding `shard_map` that tell groups apart."""
+    """Returns the mesh axes of the surrounding `shard_map` that tell groups apart."""
     return tuple(name for name in jax.sharding.get_abstract_mesh().manual_axes if name not in axes)
 
 
 def near_neighbours(axes: Axes) -> Axes:
-    """The axes in the order of the mesh between processes, where a sum over ranks passes them one after the other.
+    """Orders the axes of a sum over ranks so that few of its hops are long ones.
 
-    Then only few of its hops are long ones. In one process they stay in the order in which they were given.
+    Between processes a sum passes the ranks one after the other, so the axes are put in the order of the mesh. In one
+    process they stay in the order in which they were given.
     """
     if jax.process_count() == 1:
         return axes
@@ -98,10 +111,15 @@ def near_neighbours(axes: Axes) -> Axes:
 
 
 def agreed(number: Int[Array, "*X"], axes: Axes) -> Int[Array, "*X"]:
-    """How often a loop runs whose body exchanges over `axes`: the largest number over the groups side by side.
+    """Tells how often a loop runs whose body exchanges over `axes`.
 
-    That is so between processes on CPUs alone, where the exchange is made of permutes: a permute is one operation of
-    all devices of a mesh, and a group that ran fewer would keep the others waiting for ever. Elsewhere it is `number`.
+    Use it for the length of every such loop. Between processes on CPUs it is the largest number over the groups side by
+    side, for the exchange is made of permutes there: a permute is one operation of all devices of a mesh, and a group
+    that ran fewer would keep the others waiting for ever. Elsewhere it is `number`.
+
+    Args:
+        number: int32, how often this group has to.
+        axes: the mesh axes of the group.
     """
     others = other_manual_axes(axes)
     if jax.process_count() == 1 or jax.lax.axis_size(others) == 1:
@@ -110,18 +128,20 @@ def agreed(number: Int[Array, "*X"], axes: Axes) -> Int[Array, "*X"]:
 
     def largest(number: Array) -> Array:
         number = jax.lax.pmax(number, others)
+        # The largest number varies over fewer axes than `number`. Both branches of `platform_dependent` must have one
+        # type.
         return jax.lax.pcast(number, varying, to="varying") if varying else number
 
     return jax.lax.platform_dependent(number, cpu=largest, default=lambda number: number)
 
 
 def to_wire(x: Shaped[Array, "*X"]) -> Shaped[Array, "*X"]:
-    """Floats of 16 bits or less as integers of the same width: XLA:CPU sends a narrow float as a wider one."""
+    """Turns floats of 16 bits or less into integers of the same width: XLA:CPU sends a narrow float as a wider one."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
         return x
     return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 def from_wire(x: Shaped[Array, "*X"], dtype: jnp.dtype) -> Shaped[Array, "*X"]:
-    """What `to_wire` made of this dtype."""
+    """Turns what `to_wire` returned back into floats of the given dtype."""
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)

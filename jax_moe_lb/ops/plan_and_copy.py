@@ -20,6 +20,7 @@ from jaxtyping import Array, Int
 
 from jax_moe_lb._custom_calls import by_platform, call, like
 from jax_moe_lb._pytree import pytree
+from jax_moe_lb._varying import vary_alike
 from jax_moe_lb.ops._peer import (
     Arrays,
     Pending,
@@ -30,7 +31,6 @@ from jax_moe_lb.ops._peer import (
     native_platforms,
     place,
     ranks_here,
-    vary_alike,
 )
 from jax_moe_lb.planners.native import NativePlanner, alike
 from jax_moe_lb.types import Placement, Quota
@@ -43,13 +43,14 @@ class Posted:
     Keep both calls, and `join`, in one computation, and use it once.
 
     Args:
-        placement: the planner's operands.
-        quota: likewise.
-        home: the home weights.
-        incoming: the slots, not written yet. Owned since `post`, so that the static wave cannot be using their memory.
-        place: which participant of which group this is.
-        ticket: ties `plan_and_copy` to its `post`.
-        route: between whom.
+        placement: `[R, S]` int32, which the planner starts from.
+        quota: `[E, R]` int32, which the planner starts from.
+        home: the pytree of home weights, `[L, ...]` each.
+        incoming: the slots, not written yet. They are owned since `post`, so that the static wave cannot be using their
+            memory.
+        place: two integers, which participant of which group this is.
+        ticket: two integers that tie `plan_and_copy` to its `post`.
+        route: between whom weights are copied, and how.
     """
 
     placement: Placement
@@ -62,15 +63,18 @@ class Posted:
 
 
 def post(placement: Placement, quota: Quota, home: Any, before: Any, *, route: Route) -> tuple[Any, Posted]:
-    """Says what `plan_and_copy` will plan and copy; returns at once.
+    """Says what `plan_and_copy` will plan and copy, and returns at once.
+
+    `Staged` calls it as soon as the load is known. Use it yourself only where you make waves of your own.
 
     Args:
-        placement: expert in each slot, the same on all ranks; the first `L` slots of a rank are its home experts.
-        quota: tokens of each expert that each rank serves, the same on all ranks.
+        placement: `[R, S]` int32, the expert in each slot, the same on all ranks; the first `L` slots of a rank are its
+            home experts.
+        quota: `[E, R]` int32, the tokens of each expert that each rank serves, the same on all ranks.
         home: a pytree of at least one array `[L, ...]`, the kinds of weights of this rank's home experts.
         before: a pytree of arrays, the input of the static wave: XLA calls this before what uses the result. It also
             keeps apart the posts of several layers, or turns of a loop, whose other operands are equal.
-        route: between whom.
+        route: between whom weights are copied, and how.
 
     Returns:
         `before`, the same, and what `plan_and_copy` takes.
@@ -87,6 +91,7 @@ def post(placement: Placement, quota: Quota, home: Any, before: Any, *, route: R
             f"placement has shape {placement.shape}, quota {quota.shape} and a rank {num_home} home experts; expected "
             "[R, S], [E, R] and L = E / R below S"
         )
+    # Operands of a custom call must vary over the same mesh axes.
     kinds = vary_alike(leaves, placement, quota)
     where = place(route)
     waves, structure = jax.tree.flatten(before)
@@ -96,6 +101,8 @@ def post(placement: Placement, quota: Quota, home: Any, before: Any, *, route: R
         home, passed = arrays[2:first], arrays[first:]
         slots = (like(array, (num_slots * ranks_here(placement, route), *array.shape[1:])) for array in home)
         out = (like(where), *slots, *map(like, passed))
+        # What goes in as `before` comes out in the same memory: the call only ties the order of things, and copies
+        # nothing.
         aliases = {1 + first + i: 1 + len(home) + i for i in range(len(passed))}
         site = attributes(num_home, route) | {"plan_size": placement.size + quota.size, "num_kinds": len(home)}
         return tuple(call("copy_post", out, where, *arrays, aliases=aliases, **site))
@@ -112,15 +119,17 @@ def post(placement: Placement, quota: Quota, home: Any, before: Any, *, route: R
     return jax.tree.unflatten(structure, results[len(kinds) :]), posted
 
 
-def plan_and_copy(posted: Posted, after: Any, *, planner: NativePlanner) -> tuple[Any, tuple[Placement, Quota], Pending]:
-    """Plans, and starts the copies that the plan asks for.
+def plan_and_copy(
+    posted: Posted, after: Any, *, planner: NativePlanner
+) -> tuple[Any, tuple[Placement, Quota], Pending]:
+    """Makes the plan, and starts the copies that it asks for.
 
-    Not differentiable: write one rule for the calls and what is between, with `sum_at_home`.
+    It is not differentiable: write one rule for the calls and what is between, with `sum_at_home`.
 
     Args:
         posted: what `post` returned.
         after: a pytree of arrays that are computed before: the static wave.
-        planner: of `planners/greedy.py` or `planners/feplb.py`.
+        planner: what a balancer's `native_planner` returned, such as that of `Greedy` or `FEPLB`.
 
     Returns:
         `after`, the same; placement and quota of the plan; and the copies, for `join`: slot `i` becomes the expert of
@@ -141,6 +150,7 @@ def plan_and_copy(posted: Posted, after: Any, *, planner: NativePlanner) -> tupl
     def native(placement: Placement, quota: Quota, ticket: Array, *arrays: Array) -> Arrays:
         passed = arrays[kinds:]
         out = tuple(like(array) for array in (placement, quota, ticket, *passed))
+        # The slots are written where `post` allocated them, and `after` passes through: both in the same memory.
         aliases = {3 + kinds + i: 3 + i for i in range(len(passed))}
         name = f"plan_{planner.name}_and_copy"
         return tuple(call(name, out, placement, quota, ticket, *arrays, aliases=aliases, **options))
@@ -156,5 +166,6 @@ def plan_and_copy(posted: Posted, after: Any, *, planner: NativePlanner) -> tupl
     placement, quota, ticket, *passed = by_platform(
         *operands, native=native, reference=reference, platforms=native_platforms()
     )
+    # The home weights are read until `join`, which keeps them.
     pending = Pending(jax.tree.unflatten(tree, passed[:kinds]), ticket, home)
     return jax.tree.unflatten(structure, passed[kinds:-1]), (placement, quota), pending

@@ -1,9 +1,8 @@
 """Exact-size exchange of rows between the ranks of a mesh axis.
 
-`jax.lax.ragged_all_to_all` where the backend runs it. XLA:CPU does not: between the
-devices of one process a custom call copies exactly the rows that exist; between
-processes, or where the custom call was not built, XLA's other collectives do it
-(`ragged_by_steps.py`).
+It is `jax.lax.ragged_all_to_all` where the backend runs it. XLA:CPU does not: between the devices of one process a
+custom call copies exactly the rows that exist; between processes, or where the custom call was not built, XLA's other
+collectives do it (`ragged_by_steps.py`).
 """
 
 import math
@@ -18,6 +17,7 @@ from jax_moe_lb.ops.one_way import other_manual_axes
 from jax_moe_lb.ops.ragged_by_steps import one_way_all_to_all, padded_all_to_all
 
 Sizes = Int[Array, "U"]
+"""One number for each of the `U` slices that a rank sends, or that it receives."""
 
 
 def ragged_all_to_all(
@@ -34,23 +34,23 @@ def ragged_all_to_all(
 ) -> Shaped[Array, "Q *X"]:
     """Sends slices of `operand` to the ranks of `axis_name`; returns `output` with what arrived written over it.
 
-    The signature and meaning of `jax.lax.ragged_all_to_all`. Not differentiable: the
-    transports that call it know their own transposes. Between processes on CPUs groups side
-    by side must call it equally often: see `one_way.agreed`.
+    Use it wherever ranks send each other different numbers of rows. It has the signature and meaning of
+    `jax.lax.ragged_all_to_all`. It is not differentiable: the transports that call it know their own transposes.
+    Between processes on CPUs groups side by side must call it equally often: see `one_way.agreed`.
 
     Args:
-        operand: rows to send.
-        output: rows that nothing is written to keep this value. It varies over the mesh axes that the result varies
-            over.
-        input_offsets: `[U]`, `U` a multiple of `R`: where in `operand` a slice starts. Slices
-            `i * U / R` to `(i + 1) * U / R` go to rank `i`.
-        send_sizes: `[U]`, rows of each slice.
-        output_offsets: `[U]`, where in the *receiver's* `output` each slice lands.
-        recv_sizes: `[U]`, rows that arrive, in the order of the senders.
-        axis_name: mesh axes, outermost first.
-        site: what messages call this exchange; by default its axes.
-        timeout_s: how long the custom call waits for ranks that do not come, in seconds, before all ranks that did
-            come stop with an error that names those that did not.
+        operand: `[P, ...]`, the rows to send.
+        output: `[Q, ...]`, whose rows keep their value where nothing is written. It varies over the mesh axes that the
+            result varies over.
+        input_offsets: `[U]` int32, `U` a multiple of `R`: where in `operand` a slice starts. Slices `i * U / R` to
+            `(i + 1) * U / R` go to rank `i`.
+        send_sizes: `[U]` int32, the rows of each slice.
+        output_offsets: `[U]` int32, where in the *receiver's* `output` each slice lands.
+        recv_sizes: `[U]` int32, the rows that arrive, in the order of the senders.
+        axis_name: the mesh axes of the ranks, outermost first.
+        site: the name of this exchange in messages; its axes by default.
+        timeout_s: how long the custom call waits for ranks that do not come, in seconds, before all ranks that did come
+            stop with an error that names those that did not. 120, the default, is far more than an exchange takes.
 
     Raises:
         ValueError: `U` is not a multiple of `R`. Where the custom call runs, offsets and sizes that are out of range,
@@ -77,12 +77,14 @@ def ragged_all_to_all(
 
 
 def moves_in_process() -> bool:
-    """Whether on CPUs an exchange copies each row once: all devices belong to this process, and the call was built."""
+    """Says whether an exchange on CPUs copies each row once: all devices belong to this process, and the call was
+    built.
+    """
     return is_built("cpu") and jax.process_count() == 1
 
 
 def exchange_by_steps(*args: Array, axis_name: tuple[str, ...]) -> Array:
-    """`ragged_all_to_all` out of XLA's other collectives."""
+    """Computes `ragged_all_to_all` out of XLA's other collectives, in the form for one process or for several."""
     by_steps = one_way_all_to_all if jax.process_count() > 1 else padded_all_to_all
     return by_steps(*args, axis_name=axis_name)
 
@@ -101,7 +103,9 @@ def _in_process(
         operand,
         output,
         *where,
+        # Ranks of one group meet each other, and nobody else.
         jnp.stack([rank, group]),
+        # The result is written over `output`, whose other rows so keep their value without a copy.
         aliases={1: 0},
         num_ranks=jax.lax.axis_size(axis_name),
         num_lanes=num_lanes,

@@ -1,8 +1,8 @@
 """The exact-size exchange out of XLA's other collectives, in `O(P + Q)` rows of memory.
 
-Padded steps, as many as the largest pair of ranks needs. Two forms: `all_to_all`s, which
-each group of ranks does on its own, and, for networks, permutes in which no rank sends to
-the rank that it receives from (`one_way.py`).
+It takes padded steps, as many as the largest pair of ranks needs, in two forms: `all_to_all`s, which each group of
+ranks does on its own, and, for networks, permutes in which no rank sends to the rank that it receives from
+(`one_way.py`).
 """
 
 from collections.abc import Callable
@@ -24,7 +24,9 @@ from jax_moe_lb.ops.one_way import (
 from jax_moe_lb.types import iota
 
 Sizes = Int[Array, "U"]
+"""One number for each of the `U` slices that a rank sends, or that it receives."""
 PerPeer = Int[Array, "R"]
+"""One number for each of the `R` ranks of the group."""
 
 
 def padded_all_to_all(
@@ -37,7 +39,10 @@ def padded_all_to_all(
     *,
     axis_name: Axes,
 ) -> Shaped[Array, "Q *X"]:
-    """`ragged_all_to_all` out of `all_to_all` alone; see there."""
+    """Computes `ragged_all_to_all` out of `all_to_all` alone, with the same arguments.
+
+    It is the form for CPUs of one process without the custom call.
+    """
     where = (input_offsets, send_sizes, output_offsets, recv_sizes)
     return _slice_by_slice(_all_to_all_steps, operand, output, where, axis_name)
 
@@ -52,10 +57,10 @@ def one_way_all_to_all(
     *,
     axis_name: Axes,
 ) -> Shaped[Array, "Q *X"]:
-    """`ragged_all_to_all` out of permutes; see there.
+    """Computes `ragged_all_to_all` out of permutes, with the same arguments.
 
-    A permute is one operation of all devices of the mesh: all of them must call this equally often, also in groups
-    side by side.
+    It is the form between processes on CPUs. A permute is one operation of all devices of the mesh: all of them must
+    call this equally often, also in groups side by side.
     """
     where = (input_offsets, send_sizes, output_offsets, recv_sizes)
     return _slice_by_slice(_permute_steps, operand, output, where, axis_name)
@@ -79,11 +84,14 @@ def _slice_by_slice(
     axis_name: Axes,
 ) -> Array:
     starts, sizes, output_offsets, arriving = where
+    # Only the sender was told where its rows land, but here the receiver puts them there. This comes before the return
+    # below, since all ranks of a group must take part.
     landings = jax.lax.all_to_all(output_offsets, axis_name, 0, 0, tiled=True)
     per_pair = sizes.shape[0] // jax.lax.axis_size(axis_name)
     if operand.shape[0] == 0 or output.shape[0] == 0:
         return output
     dtype = operand.dtype
+    # As integers: XLA:CPU sends a narrow float as a wider one.
     operand, output = to_wire(operand), to_wire(output)
     for i in range(per_pair):
         pairs = _Pairs(*(array[i::per_pair] for array in (starts, sizes, landings, arriving)))
@@ -94,17 +102,22 @@ def _slice_by_slice(
 
 def _all_to_all_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes) -> Array:
     num_ranks = pairs.sizes.shape[0]
+    # Rows for one rank in one step. All ranks together then send no more than the operand holds, which bounds the
+    # memory, and a balanced exchange takes one step.
     chunk = -(-operand.shape[0] // num_ranks)
     lane = iota(chunk)[None]
+    # Own rows are there already, by `_copy_own`: else the largest pair would often be a rank with itself.
     from_me = iota(num_ranks) == jax.lax.axis_index(axis_name)
     largest = jnp.where(from_me, 0, pairs.sizes).max()
     num_steps = jax.lax.pmax((largest + chunk - 1) // chunk, axis_name)
 
     def step(i: Array, output: Array) -> Array:
         offset = i * chunk + lane
+        # Beyond a slice the rows are those of another, clipped into range: the receiver knows how many to keep.
         rows = operand.at[pairs.starts[:, None] + offset].get(mode="clip")
         rows = jax.lax.all_to_all(rows, axis_name, 0, 0)
         arrives = (offset < pairs.arriving[:, None]) & ~from_me[:, None]
+        # Padding gets an index beyond the rows and is dropped.
         into = jnp.where(arrives, pairs.landings[:, None] + offset, output.shape[0])
         return output.at[into].set(rows, mode="drop")
 
@@ -117,6 +130,7 @@ def _permute_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes
     me, lane = jax.lax.axis_index(axis_name), iota(chunk)
     way_round = way_round_of(operand, axis_name)
     ways = one_way_permutes(num_ranks, swaps=way_round is not None)
+    # One rank alone has nobody to send to.
     if not ways:
         return output
     to = jnp.stack([_partner(way, num_ranks)[me] for way in ways])
@@ -149,5 +163,6 @@ def _copy_own(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes) -> 
     me = jax.lax.axis_index(axis_name)
     place = iota(output.shape[0]) - pairs.landings[me]
     kept = (place >= 0) & (place < pairs.sizes[me])
+    # Clipped where nothing is kept, and then not selected.
     rows = operand.at[pairs.starts[me] + place].get(mode="clip")
     return jnp.where(kept.reshape(-1, *[1] * (output.ndim - 1)), rows, output)

@@ -29,18 +29,6 @@ class PlanByDomain:
     holds: Bool[Array, "B P M"]
 
 
-def check_plan_shapes(placement: tuple[int, ...], quota: tuple[int, ...], domain: int) -> None:
-    """Refuses shapes that are none of a plan."""
-    num_experts, num_ranks = quota
-    if num_experts < 1 or num_experts % num_ranks:
-        raise ValueError(f"quota has {num_experts} experts; expected a positive multiple of the {num_ranks} ranks")
-    home = num_experts // num_ranks
-    if placement[0] != num_ranks or placement[1] < home:
-        raise ValueError(f"placement has shape {placement}; expected [{num_ranks}, S] with S >= {home}")
-    if domain < 1 or num_ranks % domain:
-        raise ValueError(f"domain is {domain}; expected a divisor of the {num_ranks} ranks")
-
-
 def check_tokens(name: str, tokens: int) -> None:
     """Refuses a threshold that is no number of tokens above 0."""
     if not 1 <= tokens < 2**31:

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jax_moe_lb._custom_calls import by_platform, like
 from jax_moe_lb._pytree import pytree
-from jax_moe_lb.planners.native import alike, is_on_host, plan_call, plan_on_host
+from jax_moe_lb.checks import check_domain, home_experts_per_rank
+from jax_moe_lb.planners.native import alike, run_planner
 from jax_moe_lb.types import AnyArray, Placement, Quota, host_iota, iota, namespace
 
 TokensOfExperts = Int[AnyArray, "E"]
@@ -43,18 +43,9 @@ def eplb_plus(tokens: TokensOfExperts, placement: Placement, domain: int) -> tup
         ValueError: shapes that do not fit, or a domain that does not divide the ranks.
     """
     _check(tokens.shape[0], placement.shape, domain)
-    if is_on_host(tokens, placement):
-        return plan_on_host("eplb_plus", tokens, placement, domain=domain)
-
-    def native(tokens: TokensOfExperts, placement: Placement) -> tuple[Placement, Quota]:
-        results = like(placement), like(tokens, (tokens.shape[0], placement.shape[0]))
-        placement, quota = plan_call("eplb_plus", results, tokens, placement, domain=domain)
-        return placement, quota
-
-    def reference(tokens: TokensOfExperts, placement: Placement) -> tuple[Placement, Quota]:
-        return eplb_plus_reference(tokens, placement, domain)
-
-    return by_platform(*alike(tokens, placement), native=native, reference=reference)
+    shapes = placement.shape, (tokens.shape[0], placement.shape[0])
+    placement, quota = run_planner("eplb_plus", shapes, tokens, placement, reference=eplb_plus_reference, domain=domain)
+    return placement, quota
 
 
 def eplb_plus_reference(tokens: TokensOfExperts, placement: Placement, domain: int) -> tuple[Placement, Quota]:
@@ -102,10 +93,8 @@ def _check(num_experts: int, placement: tuple[int, ...], domain: int) -> None:
     num_ranks, slots = placement
     if num_ranks < 1 or slots < 1:
         raise ValueError(f"placement has shape {placement}; expected [R, S], both at least 1")
-    if num_experts < 1 or num_experts % num_ranks:
-        raise ValueError(f"tokens has {num_experts} experts; expected a positive multiple of the {num_ranks} ranks")
-    if domain < 1 or num_ranks % domain:
-        raise ValueError(f"domain is {domain}; expected a divisor of the {num_ranks} ranks")
+    home_experts_per_rank(num_experts, num_ranks, "the number of experts of tokens")
+    check_domain(domain, num_ranks)
 
 
 def _share(tokens: Int[Array, "B P"], copies: Int[Array, "B P"]) -> Int[Array, "B P"]:

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_moe_lb._custom_calls import MODULES, by_platform, is_built, like
-from jax_moe_lb.planners.native import alike, is_on_host, plan_call, plan_on_host
+from jax_moe_lb._custom_calls import MODULES, is_built
+from jax_moe_lb.checks import check_domain, home_experts_per_rank
+from jax_moe_lb.planners.native import Refused, is_on_host, run_planner
 from jax_moe_lb.types import AnyArray, Counts, Placement, Quota
 
 UNBOUNDED = 2**63 - 1
@@ -43,19 +44,22 @@ def exact(
     """
     check_shapes(counts, num_slots, domain)
     check_exact(eps, max_fan_out)
-    options = {"domain": domain, "localize": localize}
-    if is_on_host(counts):
-        return plan_on_host("exact", counts, num_slots=num_slots, eps=eps, max_fan_out=max_fan_out, **options)
-    _ensure_built()
     num_ranks, num_experts = counts.shape
-    fan_out = UNBOUNDED if max_fan_out is None else max_fan_out
-
-    def native(counts: Counts) -> tuple[Placement, Quota]:
-        results = like(counts, (num_ranks, num_slots)), like(counts, (num_experts, num_ranks))
-        placement, quota = plan_call("exact", results, counts, eps=np.float64(eps), max_fan_out=fan_out, **options)
-        return placement, quota
-
-    return by_platform(*alike(counts), native=native, reference=None)
+    if not is_on_host(counts):
+        _require_built(jax.default_backend())
+    placement, quota = run_planner(
+        "exact",
+        ((num_ranks, num_slots), (num_experts, num_ranks)),
+        counts,
+        reference=Refused(_needs),
+        # The custom call sees the slots in the shape of its result.
+        host_options={"num_slots": num_slots},
+        domain=domain,
+        eps=np.float64(eps),
+        max_fan_out=UNBOUNDED if max_fan_out is None else max_fan_out,
+        localize=localize,
+    )
+    return placement, quota
 
 
 def check_exact(eps: float, max_fan_out: int | None) -> None:
@@ -73,24 +77,26 @@ def check_shapes(counts: AnyArray, num_slots: int, domain: int) -> None:
     if not jnp.issubdtype(counts.dtype, jnp.integer):
         raise ValueError(f"counts has dtype {counts.dtype}; expected integers")
     num_ranks, num_experts = counts.shape
-    if num_experts % num_ranks:
-        raise ValueError(f"counts has {num_experts} experts; expected a positive multiple of the {num_ranks} ranks")
-    if num_slots < num_experts // num_ranks:
-        raise ValueError(f"num_slots is {num_slots}; expected at least the {num_experts // num_ranks} home experts")
-    if domain < 1 or num_ranks % domain:
-        raise ValueError(f"domain is {domain}; expected a divisor of the {num_ranks} ranks")
+    home = home_experts_per_rank(num_experts, num_ranks, "the number of experts of counts")
+    if num_slots < home:
+        raise ValueError(f"num_slots is {num_slots}; expected at least the {home} home experts")
+    check_domain(domain, num_ranks)
 
 
-def _ensure_built() -> None:
-    backend = jax.default_backend()
+def _require_built(backend: str) -> None:
     platform = "cuda" if backend == "gpu" else backend
+    if platform not in MODULES or not is_built(platform):
+        raise RuntimeError(_needs(platform))
+
+
+def _needs(platform: str) -> str:
+    """What `exact` lacks on a platform, and what to use there."""
+    platform = "cuda" if platform == "gpu" else platform
+    head = "the planner of Exact exists in C++ alone, for CPUs and NVIDIA GPUs"
     if platform not in MODULES:
-        raise RuntimeError(
-            f"the exact planner exists for CPUs and NVIDIA GPUs, not for {backend}: use another balancer"
-        )
-    if not is_built(platform):
-        toolkit = " and the CUDA toolkit" if platform == "cuda" else ""
-        raise RuntimeError(
-            f"the exact planner exists in C++ alone, and {MODULES[platform]} was not built: "
-            f"in a checkout, run `pip install .` where there is a C++17 compiler{toolkit}"
-        )
+        return f"{head}, and not for {platform}: use greedy or ultraep there, which plan in jnp"
+    toolkit = " and the CUDA toolkit" if platform == "cuda" else ""
+    return (
+        f"{head}, and {MODULES[platform]} was not built: in a checkout, run `pip install .` where there is a C++17 "
+        f"compiler{toolkit}; or use greedy or ultraep, which plan in jnp"
+    )

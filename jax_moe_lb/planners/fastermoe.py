@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jax_moe_lb._custom_calls import by_platform, like
 from jax_moe_lb._pytree import pytree
-from jax_moe_lb.planners.by_domain import check_plan_shapes, check_tokens, domain_iota, of_domains, to_first_empty
-from jax_moe_lb.planners.native import alike, is_on_host, plan_call, plan_on_host
+from jax_moe_lb.planners.by_domain import check_tokens, domain_iota, of_domains, to_first_empty
+from jax_moe_lb.planners.native import alike, check_plan_shapes, run_planner
 from jax_moe_lb.types import Counts, Placement, Quota, iota
 
 
@@ -34,18 +33,17 @@ def fastermoe(
     if counts.shape != quota.shape[::-1]:
         raise ValueError(f"counts has shape {counts.shape}; expected {quota.shape[::-1]}")
     check_tokens("min_saved", min_saved)
-    if is_on_host(placement, quota, counts):
-        return plan_on_host("fastermoe", placement, quota, counts, domain=domain, min_saved=min_saved)
-
-    def native(placement: Placement, quota: Quota, counts: Counts) -> tuple[Placement, Quota]:
-        results, options = (like(placement), like(quota)), {"domain": domain, "min_saved": min_saved}
-        placement, quota = plan_call("fastermoe", results, placement, quota, counts, **options)
-        return placement, quota
-
-    def reference(placement: Placement, quota: Quota, counts: Counts) -> tuple[Placement, Quota]:
-        return fastermoe_reference(placement, quota, counts, domain, min_saved)
-
-    return by_platform(*alike(placement, quota, counts), native=native, reference=reference)
+    placement, quota = run_planner(
+        "fastermoe",
+        (placement.shape, quota.shape),
+        placement,
+        quota,
+        counts,
+        reference=fastermoe_reference,
+        domain=domain,
+        min_saved=min_saved,
+    )
+    return placement, quota
 
 
 def fastermoe_reference(

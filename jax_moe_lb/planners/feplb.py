@@ -6,14 +6,13 @@ from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb.planners.by_domain import (
-    check_plan_shapes,
     check_tokens,
     domain_iota,
     lowest,
     of_domains,
     to_first_empty,
 )
-from jax_moe_lb.planners.native import NativePlanner, alike, edit
+from jax_moe_lb.planners.native import NativePlanner, alike, check_plan_shapes, edit
 from jax_moe_lb.types import AnyArray, Placement, Quota, iota
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb._pytree import pytree
+from jax_moe_lb.checks import check_domain, home_experts_per_rank
 from jax_moe_lb.planners.native import NativePlanner, alike, edit
 from jax_moe_lb.types import Placement, Quota, iota
 
@@ -57,12 +58,10 @@ def greedy_reference(placement: Placement, quota: Quota, domain: int, min_tokens
 def check_greedy(placement: tuple[int, ...], quota: tuple[int, ...], domain: int, min_tokens: int) -> None:
     """Refuses shapes that do not fit, and options out of range."""
     num_experts, num_ranks = quota
-    if num_experts < 1 or num_experts % num_ranks:
-        raise ValueError(f"quota has {num_experts} experts; expected a positive multiple of the {num_ranks} ranks")
+    home_experts_per_rank(num_experts, num_ranks, "the number of experts of quota")
     if placement[0] != num_ranks or placement[1] < 1:
         raise ValueError(f"placement has shape {placement}; expected [{num_ranks}, S] with S at least 1")
-    if domain < 1 or num_ranks % domain:
-        raise ValueError(f"domain is {domain}; expected a divisor of the {num_ranks} ranks")
+    check_domain(domain, num_ranks)
     if min_tokens < 1:
         raise ValueError(f"min_tokens is {min_tokens}; expected at least 1")
 

@@ -1,8 +1,14 @@
-"""What the planners' custom calls share."""
+"""The one way in which planners are called: in C++ on a host, as a custom call in a program, or as a reference in jnp.
+
+Every planner is integers in, integers out. NumPy arrays are planned here and now by `jax_moe_lb._planning`; arrays of
+JAX become a custom call where one was built for the platform that a program is lowered for, and the reference
+elsewhere. All three give the same integers.
+"""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -10,21 +16,39 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_moe_lb._custom_calls import PLANNING_MODULE, by_platform, call, has_planning_module, like
+from jax_moe_lb._refusal import refuse
+from jax_moe_lb._varying import vary_alike
+from jax_moe_lb.checks import check_domain, home_experts_per_rank
 from jax_moe_lb.types import Placement, Quota
 
 ILLEGAL = -1
 """In every entry of a failed plan: no quota, no bin, no home expert."""
 
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Stands for the reference of a planner that exists in C++ alone.
+
+    Args:
+        explain: says in one line, given a platform, what the planner needs and what to use there.
+    """
+
+    explain: Callable[[str], str]
+
 
 @dataclass(frozen=True)
 class NativePlanner:
-    """A planner in C++ that edits a plan, and nothing but the plan decides what it does.
+    """A planner in C++ that edits placement and quota, and that nothing but these two tells what to do.
+
+    It is a value, so that what is beside a plan (`ops/plan_and_copy.py`) can be told which planner to run.
 
     Args:
-        name: of its custom calls: `moe_lb_plan_<name>`, and with copies `moe_lb_plan_<name>_and_copy`.
-        options: its attributes, by name; they are arguments of `reference` and `check` too.
-        reference: the same in jnp, `(placement, quota, **options)`.
-        check: refuses, `(placement.shape, quota.shape, **options)`, with a ValueError.
+        name: its custom calls are `moe_lb_plan_<name>` and, with copies, `moe_lb_plan_<name>_and_copy`.
+        options: its attributes by name. `reference` and `check` take them as arguments.
+        reference: the same rule in jnp, `(placement, quota, **options)`.
+        check: refuses what does not fit with a ValueError, `(placement.shape, quota.shape, **options)`.
     """
 
     name: str
@@ -33,10 +57,10 @@ class NativePlanner:
     check: Callable[..., None]
 
     def checked_options(self, placement: Placement, quota: Quota) -> dict[str, Any]:
-        """The options, if they fit these arrays.
+        """The options, once they are known to fit these arrays.
 
         Raises:
-            ValueError: of `check`.
+            ValueError: what `check` says.
         """
         options = dict(self.options)
         self.check(placement.shape, quota.shape, **options)
@@ -44,24 +68,58 @@ class NativePlanner:
 
 
 def edit(planner: NativePlanner, placement: Placement, quota: Quota) -> tuple[Placement, Quota]:
-    """The plan after the planner; of NumPy arrays, NumPy arrays.
+    """The plan after the planner.
 
     Raises:
         ValueError: shapes that do not fit, or an option out of range.
     """
     options = planner.checked_options(placement, quota)
-    if is_on_host(placement, quota):
-        return plan_on_host(planner.name, placement, quota, **options)
+    shapes = placement.shape, quota.shape
+    placement, quota = run_planner(planner.name, shapes, placement, quota, reference=planner.reference, **options)
+    return placement, quota
 
-    def native(placement: Placement, quota: Quota) -> tuple[Placement, Quota]:
-        results = like(placement), like(quota)
-        placement, quota = plan_call(planner.name, results, placement, quota, **options)
-        return placement, quota
 
-    def reference(placement: Placement, quota: Quota) -> tuple[Placement, Quota]:
-        return planner.reference(placement, quota, **options)
+def run_planner(
+    name: str,
+    shapes: tuple[Shape, ...],
+    *operands: Any,
+    reference: Callable | Refused,
+    host_options: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> tuple[Any, ...]:
+    """What a planner makes of its operands: NumPy arrays of NumPy arrays, else arrays of JAX.
 
-    return by_platform(*alike(placement, quota), native=native, reference=reference)
+    Args:
+        name: of the planner, in `jax_moe_lb._planning` and after `moe_lb_plan_`.
+        shapes: of its results; all are int32.
+        *operands: integers. What int32 cannot hold becomes its nearest number, which the planner refuses.
+        reference: the same rule in jnp, `(*operands, **options)`, for platforms without the custom call; or why there
+            is none, and then a program cannot be lowered for them.
+        host_options: what only the planner on NumPy arrays is told, because the custom call sees it in shapes.
+        **options: static ones, which all three take by name. NumPy's numbers keep their type as attributes.
+    """
+    if is_on_host(*operands):
+        return _as_tuple(plan_on_host(name, *operands, **host_options, **options))
+
+    def native(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return plan_call(name, _results(shapes, operands), *operands, **options)
+
+    def otherwise(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        if isinstance(reference, Refused):
+            return refuse(*operands, results=_results(shapes, operands), explain=reference.explain)
+        planned = _as_tuple(reference(*operands, **options))
+        return tuple(result.reshape(shape) for result, shape in zip(planned, shapes, strict=True))
+
+    return by_platform(*alike(*operands), native=native, reference=otherwise)
+
+
+def _results(shapes: tuple[Shape, ...], operands: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+    """Types of results: each is placed like the operand of its shape, if there is one."""
+    return tuple(like(next((o for o in operands if o.shape == shape), operands[0]), shape) for shape in shapes)
+
+
+def _as_tuple(planned: Any) -> tuple[Any, ...]:
+    return planned if isinstance(planned, tuple) else (planned,)
 
 
 def is_on_host(*arrays: Any) -> bool:
@@ -70,7 +128,11 @@ def is_on_host(*arrays: Any) -> bool:
 
 
 def plan_on_host(name: str, *args: np.ndarray, **options: Any) -> Any:
-    """What the planner `name` says of NumPy arrays; it refuses what is wrong with a ValueError."""
+    """What the planner `name` of `jax_moe_lb._planning` says of NumPy arrays.
+
+    Raises:
+        ValueError: what the planner refuses.
+    """
     planner = getattr(importlib.import_module(PLANNING_MODULE), name)
     return planner(*(np.asarray(saturated(array), np.int32) for array in args), **options)
 
@@ -84,10 +146,10 @@ def plan_call(name: str, results: tuple[Any, ...], *args: jax.Array, **attribute
     have to wait for the GPU once more. On a CPU a failure is an error, and nothing is added.
 
     Args:
-        name: of the planner.
+        name: the planner's.
         results: shapes and dtypes; see `like`.
-        args: its operands, int32, varying over the same mesh axes; see `alike`.
-        attributes: static.
+        args: its operands, int32, which vary over the same mesh axes; see `alike`.
+        attributes: static ones.
     """
     *planned, status = call(f"plan_{name}", (*results, like(args[0], (1,))), *args, **attributes)
     return jax.lax.platform_dependent(
@@ -102,12 +164,22 @@ def illegal_if_failed(status: jax.Array, *planned: jax.Array) -> tuple[jax.Array
 
 def alike(*arrays: Any) -> tuple[jax.Array, ...]:
     """The arrays as int32, all varying over the mesh axes that any of them varies over."""
-    arrays = tuple(jnp.asarray(saturated(array), jnp.int32) for array in arrays)
-    # XLA folds the zero away; only its type matters.
-    zero = sum(array.sum(dtype=jnp.int32) * 0 for array in arrays)
-    return tuple(array + zero for array in arrays)
+    return vary_alike([jnp.asarray(saturated(array), jnp.int32) for array in arrays])
 
 
 def saturated(array: Any) -> Any:
     """What int32 cannot hold as its nearest number, so that a sum is refused instead of wrapping round."""
     return array.clip(-(2**31), 2**31 - 1) if array.dtype.itemsize > 4 else array
+
+
+def check_plan_shapes(placement: Shape, quota: Shape, domain: int) -> None:
+    """Refuses shapes that are none of a plan, and a domain that does not divide its ranks.
+
+    Raises:
+        ValueError: names the array, and says what was expected of it.
+    """
+    num_experts, num_ranks = quota
+    home = home_experts_per_rank(num_experts, num_ranks, "the number of experts of quota")
+    if placement[0] != num_ranks or placement[1] < home:
+        raise ValueError(f"placement has shape {placement}; expected [{num_ranks}, S] with S >= {home}")
+    check_domain(domain, num_ranks)

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jax_moe_lb._custom_calls import by_platform, like
 from jax_moe_lb._pytree import pytree
-from jax_moe_lb.planners.native import alike, is_on_host, plan_call, plan_on_host
+from jax_moe_lb._varying import vary_like
+from jax_moe_lb.planners.native import alike, run_planner
 from jax_moe_lb.types import Placement, iota
 
 
@@ -33,16 +33,7 @@ def relay(placement: Placement, num_home: int, min_replicas: int, max_relays: in
         raise ValueError(f"num_home is {num_home}; expected 1 to the {placement.shape[1]} slots of a rank")
     check_relay(min_replicas, max_relays, min_gain)
     options = {"num_home": num_home, "min_replicas": min_replicas, "max_relays": max_relays, "min_gain": min_gain}
-    if is_on_host(placement):
-        return plan_on_host("relay", placement, **options)
-
-    def native(placement: Placement) -> Placement:
-        return plan_call("relay", (like(placement),), placement, **options)[0]
-
-    def reference(placement: Placement) -> Placement:
-        return relay_reference(placement, **options)
-
-    return by_platform(*alike(placement), native=native, reference=reference)
+    return run_planner("relay", (placement.shape,), placement, reference=relay_reference, **options)[0]
 
 
 def check_relay(min_replicas: int, max_relays: int, min_gain: int) -> None:
@@ -62,11 +53,10 @@ def relay_reference(
     """`relay` as a loop over experts, and inside it one over replicas that are no relays."""
     (placement,) = alike(placement)
     num_ranks, slots = placement.shape
-    # A zero that varies over the mesh axes of the placement.
-    zero = placement.reshape(-1)[0] * 0
-    nothing = jnp.zeros(num_ranks, jnp.int32) + zero
+    # The carry of a loop must vary over the mesh axes that its steps give it.
+    nothing = vary_like(jnp.zeros(num_ranks, jnp.int32), placement)
     replica = iota(slots)[None] >= num_home
-    start = _Sent(jnp.where(replica & (placement >= 0), zero, -1), nothing, nothing)
+    start = _Sent(jnp.where(replica & (placement >= 0), jnp.int32(0), -1), nothing, nothing)
 
     def step(expert: Array, s: _Sent) -> _Sent:
         here = replica & (placement == expert)

@@ -1,11 +1,11 @@
-"""Rows for other domains, in chunks, over the rails of a domain: longest processing time first (RailS)."""
+"""Rows for other nodes, in chunks, over the rails of a node: longest processing time first (RailS)."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jax_moe_lb._custom_calls import by_platform, like
-from jax_moe_lb.planners.native import alike, is_on_host, plan_call, plan_on_host
+from jax_moe_lb._varying import vary_like
+from jax_moe_lb.planners.native import alike, run_planner
 from jax_moe_lb.types import AnyArray, iota
 
 MAX_TICKS = 32767
@@ -19,18 +19,18 @@ Rails = Int[AnyArray, "R R N"]
 def spray(rows: RowsBetween, ticks: Ticks, domain: int, chunks: int) -> Rails:
     """The rows from rank to rank on each rail; the rule to the letter stands in `ffi/planning/spray.h`.
 
-    Every sending domain is planned from its own rows alone, for each receiving domain on its own: what it sends there
+    Every sending node is planned from its own rows alone, for each receiving node on its own: what it sends there
     is cut into chunks, which go one after the other to the rail that is done with them first. Of rails of equal
     speed none carries more than its share and one chunk less an `N`-th of it.
 
     Args:
         rows: from rank to rank, at least 0; their sum must stay below `2**31`.
         ticks: time per row of each rail, 1 to `MAX_TICKS`; 0 for a dead one, which gets nothing, but not for all.
-        domain: ranks of a domain.
-        chunks: of each pair of domains on each rail, where there are so many rows, or a little more; 1 to `MAX_CHUNKS`.
+        domain: ranks of a node.
+        chunks: of each pair of nodes on each rail, where there are so many rows, or a little more; 1 to `MAX_CHUNKS`.
 
     Returns:
-        `[R, R, N]` int32, which adds up to `rows`. Rows inside a domain are put on the rail of the receiver. Bad values
+        `[R, R, N]` int32, which adds up to `rows`. Rows inside a node are put on the rail of the receiver. Bad values
         stop the program on a CPU with the custom call; on a GPU with it all entries are then -1.
 
     Raises:
@@ -40,31 +40,24 @@ def spray(rows: RowsBetween, ticks: Ticks, domain: int, chunks: int) -> Rails:
     if domain < 1 or num_ranks % domain or rows.shape[1] != num_ranks:
         raise ValueError(f"domain is {domain}; expected a divisor of the ranks of rows, which has shape {rows.shape}")
     if num_rails < 1 or domain % num_rails:
-        raise ValueError(f"ticks has {num_rails} rails; expected a divisor of the {domain} ranks of a domain")
+        raise ValueError(f"ticks has {num_rails} rails; expected a divisor of the {domain} ranks of a node")
     if not 1 <= chunks <= MAX_CHUNKS:
         raise ValueError(f"chunks is {chunks}; expected 1 to {MAX_CHUNKS}")
-    if is_on_host(rows, ticks):
-        return plan_on_host("spray", rows, ticks, domain=domain, chunks=chunks)
-
-    def native(rows: RowsBetween, ticks: Ticks) -> Rails:
-        result = like(rows, (num_ranks, num_ranks * num_rails))
-        rails = plan_call("spray", (result,), rows, ticks, domain=domain, chunks=chunks)[0]
-        return rails.reshape(num_ranks, num_ranks, num_rails)
-
-    def reference(rows: RowsBetween, ticks: Ticks) -> Rails:
-        return spray_reference(rows, ticks, domain, chunks)
-
-    return by_platform(*alike(rows, ticks), native=native, reference=reference)
+    options = {"domain": domain, "chunks": chunks}
+    # The custom call's result is a matrix.
+    flat = ((num_ranks, num_ranks * num_rails),)
+    (rails,) = run_planner("spray", flat, rows, ticks, reference=spray_reference, **options)
+    return rails.reshape(num_ranks, num_ranks, num_rails)
 
 
 def spray_reference(rows: RowsBetween, ticks: Ticks, domain: int, chunks: int) -> Rails:
-    """`spray` as a loop over chunks and rests, all pairs of domains side by side."""
+    """`spray` as a loop over chunks and rests, all pairs of nodes side by side."""
     rows, ticks = alike(rows, ticks)
     num_ranks, num_rails = rows.shape[0], ticks.shape[0]
-    num_domains = num_ranks // domain
-    # [pairs of domains, pairs of ranks]
-    pairs = rows.reshape(num_domains, domain, num_domains, domain).swapaxes(1, 2).reshape(num_domains**2, domain**2)
-    number = iota(num_domains)
+    num_nodes = num_ranks // domain
+    # [pairs of nodes, pairs of ranks]
+    pairs = rows.reshape(num_nodes, domain, num_nodes, domain).swapaxes(1, 2).reshape(num_nodes**2, domain**2)
+    number = iota(num_nodes)
     first = ((number[:, None] + number[None]) % num_rails).reshape(-1)
     near = (number[:, None] == number[None]).reshape(-1, 1)
     far = jnp.where(near, 0, pairs)
@@ -72,12 +65,12 @@ def spray_reference(rows: RowsBetween, ticks: Ticks, domain: int, chunks: int) -
     receiver = jnp.tile(iota(domain), domain) * num_rails // domain
     own_rail = receiver[None, :, None] == iota(num_rails)[None, None]
     sprayed = jnp.where(near[:, :, None], jnp.where(own_rail, pairs[:, :, None], 0), sprayed)
-    shape = num_domains, num_domains, domain, domain, num_rails
+    shape = num_nodes, num_nodes, domain, domain, num_rails
     return sprayed.reshape(shape).swapaxes(1, 2).reshape(num_ranks, num_ranks, num_rails)
 
 
 def _between(rows: Int[Array, "P"], ticks: Int[Array, "N"], first: Int[Array, ""], chunks: int) -> Int[Array, "P N"]:
-    """The rows of all pairs of ranks of two domains."""
+    """The rows of all pairs of ranks of two nodes."""
     num_rails = ticks.shape[0]
     chunk = jnp.maximum(rows.sum(dtype=jnp.int32) // num_rails // chunks, 1)
     ends = (rows // chunk).cumsum(dtype=jnp.int32)
@@ -94,7 +87,7 @@ def _between(rows: Int[Array, "P"], ticks: Int[Array, "N"], first: Int[Array, ""
         return load.at[best].add(size), rails.at[pair, best].add(size)
 
     # Zeros that vary over the same mesh axes as the rows.
-    nothing = jnp.zeros((rows.shape[0], num_rails), jnp.int32) + rows[:, None] * 0
+    nothing = vary_like(jnp.zeros((rows.shape[0], num_rails), jnp.int32), rows)
     return jax.lax.fori_loop(0, ends[-1] + num_rests, step, (nothing[0], nothing))[1]
 
 

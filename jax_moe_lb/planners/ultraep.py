@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jax_moe_lb._custom_calls import by_platform, like
 from jax_moe_lb._pytree import pytree
-from jax_moe_lb.planners.native import alike, is_on_host, plan_call, plan_on_host
-from jax_moe_lb.planners.ultraep_attempt import Queues, attempt, ceil_divide, domains_of
+from jax_moe_lb.planners.native import alike, check_plan_shapes, run_planner
+from jax_moe_lb.planners.ultraep_attempt import Queues, attempt, ceil_divide, queues_of
 from jax_moe_lb.types import Placement, Quota, iota
 
 LADDER = 3
@@ -40,30 +39,16 @@ def ultraep(placement: Placement, quota: Quota, domain: int, eps: float, min_tok
     """
     _check(placement.shape, quota.shape, domain, min_tokens)
     check_eps(eps)
-    if is_on_host(placement, quota):
-        return plan_on_host("ultraep", placement, quota, domain=domain, eps=eps, min_tokens=min_tokens)
-
-    def native(placement: Placement, quota: Quota) -> tuple[Placement, Quota]:
-        results, options = (like(placement), like(quota)), {"domain": domain, "min_tokens": min_tokens}
-        placement, quota = plan_call("ultraep", results, placement, quota, eps=np.float32(eps), **options)
-        return placement, quota
-
-    def reference(placement: Placement, quota: Quota) -> tuple[Placement, Quota]:
-        return ultraep_reference(placement, quota, domain, eps, min_tokens)
-
-    return by_platform(*alike(placement, quota), native=native, reference=reference)
+    shapes, options = (placement.shape, quota.shape), {"domain": domain, "min_tokens": min_tokens}
+    # The C++ takes a 32-bit eps, so that it rounds like the reference.
+    placement, quota = run_planner(
+        "ultraep", shapes, placement, quota, reference=ultraep_reference, eps=np.float32(eps), **options
+    )
+    return placement, quota
 
 
 def _check(placement: tuple[int, ...], quota: tuple[int, ...], domain: int, min_tokens: int) -> None:
-    num_experts, num_ranks = quota
-    if num_experts < 1 or num_experts % num_ranks:
-        raise ValueError(f"quota has {num_experts} experts; expected a positive multiple of the {num_ranks} ranks")
-    if placement[0] != num_ranks or placement[1] < num_experts // num_ranks:
-        raise ValueError(
-            f"placement has shape {placement}; expected [{num_ranks}, S] with S >= {num_experts // num_ranks}"
-        )
-    if domain < 1 or num_ranks % domain:
-        raise ValueError(f"domain is {domain}; expected a divisor of the {num_ranks} ranks")
+    check_plan_shapes(placement, quota, domain)
     if min_tokens < 1:
         raise ValueError(f"min_tokens is {min_tokens}; expected at least 1")
 
@@ -79,11 +64,11 @@ def ultraep_reference(
 ) -> tuple[Placement, Quota]:
     """`ultraep` as loops over attempts and replicas, all domains side by side."""
     placement, quota = alike(placement, quota)
-    domains = domains_of(placement, quota, domain)
+    domains = queues_of(placement, quota, domain)
     high = domains.load.max(1)
     low = ceil_divide(domains.load.sum(1, dtype=jnp.int32), domain)
     # Zeros that vary over the mesh axes of the plan.
-    none, nothing = low * 0, domains.holds.astype(jnp.int32) * 0
+    none, nothing = jnp.zeros_like(low), jnp.zeros_like(domains.holds, jnp.int32)
     start = _Search(none, _first_limit(low, high, eps), low, high, none + START, nothing, low < 0)
     rise = jnp.maximum(1, ceil_divide(high, 100))
 

@@ -29,7 +29,8 @@ class Queues:
     queue: Int[Array, "B P"]
 
 
-def domains_of(placement: Placement, quota: Quota, members: int) -> Queues:
+def queues_of(placement: Placement, quota: Quota, members: int) -> Queues:
+    """What every attempt on this plan starts from."""
     num_experts, num_ranks = quota.shape
     home, num_domains = num_experts // num_ranks, num_ranks // members
     load = quota.sum(0, dtype=jnp.int32).reshape(num_domains, members)
@@ -76,14 +77,14 @@ class _Attempt:
 
 def attempt(d: Queues, limit: Array, floor: Array) -> tuple[Int[Array, "B P M"], Bool[Array, "B"]]:
     """The replicas under a limit, and whether the surplus fits into them; `floor` 0 is the dynamic one."""
-    place = limit * 0
+    place = jnp.zeros_like(limit)
     start = _Attempt(
         place=place,
         need=_need(d, limit, place),
         left=_left(d, place),
         room=jnp.maximum(limit[:, None] - d.load, 0),
         open=d.empty,
-        given=d.holds.astype(jnp.int32) * 0,
+        given=jnp.zeros_like(d.holds, jnp.int32),
     )
     size = d.queue.shape[1]
     end = jax.lax.while_loop(

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from jax_moe_lb.plan import home_experts_per_rank
+from jax_moe_lb.checks import home_experts_per_rank
 from jax_moe_lb.sim.model import ModelShape
 
 HIGHEST_POWER = 40.0

@@ -1,21 +1,15 @@
 """The plans of a layer, from the balancer that a system has; and who exchanges tokens with whom."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 from jaxtyping import Int
 
-from jax_moe_lb.balancers.base import Chain
-from jax_moe_lb.balancers.hybridep import HybridEP
-from jax_moe_lb.balancers.plain import Plain
-from jax_moe_lb.legality import check_plan
 from jax_moe_lb.plan import Plan, plain_plan
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.systems import System
-from jax_moe_lb.transport.relay import Relay
-from jax_moe_lb.transport.staged import Staged
 from jax_moe_lb.types import Counts, State
 
 
@@ -43,7 +37,7 @@ class Group:
 
 
 def groups(cluster: Cluster, sizes: tuple[int, ...]) -> list[Group]:
-    """All of them, for domains of so many members at every level; `hybrid.ExpertDomains` describes the same on a mesh."""
+    """All groups, for expert domains of so many members at every level; `ExpertDomains` describes them on a mesh."""
     levels = [level.size for level in cluster.levels]
     ranks = np.arange(cluster.num_ranks).reshape(
         [n for size, s in zip(levels, sizes, strict=True) for n in (size // s, s)]
@@ -54,15 +48,20 @@ def groups(cluster: Cluster, sizes: tuple[int, ...]) -> list[Group]:
     return [Group(members, cluster, inside) for members in by_offset]
 
 
-def plan_layer(system: System, group: Group, counts: Counts, num_home: int, state: State) -> tuple[Plan, Plan, State]:
-    """The plan that the layer would run, from the balancer itself, and what it started from.
+def plan_layer(
+    system: System, group: Group, counts: Counts, num_home: int, state: State
+) -> tuple[Plan, list[tuple[Counts, Plan]], State]:
+    """The plan that the layer would run, from the balancer itself.
 
     Args:
-        system: its balancer, and with `Relay` its relays.
-        group: of the ranks.
+        system: its balancer, its replication, which may add relays, and its dispatch, which knows its waves.
+        group: the ranks that exchange tokens.
         counts: `[R, E]` of these ranks.
         num_home: `L`, experts that a rank holds anyway.
-        state: of the balancer.
+        state: what the balancer remembers.
+
+    Returns:
+        The plan, the counts and the plan of each wave, and the new state.
 
     Raises:
         ValueError: what the balancer refuses, or a plan that is not legal.
@@ -72,25 +71,5 @@ def plan_layer(system: System, group: Group, counts: Counts, num_home: int, stat
     start = plain_plan(counts, topology, min(slots, counts.shape[1]))
     plan, state = system.balancer.rebalance(counts, start, topology, state)
     plan = jax.tree.map(np.asarray, plan)
-    dynamic = np.asarray(system.balancer.dynamic(start)) if isinstance(system.dispatch, Staged) else None
-    check_plan(plan, counts, dynamic)
-    if isinstance(system.replicate, Relay) and plan.slots > num_home:
-        plan = system.replicate.plan(plan)
-    return start, plan, state
-
-
-def in_waves(system: System, counts: Counts, start: Plan, plan: Plan) -> list[tuple[Counts, Plan]]:
-    """The counts and the plan of each wave, as `Staged.address_static` and `Staged.address` take them."""
-    if not isinstance(system.dispatch, Staged):
-        return [(counts, plan)]
-    dynamic = np.asarray(system.balancer.dynamic(start))
-    static = np.where(dynamic[None], 0, counts)
-    at_home = replace(plan, quota=np.where(dynamic[:, None], 0, plan.quota))
-    moving = replace(plan, quota=np.where(dynamic[:, None], plan.quota, 0))
-    return [(static, at_home), (counts - static, moving)]
-
-
-def reads_counts(system: System) -> bool:
-    """Whether its plan depends on the load, so that a planner must run."""
-    balancers = system.balancer.balancers if isinstance(system.balancer, Chain) else (system.balancer,)
-    return not all(isinstance(balancer, Plain | HybridEP) for balancer in balancers)
+    waves = system.dispatch.waves(counts, start, plan, system.balancer)
+    return system.replicate.plan(plan) if plan.slots > num_home else plan, waves, state

@@ -1,7 +1,7 @@
-"""What a plan moves from rank to rank, read off the plan: token copies, weights, gradients."""
+"""What a plan moves from rank to rank beside token copies, read off the plan: weights and gradients."""
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
 from jax_moe_lb.plan import Plan
 
@@ -27,45 +27,6 @@ def rows_per_slot(plan: Plan) -> Int[np.ndarray, "R S"]:
     """Rows that each slot serves; 0 for an empty one."""
     rows = plan.quota[np.maximum(plan.placement, 0), np.arange(plan.num_ranks)[:, None]]
     return np.where(plan.placement >= 0, rows, 0)
-
-
-def hops(rows: Matrix, plan: Plan, members: int, sprayed: bool) -> tuple[Matrix, ...]:
-    """The exchanges, one after the other, that bring token copies to the ranks that serve them.
-
-    Args:
-        rows: of `plan.rows_between`.
-        plan: its rails; without them rows travel along the rail of the rank that serves them.
-        members: `M`, ranks of a domain, which share its rails.
-        sprayed: whether rows for other domains pass by relays (`Spray`); else they go straight there.
-
-    Returns:
-        One matrix; or that inside domains, to relays; that along rails; that from relays.
-    """
-    if not sprayed:
-        return (rows,)
-    num_ranks = len(rows)
-    far = np.arange(num_ranks)[:, None] // members != np.arange(num_ranks)[None] // members
-    domains = num_ranks // members
-    shape, same = (domains, members, domains, members), np.arange(domains)
-    to_relay, rail, last = (np.zeros(shape, np.int64) for _ in range(3))
-    for offset in range(members):
-        # Sender (d, a), receiver (f, m), by the relays of this offset in both domains.
-        passing = _by_relay(rows, plan, members, offset, far).reshape(shape)
-        to_relay[same, :, same, offset] += passing.sum((2, 3))
-        rail[:, offset, :, offset] += passing.sum((1, 3))
-        last[same, offset, same, :] += passing.sum((0, 1))
-    near = np.where(far, 0, rows)
-    return near + to_relay.reshape(rows.shape), rail.reshape(rows.shape), last.reshape(rows.shape)
-
-
-def _by_relay(rows: Matrix, plan: Plan, members: int, offset: int, far: Bool[np.ndarray, "R R"]) -> Matrix:
-    """Token copies between domains that pass by relays of one offset; see `transport.rail_hops.by_relay`."""
-    receiver = np.arange(len(rows))[None] % members
-    if plan.rails is None:
-        return np.where(far & (receiver == offset), rows, 0)
-    sharing = members // plan.rails.shape[2]
-    takes = far & (receiver % sharing == offset % sharing)
-    return np.where(takes, plan.rails[:, :, offset // sharing], 0)
 
 
 def _homes(plan: Plan) -> Int[np.ndarray, "R X"]:

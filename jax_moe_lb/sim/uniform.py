@@ -10,10 +10,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from jax_moe_lb.checks import home_experts_per_rank
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import all_to_all
 from jax_moe_lb.sim.work import LayerWork, Migration, Wave, shared_work
+from jax_moe_lb.transport.direct import Direct
 
 
 def uniform_work(model: ModelShape, cluster: Cluster, migration: Migration = Migration()) -> LayerWork:
@@ -22,11 +24,11 @@ def uniform_work(model: ModelShape, cluster: Cluster, migration: Migration = Mig
     Raises:
         ValueError: the experts are no multiple of the ranks.
     """
-    if model.experts % cluster.num_ranks:
-        raise ValueError(f"experts is {model.experts}; expected a multiple of the {cluster.num_ranks} ranks")
+    home_experts_per_rank(model.experts, cluster.num_ranks, "experts")
     inside = tuple(level.size // size for level, size in zip(cluster.levels, migration.sizes(cluster), strict=True))
     copies = model.tokens * model.per_token
     held = model.experts // int(np.prod(inside))
     dispatch = all_to_all(float(copies * model.row_bytes), inside, cluster)
     wave = Wave((dispatch,), np.full((1, held), copies / held), 1)
-    return replace(shared_work(model, cluster, migration, model.experts), waves=(wave,), load=np.array([copies]))
+    shared = shared_work(model, cluster, migration, model.experts, Direct())
+    return replace(shared, waves=(wave,), load=np.array([copies]))

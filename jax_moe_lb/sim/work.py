@@ -7,26 +7,19 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Num
 
-from jax_moe_lb.balancers.hybridep import HybridEP
 from jax_moe_lb.plan import Plan, load, rows_between
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import Flow, all_reduce, all_to_all, even_flow, flow
-from jax_moe_lb.sim.planning import Group, groups, in_waves, plan_layer, reads_counts
-from jax_moe_lb.sim.traffic import gradients_between, hops, replicas_between, rows_per_slot
+from jax_moe_lb.sim.planning import Group, groups, plan_layer
+from jax_moe_lb.sim.traffic import gradients_between, replicas_between, rows_per_slot
 from jax_moe_lb.systems import System
 from jax_moe_lb.transport.codec import Codec
-from jax_moe_lb.transport.peer_copy import PeerCopy
-from jax_moe_lb.transport.relay import Relay
-from jax_moe_lb.transport.spray import Spray
-from jax_moe_lb.transport.staged import Staged
+from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.types import Counts, State
 
 ERROR_WORDS = 4
 """Integers that travel with each rank's counts; see `pipeline.count`."""
-
-ADDRESS_BYTES = 8
-"""What a rank tells every other of where its rows are; see `transport/direct.py`."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +135,8 @@ def layer_work(
     for group, state in zip(found, states or [None] * len(found), strict=True):
         mine = counts[group.ranks]
         state = system.balancer.init(mine.shape) if state is None else state
-        start, plan, state = plan_layer(system, group, mine, counts.shape[1] // len(group.ranks), state)
-        parts.append(_part(system, model, group, mine, start, plan))
+        plan, waves, state = plan_layer(system, group, mine, counts.shape[1] // len(group.ranks), state)
+        parts.append(_part(system, model, group, plan, waves))
         after.append(state)
     return _merged(system, model, cluster, migration, counts, parts), after
 
@@ -159,15 +152,15 @@ class _Part:
     load: Int[np.ndarray, "R"]
 
 
-def _part(system: System, model: ModelShape, group: Group, counts: Counts, start: Plan, plan: Plan) -> _Part:
-    members = group.cluster.topology(group.sizes).ranks_per_node
-    waves = []
-    for wave_counts, wave_plan in in_waves(system, counts, start, plan):
-        rows = rows_between(wave_counts, wave_plan).astype(np.int64)  # bytes need more than 32 bits
-        matrices = hops(rows, wave_plan, members, isinstance(system.dispatch, Spray))
-        waves.append((tuple(map(group.spread, matrices)), rows_per_slot(wave_plan), _rounds(system, model, wave_plan)))
+def _part(system: System, model: ModelShape, group: Group, plan: Plan, waves: list[tuple[Counts, Plan]]) -> _Part:
+    topology, moved = group.cluster.topology(group.sizes), []
+    for wave_counts, wave_plan in waves:
+        # As bytes they need more than 32 bits.
+        rows = rows_between(wave_counts, wave_plan).astype(np.int64)
+        matrices = system.dispatch.hops(rows, wave_plan, topology)
+        moved.append((tuple(map(group.spread, matrices)), rows_per_slot(wave_plan), _rounds(system, model, wave_plan)))
     return _Part(
-        group.ranks, waves, group.spread(replicas_between(plan)), group.spread(gradients_between(plan)), load(plan)
+        group.ranks, moved, group.spread(replicas_between(plan)), group.spread(gradients_between(plan)), load(plan)
     )
 
 
@@ -177,8 +170,7 @@ def _rounds(system: System, model: ModelShape, plan: Plan) -> int:
 
 def receive_capacity(system: System, model: ModelShape) -> int:
     """`A`, rows that a rank receives in one round."""
-    dispatch: Any = system.dispatch.direct if isinstance(system.dispatch, Staged) else system.dispatch
-    return dispatch.capacity(model.tokens * model.per_token)
+    return system.dispatch.capacity(model.tokens * model.per_token)
 
 
 def _merged(
@@ -200,18 +192,20 @@ def _merged(
     weights = on_links((part.weights for part in parts), model.expert_bytes)
     gradients = on_links((part.gradients for part in parts), model.expert_gradient_bytes)
     return replace(
-        shared_work(model, cluster, migration, counts.shape[1]),
-        planner_s=cluster.planner_s if reads_counts(system) else 0.0,
+        shared_work(model, cluster, migration, counts.shape[1], system.dispatch),
+        planner_s=cluster.planner_s if system.balancer.needs_counts else 0.0,
         replicate=None if weights.is_empty else weights,
         return_home=None if gradients.is_empty else gradients,
-        engine=isinstance(system.replicate, PeerCopy | Relay),
-        early=isinstance(system.balancer, HybridEP),
+        engine=system.replicate.uses_copy_engines,
+        early=not system.balancer.needs_counts,
         waves=tuple(waves),
         load=loads,
     )
 
 
-def shared_work(model: ModelShape, cluster: Cluster, migration: Migration, num_experts: int) -> LayerWork:
+def shared_work(
+    model: ModelShape, cluster: Cluster, migration: Migration, num_experts: int, dispatch: Dispatch
+) -> LayerWork:
     """What does not depend on the load: gathers, and the exchange of counts."""
     sizes = migration.sizes(cluster)
     inside = tuple(level.size // size for level, size in zip(cluster.levels, sizes, strict=True))
@@ -223,7 +217,7 @@ def shared_work(model: ModelShape, cluster: Cluster, migration: Migration, num_e
         gather_home=_gather(returning, sizes, cluster),
         gather_again=migration.gather_again,
         counts=all_to_all(4.0 * members * (num_experts + ERROR_WORDS), inside, cluster),
-        address=all_to_all(float(members * ADDRESS_BYTES), inside, cluster),
+        address=all_to_all(float(members * dispatch.address_bytes), inside, cluster),
         planner_s=0.0,
         replicate=None,
         return_home=None,

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jax_moe_lb._pytree import pytree
+from jax_moe_lb._varying import vary_like
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops.one_way import near_neighbours
 from jax_moe_lb.types import wide_dtype
@@ -138,7 +139,7 @@ def _fill(values: Array, indices: Array, base: Array | None, like: Array) -> Arr
     expert = jnp.broadcast_to(jnp.arange(num_experts, dtype=jnp.int32)[:, None], indices.shape)
     flat = jnp.broadcast_to(start, (num_experts, num_entries))
     # The zero gives the base the manual axes of the values.
-    flat = flat + values[:, :1].astype(dtype) * 0 if values.shape[1] else flat
+    flat = vary_like(flat, values)
     filled = flat.at[expert, indices.astype(jnp.int32)].add(values.astype(dtype), unique_indices=True)
     return filled.reshape(num_experts, *shape).astype(like.dtype)
 

@@ -17,7 +17,8 @@ from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
 from jax_moe_lb.plan import Plan, load
 from jax_moe_lb.split import nearest_first
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.dispatch import AnyReceipt, Copies, Dispatch
+from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.exchange import Copies, Receipt
 from jax_moe_lb.transport.packing import arriving_rows, by_slot, landings, sending_order, starts
 from jax_moe_lb.types import Counts, GroupSizes, Rows, iota
 
@@ -25,7 +26,7 @@ PerRank = Int[Array, "R"]
 
 
 @pytree
-class Receipt(AnyReceipt):
+class DirectReceipt(Receipt):
     """Which copies went where: returned by `Direct.address`, read by everything after it.
 
     Args:
@@ -44,10 +45,10 @@ class Receipt(AnyReceipt):
 
 
 @dataclass(frozen=True)
-class Direct(Dispatch):
+class Direct(Dispatch[DirectReceipt]):
     """Token copies go straight to the rank that serves them."""
 
-    def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> Receipt:
+    def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> DirectReceipt:
         """Decides for every copy of this rank where it goes; see `Dispatch`.
 
         Raises:
@@ -65,7 +66,7 @@ class Direct(Dispatch):
         # Each rank tells the others where their rows are in its stream and in its sending order.
         told = jax.lax.all_to_all(jnp.stack([first_in_stream, first_sent], 1), axes, 0, 0, tiled=True)
         capacity = self.capacity(num_copies)
-        return Receipt(
+        return DirectReceipt(
             order=order,
             place=jnp.zeros_like(order).at[order].set(iota(num_copies)),
             sent=sent,
@@ -76,7 +77,9 @@ class Direct(Dispatch):
             rounds=agreed((load(plan).max() + capacity - 1) // capacity, axes),
         )
 
-    def send(self, copies: Copies, receipt: Receipt, i: Int[Array, ""], topology: Topology) -> tuple[Rows, GroupSizes]:
+    def send(
+        self, copies: Copies, receipt: DirectReceipt, i: Int[Array, ""], topology: Topology
+    ) -> tuple[Rows, GroupSizes]:
         """Round `i` of the exchange: the rows that this rank serves, sorted by slot, and the rows of each slot.
 
         Rows beyond the last group are 0.
@@ -95,7 +98,9 @@ class Direct(Dispatch):
         )
         return rows[by_slot(coming, capacity)], coming.sum(0, dtype=jnp.int32)
 
-    def send_back(self, rows: Rows, receipt: Receipt, i: Int[Array, ""], out: Copies, topology: Topology) -> Copies:
+    def send_back(
+        self, rows: Rows, receipt: DirectReceipt, i: Int[Array, ""], out: Copies, topology: Topology
+    ) -> Copies:
         """The reverse of `send`: writes the outputs of round `i` into `out`, in the sending order."""
         capacity = rows.shape[0]
         going, coming = _departures(receipt, i, capacity), landings(receipt.arriving, i, capacity)
@@ -123,7 +128,7 @@ class _Slice:
     size: PerRank
 
 
-def _departures(receipt: Receipt, i: Int[Array, ""], capacity: int) -> _Slice:
+def _departures(receipt: DirectReceipt, i: Int[Array, ""], capacity: int) -> _Slice:
     start = jnp.clip(i * capacity - receipt.first_landed, 0, receipt.sent)
     end = jnp.clip((i + 1) * capacity - receipt.first_landed, 0, receipt.sent)
     return _Slice(start, end - start)

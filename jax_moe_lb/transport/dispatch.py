@@ -1,80 +1,128 @@
-"""What a dispatch is: it moves token copies to the ranks that serve them, and their outputs back, in rounds."""
+"""What a dispatch is: it serves. It sends token copies to the ranks that serve them, and brings the outputs back."""
 
-import abc
-import math
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Int
 
-from jax_moe_lb._pytree import pytree
+from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.experts import Experts
+from jax_moe_lb.legality import check_plan, ensure_legal
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import Counts, GroupSizes, Rows
+from jax_moe_lb.transport.exchange import Copies, Exchange, Receipt, ReceiptT
+from jax_moe_lb.transport.replicate import Replicate
+from jax_moe_lb.transport.rounds import in_rounds, to_sending_order
+from jax_moe_lb.types import Counts, State, Tokens
 
-Copies = Float[Array, "C H"]
-"""The `C = T * K` token copies of a rank, in the order in which it sends them."""
 
-
-@pytree
-class AnyReceipt:
-    """Which copies went where: returned by `Dispatch.address`; each dispatch adds what it needs for itself.
+class Routed(NamedTuple):
+    """What is known before there is a plan.
 
     Args:
-        order: the copy, `token * K + k`, that stands at each place of the sending order.
-        place: its inverse: the place of each copy.
-        rounds: how often `A` rows are needed by the rank with the highest load; where exchanges need all groups to
-            take part, by that of any of them.
+        experts: the expert of each copy of this rank, `NO_EXPERT` for one that goes nowhere.
+        counts: `[R, E]`, the load of all ranks.
     """
 
-    order: Int[Array, "C"]
-    place: Int[Array, "C"]
+    experts: Int[Array, "T K"]
+    counts: Counts
+
+
+class Served(NamedTuple):
+    """What a dispatch has done.
+
+    Args:
+        copies: outputs of the experts, in the sending order of `receipt`; 0 for copies that go nowhere.
+        receipt: which copy stands where in that order.
+        plan: who served them.
+        rounds: how often the receive buffer was filled, over all waves.
+    """
+
+    copies: Copies
+    receipt: Receipt
+    plan: Plan
     rounds: Int[Array, ""]
 
 
 @dataclass(frozen=True)
-class Dispatch(abc.ABC):
-    """How token copies travel. `send` and `send_back` are each other's transposes; gradients rely on it.
+class Dispatch(Exchange[ReceiptT]):
+    """How tokens are served. Write the methods of an `Exchange`; then this serves in rounds of it.
 
-    Args:
-        headroom: rows that a rank can receive in one round, over the mean: `A = ceil(headroom * T * K)`.
-            What does not fit takes another round; nothing is ever dropped.
+    A dispatch that computes before there is a plan overrides `serve`, as `Staged` does, and `waves` with it. The other
+    methods tell the simulator what moves, so that it needs to know no dispatch by name.
     """
 
-    headroom: float = 1.05
-
-    def __post_init__(self) -> None:
-        if not 0 < self.headroom < math.inf:
-            raise ValueError(f"headroom is {self.headroom}; expected a finite number above 0")
-
-    def capacity(self, num_copies: int) -> int:
-        """`A`, for `T * K` copies on each rank."""
-        return max(1, math.ceil(self.headroom * num_copies))
-
-    @abc.abstractmethod
-    def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> Any:
-        """Decides for every copy of this rank where it goes.
+    def serve(
+        self,
+        x: Tokens,
+        routed: Routed,
+        experts: Experts,
+        plan: Plan,
+        state: State,
+        *,
+        balancer: Balancer,
+        replicate: Replicate,
+        topology: Topology,
+    ) -> tuple[Served, State]:
+        """Brings every copy of every token to its expert and back; the base form plans first, then serves in rounds.
 
         Args:
-            experts: expert of each copy, `NO_EXPERT` for one that goes nowhere.
-            counts: `[R, E]`, the load of all ranks.
-            plan: equal on all ranks.
+            x: the tokens of this rank.
+            routed: where they go.
+            experts: the `L` home experts of this rank.
+            plan: what the balancer starts from.
+            state: what the balancer remembers.
+            balancer: edits the plan.
+            replicate: fills the slots.
             topology: its expert axes.
 
         Returns:
-            An `AnyReceipt` of its own kind, which `send` and `send_back` read.
+            What was served, by a legal plan, and the balancer's new state.
+        """
+        plan, state = balancer.rebalance(routed.counts, plan, topology, state)
+        # A bad plan must not reach `address`, which computes offsets of copies from it.
+        plan = ensure_legal(plan, routed.counts)
+        receipt = self.address(routed.experts, routed.counts, plan, topology)
+        sent = checkpoint_name(to_sending_order(x, receipt, routed.experts.shape[1]), "moe_sent")
+        copies = in_rounds(sent, experts, plan, receipt, replicate, self, topology)
+        return Served(copies, receipt, plan, receipt.rounds), state
+
+    def waves(self, counts: Counts, start: Plan, plan: Plan, balancer: Balancer) -> list[tuple[Counts, Plan]]:
+        """What is served together, wave by wave, on a host: one wave of everything, by default.
+
+        Args:
+            counts: `[R, E]`, NumPy's.
+            start: what the balancer started from.
+            plan: what the balancer made of it, NumPy's.
+            balancer: the one that did.
+
+        Returns:
+            The counts and the plan of each wave. All but the last need no plan.
 
         Raises:
-            ValueError: the plan says something that this dispatch does not do.
+            ValueError: the plan is not legal, or this dispatch cannot serve by it.
         """
+        del start, balancer
+        check_plan(plan, counts)
+        return [(counts, plan)]
 
-    @abc.abstractmethod
-    def send(self, copies: Copies, receipt: Any, i: Int[Array, ""], topology: Topology) -> tuple[Rows, GroupSizes]:
-        """Round `i` of the exchange: the rows that this rank serves, sorted by slot, and the rows of each slot.
+    def hops(self, rows: Int[np.ndarray, "R R"], plan: Plan, topology: Topology) -> tuple[Int[np.ndarray, "R R"], ...]:
+        """The exchanges, one after the other, by which rows come to the ranks that serve them, on a host.
 
-        Rows beyond the last group are 0.
+        Args:
+            rows: token copies from rank to rank, of `rows_between`.
+            plan: the plan of their wave, NumPy's.
+            topology: its nodes and rails.
+
+        Returns:
+            What each rank sends to each in every exchange: by default one exchange, in which rows go straight there.
         """
+        del plan, topology
+        return (rows,)
 
-    @abc.abstractmethod
-    def send_back(self, rows: Rows, receipt: Any, i: Int[Array, ""], out: Copies, topology: Topology) -> Copies:
-        """The reverse of `send`: writes the outputs of round `i` into `out`, in the sending order."""
+    @property
+    def address_bytes(self) -> int:
+        """What a rank tells every other of where its rows are, in bytes per layer; two integers by default."""
+        return 8

@@ -9,10 +9,11 @@ from jax_moe_lb.plan import Plan
 from jax_moe_lb.planners.relay import check_relay, relay
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.peer_copy import PeerCopy
+from jax_moe_lb.transport.replicate import Replicate
 
 
 @dataclass(frozen=True)
-class Relay:
+class Relay(Replicate):
     """UltraEP's adaptive relays (arXiv 2606.04101): of an expert with many replicas, some forward it to the others.
 
     With `n` replicas these are `min(floor(sqrt(n)), max_relays, n - 1)`, on the ranks that send least so far; see
@@ -25,9 +26,20 @@ class Relay:
 
     Args:
         copies: makes the copies, and forwards them.
-        min_replicas: an expert with fewer is copied from home; at least 2.
-        max_relays: of one expert.
-        min_gain: copies by which the busiest sender of a tree must be below home alone.
+        min_replicas: an expert with fewer replicas is copied from home; at least 2. The authors' code has 4.
+        max_relays: the most relays of one expert; 8 in the authors' code.
+        min_gain: how many copies fewer the busiest sender of a tree must send than home alone would; 2 in the
+            authors' code.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import Plan, traffic
+        >>> placement = np.full((8, 2), -1, np.int32)
+        >>> placement[:, 0], placement[1:, 1] = np.arange(8), 0  # expert 0 has seven replicas
+        >>> plan = Plan(placement, np.zeros((8, 8), np.int32), domain=8)
+        >>> counts = np.zeros((8, 8), np.int32)
+        >>> print(traffic(plan, counts).fan_out, traffic(Relay().plan(plan), counts).fan_out)
+        [7 0 0 0 0 0 0 0] [2 3 2 0 0 0 0 0]
     """
 
     copies: PeerCopy = field(default_factory=PeerCopy)
@@ -38,40 +50,34 @@ class Relay:
     def __post_init__(self) -> None:
         check_relay(self.min_replicas, self.max_relays, self.min_gain)
 
-    def __call__(self, experts: Experts, plan: Plan, topology: Topology) -> Experts:
-        """The weights of this rank's slots.
-
-        Differentiable in `experts`: the transpose sums the gradients of all replicas at home.
-
-        Args:
-            experts: the `L` home experts of this rank.
-            plan: its placement says what the `S` slots hold; an empty slot becomes 0.
-            topology: its expert axes.
+    def start(self, experts: Experts, plan: Plan, topology: Topology) -> Pending:
+        """Begins the copies, along relays.
 
         Raises:
-            ValueError: the plan has relays.
+            ValueError: the plan has relays already.
         """
-        return self.copies(experts, self.plan(plan), topology)
-
-    def start(self, experts: Experts, plan: Plan, topology: Topology) -> Pending:
-        """Begins the copies of the replicas alone; see `PeerCopy`."""
         return self.copies.start(experts, self.plan(plan), topology)
 
     def join(self, pending: Pending, after: Any) -> Experts:
-        """The replicas, once they are there and `after` has been computed."""
+        """Waits for the copies, after `after` has been computed."""
         return self.copies.join(pending, after)
 
     def sum_at_home(self, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
-        """The transpose of `start` and `join`."""
+        """Adds the gradients of all replicas at home: they return straight there, without relays."""
         return self.copies.sum_at_home(gradients, plan, topology)
 
     def plan(self, plan: Plan) -> Plan:
-        """The same plan with relays; the same on all ranks.
+        """The same plan with relays, which follow from its placement alone, so that all ranks plan the same.
 
         Raises:
-            ValueError: it has some.
+            ValueError: it has relays already.
         """
         if plan.relay is not None:
             raise ValueError("plan.relay is set; expected None, as Relay plans them; PeerCopy takes them as they are")
         options = self.min_replicas, self.max_relays, self.min_gain
         return replace(plan, relay=relay(plan.placement, plan.num_home, *options))
+
+    @property
+    def uses_copy_engines(self) -> bool:
+        """True: `copies` makes the copies."""
+        return self.copies.uses_copy_engines

@@ -9,23 +9,23 @@ from jaxtyping import Array, Float
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
 from jax_moe_lb.plan import Plan
-from jax_moe_lb.systems import Replicate
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.dispatch import AnyReceipt, Copies, Dispatch
+from jax_moe_lb.transport.exchange import Copies, Exchange, Receipt
+from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.types import Tokens, wide_dtype
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def serve(
+def in_rounds(
     copies: Copies,
     experts: Experts,
     plan: Plan,
-    receipt: AnyReceipt,
+    receipt: Receipt,
     replicate: Replicate,
-    dispatch: Dispatch,
+    exchange: Exchange,
     topology: Topology,
 ) -> Copies:
-    """Every token copy through its expert, wherever the plan put it.
+    """Brings every token copy to its expert, wherever the plan put it, and the outputs back.
 
     The loop's length is known only at run time, so reverse mode cannot look into it: the
     backward pass runs the same rounds again. Each sends the copies and the gradients of
@@ -36,10 +36,10 @@ def serve(
     Args:
         copies: in the sending order of `receipt`.
         experts: the home experts of this rank.
-        plan: says what the slots hold.
-        receipt: of `dispatch.address`.
+        plan: it says what the slots hold.
+        receipt: what `exchange.address` returned for this plan.
         replicate: how weights travel.
-        dispatch: how copies travel.
+        exchange: how copies travel.
         topology: its expert axes.
 
     Returns:
@@ -48,8 +48,8 @@ def serve(
     slots = replicate(experts, plan, topology)
 
     def one_round(i: Array, out: Copies) -> Copies:
-        rows, group_sizes = dispatch.send(copies, receipt, i, topology)
-        return dispatch.send_back(grouped_ffn(rows, slots, group_sizes), receipt, i, out, topology)
+        rows, group_sizes = exchange.send(copies, receipt, i, topology)
+        return exchange.send_back(grouped_ffn(rows, slots, group_sizes), receipt, i, out, topology)
 
     return jax.lax.fori_loop(0, receipt.rounds, one_round, jnp.zeros_like(copies))
 
@@ -58,32 +58,32 @@ def _save(
     copies: Copies,
     experts: Experts,
     plan: Plan,
-    receipt: AnyReceipt,
+    receipt: Receipt,
     replicate: Replicate,
-    dispatch: Dispatch,
+    exchange: Exchange,
     topology: Topology,
-) -> tuple[Copies, tuple[Copies, Experts, Plan, AnyReceipt]]:
-    return serve(copies, experts, plan, receipt, replicate, dispatch, topology), (copies, experts, plan, receipt)
+) -> tuple[Copies, tuple[Copies, Experts, Plan, Receipt]]:
+    return in_rounds(copies, experts, plan, receipt, replicate, exchange, topology), (copies, experts, plan, receipt)
 
 
 def _backward(
     replicate: Replicate,
-    dispatch: Dispatch,
+    exchange: Exchange,
     topology: Topology,
-    saved: tuple[Copies, Experts, Plan, AnyReceipt],
+    saved: tuple[Copies, Experts, Plan, Receipt],
     upstream: Copies,
 ) -> tuple[Copies, Experts, None, None]:
     copies, experts, plan, receipt = saved
-    # Or XLA sees that this is what the forward pass did, and keeps the replicas until now instead.
+    # Without the barrier XLA sees that the forward pass made the same replicas, and keeps those until now instead.
     experts, upstream = jax.lax.optimization_barrier((experts, upstream))
     slots, sum_at_home = jax.vjp(lambda experts: replicate(experts, plan, topology), experts)
 
     def one_round(i: Array, carry: tuple[Copies, Experts]) -> tuple[Copies, Experts]:
         copy_gradients, slot_gradients = carry
-        rows, group_sizes = dispatch.send(copies, receipt, i, topology)
-        row_upstream, _ = dispatch.send(upstream, receipt, i, topology)
+        rows, group_sizes = exchange.send(copies, receipt, i, topology)
+        row_upstream, _ = exchange.send(upstream, receipt, i, topology)
         row_gradients, gradients = grouped_ffn_gradients(rows, slots, group_sizes, row_upstream)
-        copy_gradients = dispatch.send_back(row_gradients, receipt, i, copy_gradients, topology)
+        copy_gradients = exchange.send_back(row_gradients, receipt, i, copy_gradients, topology)
         return copy_gradients, jax.tree.map(jnp.add, slot_gradients, gradients)
 
     zeros = jax.tree.map(lambda w: jnp.zeros_like(w, wide_dtype(w)), slots)
@@ -92,20 +92,20 @@ def _backward(
     return copy_gradients, *sum_at_home(slot_gradients), None, None
 
 
-serve.defvjp(_save, _backward)
+in_rounds.defvjp(_save, _backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def to_sending_order(tokens: Tokens, receipt: AnyReceipt, per_tok: int) -> Copies:
+def to_sending_order(tokens: Tokens, receipt: Receipt, per_tok: int) -> Copies:
     """The `K = per_tok` copies of each token. Its transpose gathers too, where autodiff would scatter."""
     return tokens[receipt.order // per_tok]
 
 
-def _save_receipt(tokens: Tokens, receipt: AnyReceipt, per_tok: int) -> tuple[Copies, AnyReceipt]:
+def _save_receipt(tokens: Tokens, receipt: Receipt, per_tok: int) -> tuple[Copies, Receipt]:
     return to_sending_order(tokens, receipt, per_tok), receipt
 
 
-def _sum_copies(per_tok: int, receipt: AnyReceipt, upstream: Copies) -> tuple[Tokens, None]:
+def _sum_copies(per_tok: int, receipt: Receipt, upstream: Copies) -> tuple[Tokens, None]:
     by_token = upstream[receipt.place].reshape(-1, per_tok, upstream.shape[1])
     return by_token.sum(1, dtype=wide_dtype(upstream)).astype(upstream.dtype), None
 
@@ -114,7 +114,7 @@ to_sending_order.defvjp(_save_receipt, _sum_copies)
 
 
 @jax.custom_vjp
-def combine(copies: Copies, weights: Float[Array, "T K"], receipt: AnyReceipt) -> Tokens:
+def combine(copies: Copies, weights: Float[Array, "T K"], receipt: Receipt) -> Tokens:
     """The weighted sum of each token's expert outputs, accumulated in the dtype of the weights.
 
     One gather per choice, added as it comes: XLA:CPU then never writes the `[T, K, H]`
@@ -133,12 +133,12 @@ def combine(copies: Copies, weights: Float[Array, "T K"], receipt: AnyReceipt) -
 
 
 def _save_copies(
-    copies: Copies, weights: Float[Array, "T K"], receipt: AnyReceipt
-) -> tuple[Tokens, tuple[Copies, Array, AnyReceipt]]:
+    copies: Copies, weights: Float[Array, "T K"], receipt: Receipt
+) -> tuple[Tokens, tuple[Copies, Array, Receipt]]:
     return combine(copies, weights, receipt), (copies, weights, receipt)
 
 
-def _spread(saved: tuple[Copies, Array, AnyReceipt], upstream: Tokens) -> tuple[Copies, Array, None]:
+def _spread(saved: tuple[Copies, Array, Receipt], upstream: Tokens) -> tuple[Copies, Array, None]:
     copies, weights, receipt = saved
     place, upstream = receipt.place.reshape(weights.shape), upstream.astype(weights.dtype)
     of_copy = weights.reshape(-1)[receipt.order][:, None]

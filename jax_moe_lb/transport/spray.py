@@ -1,94 +1,110 @@
-"""Moving token copies over all rails of a domain at once, and their outputs back.
+"""Moving token copies over all rails of a node at once, and their outputs back.
 
-A copy for another domain goes to the rank of its own domain that has the rail, along this rail to the rank of equal
-offset in the other domain, and from there to the rank that serves it. So no byte between domains leaves its rail.
-Copies inside a domain go straight there.
+A copy for another node goes to the rank of its own node that has the rail, along this rail to the rank of equal
+offset in the other node, and from there to the rank that serves it. So no byte between nodes leaves its rail.
+Copies inside a node go straight there.
 
 Rounds are those of `Direct`: the same `A` copies of every rank's stream, in the same order, so that the outputs are
-the same to the bit. Relays have buffers too. A round whose copies do not fit into them is done in several steps, each
-of as many copies of every stream as fit.
+the same to the bit. Rail ranks have buffers too. A round whose copies do not fit into them is done in several steps,
+each of as many copies of every stream as fit.
 """
 
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from jax_moe_lb._pytree import pytree
+from jax_moe_lb._varying import vary_like
 from jax_moe_lb.legality import check_plan, ensure
 from jax_moe_lb.ops.one_way import agreed
 from jax_moe_lb.plan import Plan, load
 from jax_moe_lb.split import nearest_first
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.dispatch import AnyReceipt, Copies, Dispatch
+from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.exchange import Copies, Receipt
 from jax_moe_lb.transport.packing import arriving_rows, by_slot, landings, sending_order
 from jax_moe_lb.transport.rail_hops import (
-    Relays,
+    RailRows,
     Way,
     Window,
     by_own_rail,
-    by_relay,
+    by_rail_rank,
     find_way,
     fullest,
     rail_axes,
-    relays_of,
+    rail_rows_of,
 )
+from jax_moe_lb.transport.rail_traffic import rows_of_hops
 from jax_moe_lb.types import Counts, GroupSizes, Rows, iota
 
 
 @pytree
-class SprayReceipt(AnyReceipt):
-    """Which copies go where, and by whom: returned by `Spray.address`, read by everything after it.
+class SprayReceipt(Receipt):
+    """Which copies go where, and by which rail ranks: `Spray.address` returns it, and everything after it reads it.
 
     Args:
-        arriving: copies from each rank for each of this rank's slots.
-        relays: what passes by this rank.
-        step: rows of each stream that travel at once, so that all relays can hold them.
-        steps: so many make a round.
+        arriving: `[R, S]` int32, the copies from each rank for each of this rank's slots.
+        rail_rows: the rows that this rank sends, gets or passes on, by rail rank.
+        step: the rows of each stream that travel at once, so few that every rail rank can hold what passes by it.
+        steps: how many steps make a round; 1 where the plan loads ranks and rails evenly.
     """
 
     arriving: Int[Array, "R S"]
-    relays: Relays
+    rail_rows: RailRows
     step: Int[Array, ""]
     steps: Int[Array, ""]
 
     def window(self, i: Int[Array, ""], k: Int[Array, ""], capacity: int) -> Window:
-        """Step `k` of round `i`."""
+        """Returns the part of every stream that travels in step `k` of round `i`, of `capacity` rows each."""
         return _window(i, k, self.step, capacity)
 
 
 @dataclass(frozen=True)
-class Spray(Dispatch):
-    """Token copies for other domains are sprayed over the rails, as `plan.rails` says.
+class Spray(Dispatch[SprayReceipt]):
+    """Sends token copies for other nodes over the rails, as `plan.rails` says.
 
-    Without `plan.rails` they travel along the rail of the rank that serves them.
+    Use it where a node has several network interfaces and what its ranks send or receive differs, behind a plan of
+    `RailS`. Without `plan.rails` copies travel along the rail of the rank that serves them. On one node it does what
+    `Direct` does and costs more.
 
-    A relay holds at most `max(A, R)` rows, which is enough for one step per round as long as the plan loads ranks and
-    rails evenly. What does not fit takes more steps; nothing is ever dropped.
+    A rail rank holds at most `max(A, R)` rows, which is enough for one step per round as long as the plan loads ranks
+    and rails evenly. What does not fit takes more steps; nothing is ever dropped.
+
+    Args:
+        headroom: the rows that a rank can receive in one round, over the mean: `A = ceil(headroom * T * K)`. 1.05, the
+            default, fits balanced plans.
+
+    Examples:
+        >>> from jax_moe_lb import Chain, Greedy, RailS, Spray, System
+        >>> system = System(Chain((Greedy(), RailS())), dispatch=Spray(), replica_slots=2)
+        >>> system.dispatch.capacity(4096)  # rows, where each rank has 4096 token copies
+        4301
     """
 
     def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> SprayReceipt:
-        """Decides for every copy of this rank where it goes, and by which relays; see `Dispatch`.
+        """Decides for every copy of this rank where it goes, and by which rail ranks; see `Dispatch.address`.
 
         Raises:
-            ValueError: no innermost expert axes make up a domain, or the plan has another number of rails. Rails that
-                do not add up to what the ranks send stop the program on all of them.
+            ValueError: no innermost expert axes make up a node, or the plan has another number of rails. Rails that do
+                not add up to what the ranks send stop the program on all of them.
         """
         rail_axes(topology)
         me = jax.lax.axis_index(topology.expert_axes)
         going = nearest_first(counts, plan.quota, me, plan.domain, plan.split)
         order = sending_order(experts.reshape(-1), going, plan)
-        passing = relays_of(_rows_by_relay(going.sum(0, dtype=jnp.int32), counts, plan, topology), me)
+        rail_rows = rail_rows_of(_rows_by_rail_rank(going.sum(0, dtype=jnp.int32), counts, plan, topology), me)
         capacity = self.capacity(experts.size)
         rounds = agreed((load(plan).max() + capacity - 1) // capacity, topology.expert_axes)
-        step = _rows_per_step(passing, capacity, rounds, topology)
+        step = _rows_per_step(rail_rows, capacity, rounds, topology)
         return SprayReceipt(
             order=order,
             place=jnp.zeros_like(order).at[order].set(iota(experts.size)),
             rounds=rounds,
             arriving=arriving_rows(counts, plan, me),
-            relays=passing,
+            rail_rows=rail_rows,
             step=step,
             steps=(capacity + step - 1) // step,
         )
@@ -96,22 +112,28 @@ class Spray(Dispatch):
     def send(
         self, copies: Copies, receipt: SprayReceipt, i: Int[Array, ""], topology: Topology
     ) -> tuple[Rows, GroupSizes]:
-        """Round `i`: inside domains, and over the rails to the others."""
+        """Brings the copies of round `i` to this rank, straight from its node and over the rails from others.
+
+        See `Dispatch.send`.
+        """
         num_copies, width = copies.shape
         capacity = self.capacity(num_copies)
         coming = landings(receipt.arriving, i, capacity)
         slot_rows = _slot_rows(coming, capacity)
+        # Rows that no copy lands on stay 0, as `Dispatch.send` promises; garbage there would reach the experts.
         landed = jnp.zeros_like(copies, shape=(capacity, width))
-        relayed = jnp.zeros_like(copies, shape=(_relay_rows(capacity, topology), width))
+        # Never written in place: the hops of every step write into a copy of it, so one array of zeros does for both.
+        passing = jnp.zeros_like(copies, shape=(_passing_rows(capacity, topology), width))
 
         def step(k: Array, rows: Rows) -> Rows:
             way = _way(receipt, i, k, num_copies, capacity, topology)
-            arrived = way.near.there(copies, landed, "dispatch, inside a domain")
+            arrived = way.near.there(copies, landed, "dispatch, inside a node")
             if way.far is not None:
                 far = way.far
-                relay = far.to_relay.there(copies[far.pack], relayed, "dispatch, to a rail")
-                relay = far.along_rail.there(relay[far.by_domain], relayed, "dispatch, along a rail")
-                arrived = far.from_relay.there(relay[far.by_rank], arrived, "dispatch, from a rail")
+                at_rail = far.to_rail.there(copies[far.pack], passing, "dispatch, to a rail")
+                at_rail = far.along_rail.there(at_rail[far.by_node], passing, "dispatch, along a rail")
+                arrived = far.from_rail.there(at_rail[far.by_rank], arrived, "dispatch, from a rail")
+            # Rows of the buffer that hold no copy have an index beyond it, and are dropped.
             return rows.at[_rows_of_way(way, slot_rows, i)].set(arrived, mode="drop")
 
         return jax.lax.fori_loop(0, receipt.steps, step, landed), coming.sum(0, dtype=jnp.int32)
@@ -119,36 +141,42 @@ class Spray(Dispatch):
     def send_back(
         self, rows: Rows, receipt: SprayReceipt, i: Int[Array, ""], out: Copies, topology: Topology
     ) -> Copies:
-        """The reverse of `send`."""
+        """Returns the outputs of round `i` by the ways on which `send` brought the copies; see `Dispatch.send_back`."""
         num_copies, (capacity, width) = out.shape[0], rows.shape
         slot_rows = _slot_rows(landings(receipt.arriving, i, capacity), capacity)
-        relayed = jnp.zeros_like(rows, shape=(_relay_rows(capacity, topology), width))
+        passing = jnp.zeros_like(rows, shape=(_passing_rows(capacity, topology), width))
 
         def step(k: Array, out: Copies) -> Copies:
             way = _way(receipt, i, k, num_copies, capacity, topology)
+            # The transpose of the scatter in `send`: rows that no copy came from are 0 and travel nowhere.
             arrived = rows.at[_rows_of_way(way, slot_rows, i)].get(mode="fill", fill_value=0)
-            out = way.near.back(arrived, out, "combine, inside a domain")
+            out = way.near.back(arrived, out, "combine, inside a node")
             if way.far is None:
                 return out
             far = way.far
-            relay = far.from_relay.back(arrived, relayed, "combine, to a rail")
-            relay = far.along_rail.back(relayed.at[far.by_rank].set(relay), relayed, "combine, along a rail")
-            packed = far.to_relay.back(
-                relayed.at[far.by_domain].set(relay), jnp.zeros_like(out), "combine, from a rail"
-            )
+            at_rail = far.from_rail.back(arrived, passing, "combine, to a rail")
+            at_rail = far.along_rail.back(passing.at[far.by_rank].set(at_rail), passing, "combine, along a rail")
+            packed = far.to_rail.back(passing.at[far.by_node].set(at_rail), jnp.zeros_like(out), "combine, from a rail")
+            # `pack` means nothing beyond the rows that left, whose places must not be written: others own them.
             place = jnp.where(iota(num_copies) < far.num_packed, far.pack, num_copies)
             return out.at[place].set(packed, mode="drop")
 
         return jax.lax.fori_loop(0, receipt.steps, step, out)
 
+    def hops(self, rows: Int[np.ndarray, "R R"], plan: Plan, topology: Topology) -> tuple[Int[np.ndarray, "R R"], ...]:
+        """Three: inside nodes, also to rail ranks; along rails; from rail ranks."""
+        return rows_of_hops(rows, plan, topology.ranks_per_node)
 
-def _rows_by_relay(sent: Int[Array, "R"], counts: Counts, plan: Plan, topology: Topology) -> Int[Array, "R R M"]:
-    """What the plan says, checked: each rank knows what it sends by the split rule."""
+
+def _rows_by_rail_rank(sent: Int[Array, "R"], counts: Counts, plan: Plan, topology: Topology) -> Int[Array, "R R M"]:
+    """What the plan says, checked: each rank compares the rails with what it sends by the split rule."""
     axes = topology.expert_axes
     if plan.rails is None:
         return by_own_rail(jax.lax.all_gather(sent, axes, to="invarying"), topology)
-    rows = by_relay(plan.rails, topology)
+    rows = by_rail_rank(plan.rails, topology)
     adds_up = (plan.rails[jax.lax.axis_index(axes)].sum(1, dtype=jnp.int32) == sent).all()
+    # All ranks agree on whether the rails add up before any of them stops: one that went on alone would wait for the
+    # others in its first exchange for ever.
     return rows + ensure(jax.lax.pmin(adds_up.astype(jnp.int32), axes) == 1, check_plan, plan, counts)
 
 
@@ -157,17 +185,19 @@ def _window(i: Int[Array, ""], k: Int[Array, ""], step: Int[Array, ""], capacity
     return first, jnp.minimum(first + step, (i + 1) * capacity)
 
 
-def _rows_per_step(relays: Relays, capacity: int, rounds: Int[Array, ""], topology: Topology) -> Int[Array, ""]:
-    """The most rows of each stream, `A` or what halving it gives, of which no relay gets more than it can hold."""
+def _rows_per_step(rail_rows: RailRows, capacity: int, rounds: Int[Array, ""], topology: Topology) -> Int[Array, ""]:
+    """The most rows of each stream, `A` or what halving it gives, of which no rail rank gets more than it can hold."""
 
     def most_held(step: Array) -> Array:
         steps = (capacity + step - 1) // step
 
         def one(number: Array, most: Array) -> Array:
             window = _window(number // steps, number % steps, step, capacity)
-            return jnp.maximum(most, fullest(relays, window, topology))
+            return jnp.maximum(most, fullest(rail_rows, window, topology))
 
-        none = relays.passing.size.sum(dtype=jnp.int32) * 0
+        # A loop's carry must vary over the same mesh axes as what its body returns.
+        none = vary_like(jnp.int32(0), rail_rows.passing.size)
+        # Every rank must take the same number of steps, since each step is made of exchanges.
         most = jax.lax.pmax(jax.lax.fori_loop(0, rounds * steps, one, none), topology.expert_axes)
         return agreed(most, topology.expert_axes)
 
@@ -175,31 +205,32 @@ def _rows_per_step(relays: Relays, capacity: int, rounds: Int[Array, ""], topolo
         step = (carry[0] + 1) // 2
         return step, most_held(step)
 
-    whole = rounds * 0 + capacity
-    limit = _relay_rows(capacity, topology)
+    whole = jnp.full_like(rounds, capacity)
+    limit = _passing_rows(capacity, topology)
     return jax.lax.while_loop(lambda carry: carry[1] > limit, halve, (whole, most_held(whole)))[0]
 
 
-def _relay_rows(capacity: int, topology: Topology) -> int:
-    """Rows of a relay's buffer. In steps of one row of each stream it gets at most one for every rank."""
+def _passing_rows(capacity: int, topology: Topology) -> int:
+    """Rows of a rail rank's buffer: in steps of one row of each stream it gets at most one for every rank."""
     return max(capacity, topology.num_ranks)
 
 
 def _way(
     receipt: SprayReceipt, i: Int[Array, ""], k: Int[Array, ""], num_copies: int, capacity: int, topology: Topology
 ) -> Way:
-    num_relayed = _relay_rows(capacity, topology)
-    return find_way(receipt.relays, receipt.window(i, k, capacity), num_copies, num_relayed, capacity, topology)
+    num_passing = _passing_rows(capacity, topology)
+    return find_way(receipt.rail_rows, receipt.window(i, k, capacity), num_copies, num_passing, capacity, topology)
 
 
 def _slot_rows(coming: Int[Array, "R S"], capacity: int) -> Int[Array, "A"]:
-    """Of each row of a round's part of the stream, its row by slot."""
+    """The place in the order by slot of each row of a round's part of the stream."""
     order = by_slot(coming, capacity)
     return jnp.zeros_like(order).at[order].set(iota(capacity))
 
 
 def _rows_of_way(way: Way, slot_rows: Int[Array, "A"], i: Int[Array, ""]) -> Int[Array, "A"]:
-    """Of each row as it is received, its row by slot; `A` for none."""
+    """The place in the order by slot of each row as it is received; `A` for rows that hold none."""
     capacity = slot_rows.shape[0]
+    # A row that holds none has place -1, which is clipped into range and then replaced.
     row = jnp.clip(way.stream_row - i * capacity, 0, capacity - 1)
     return jnp.where(way.stream_row < 0, capacity, slot_rows[row])

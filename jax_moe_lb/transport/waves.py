@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.legality import ensure_legal
 from jax_moe_lb.ops._peer import Route
@@ -20,83 +21,72 @@ from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
 from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.planners.native import NativePlanner
-from jax_moe_lb.systems import Replicate, System
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.direct import Copies, Receipt
-from jax_moe_lb.transport.peer_copy import PeerCopy
+from jax_moe_lb.transport.direct import Direct, DirectReceipt
+from jax_moe_lb.transport.dispatch import Routed
+from jax_moe_lb.transport.exchange import Copies
+from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.rounds import to_sending_order
-from jax_moe_lb.transport.staged import Dynamic, Staged, Waves
-from jax_moe_lb.types import Counts, GroupSizes, Rows, Tokens, iota, wide_dtype
-
-
-class Routed(NamedTuple):
-    """What is known before the plan.
-
-    Args:
-        experts: expert of each copy of this rank.
-        counts: the load of all ranks.
-        dynamic: which experts the plan may take from home.
-    """
-
-    experts: Int[Array, "T K"]
-    counts: Counts
-    dynamic: Dynamic
+from jax_moe_lb.transport.wave_receipts import Dynamic, Waves, address_dynamic, address_static
+from jax_moe_lb.types import GroupSizes, Rows, Tokens, iota, wide_dtype
 
 
 class Ways(NamedTuple):
-    """How things travel and plans are made; static.
+    """How things travel and plans are made: the static arguments.
 
     Args:
-        dispatch: tokens.
-        replicate: weights.
-        planner: makes the plan when wave 1 is on its way, and between whom weights are then copied; `None`: there is
-            a plan.
+        direct: how tokens travel.
+        replicate: how weights travel.
+        planner: what makes the plan when wave 1 is on its way, and between whom weights are then copied; `None`: the
+            plan is there already.
         topology: its expert axes.
     """
 
-    dispatch: Staged
+    direct: Direct
     replicate: Replicate
     planner: tuple[NativePlanner, Route] | None
     topology: Topology
 
     @classmethod
-    def of(cls, dispatch: Staged, system: System, plan: Plan, topology: Topology) -> "Ways":
-        """With a planner where it can run beside wave 1.
+    def of(cls, direct: Direct, balancer: Balancer, replicate: Replicate, plan: Plan, topology: Topology) -> "Ways":
+        """With a planner where one can run beside wave 1: it is all that the balancer does, and copies may follow.
 
         Args:
-            dispatch: of the system.
-            system: its strategies.
+            direct: how tokens travel.
+            balancer: edits the plan.
+            replicate: how weights travel.
             plan: from which the planner starts.
             topology: its expert axes.
         """
-        planner = system.balancer.native_planner(plan.domain)
-        if planner is None or not isinstance(system.replicate, PeerCopy) or plan.slots == plan.num_home:
-            return cls(dispatch, system.replicate, None, topology)
-        return cls(dispatch, system.replicate, (planner, system.replicate.route(topology)), topology)
+        planner, route = balancer.native_planner(plan.domain), replicate.route(topology)
+        if planner is None or route is None or plan.slots == plan.num_home:
+            return cls(direct, replicate, None, topology)
+        return cls(direct, replicate, (planner, route), topology)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def serve_in_waves(
-    tokens: Tokens, experts: Experts, routed: Routed, plan: Plan, ways: Ways
+    tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: Ways
 ) -> tuple[Copies, Plan, Waves]:
-    """Every copy of every token through its expert, wherever the plan puts it.
+    """Brings every copy of every token to its expert, wherever the plan puts it, and the outputs back.
 
     Kept for the backward pass are tokens, home weights, plan and receipts. It makes no plan but replays this one, in
     the same two waves: weights are copied again, beside the first, and gradients of replicas are added at home.
 
     Args:
-        tokens: of this rank.
-        experts: its home experts.
-        routed: what is known before the plan.
+        tokens: the tokens of this rank.
+        experts: its `L` home experts.
+        routed: where the tokens go.
+        dynamic: which experts the plan may take from home; equal on all ranks.
         plan: the plan, or with a planner what it starts from.
-        ways: see there.
+        ways: how all of them travel.
 
     Returns:
         The experts' outputs in the sending order of both waves, 0 for copies that go nowhere; the plan, which is
         legal; who sent what where.
     """
-    dispatch, replicate, _, topology = ways
-    static = dispatch.address_static(*routed, topology)
+    direct, replicate, _, topology = ways
+    static = address_static(direct, *routed, dynamic, topology)
     pending: Any
     if ways.planner is not None:
         planner, route = ways.planner
@@ -104,12 +94,12 @@ def serve_in_waves(
         first, posted = post(plan.placement, plan.quota, experts, static.first_sent, route=route)
         out = _first_wave(tokens, experts, replace(static, first_sent=first), ways)
         out, tables, pending = plan_and_copy(posted, out, planner=planner)
-        plan = ensure_legal(replace(plan, placement=tables[0], quota=tables[1]), routed.counts, routed.dynamic)
+        plan = ensure_legal(replace(plan, placement=tables[0], quota=tables[1]), routed.counts, dynamic)
     else:
-        plan = ensure_legal(plan, routed.counts, routed.dynamic)
+        plan = ensure_legal(plan, routed.counts, dynamic)
         pending = _start(experts, plan, ways)
         out = _first_wave(tokens, experts, static, ways)
-    waves = dispatch.address(*routed, plan, static, topology)
+    waves = address_dynamic(direct, *routed, dynamic, plan, static, topology)
     slots = None if pending is None else replicate.join(pending, out)
     with jax.named_scope("dynamic_wave"):
         copies = to_sending_order(tokens, waves.dynamic, routed.experts.shape[1])
@@ -117,7 +107,7 @@ def serve_in_waves(
     return out, plan, waves
 
 
-def _first_wave(tokens: Tokens, experts: Experts, receipt: Receipt, ways: Ways) -> Copies:
+def _first_wave(tokens: Tokens, experts: Experts, receipt: DirectReceipt, ways: Ways) -> Copies:
     """Outputs of the static copies."""
     with jax.named_scope("static_wave"):
         copies = to_sending_order(tokens, receipt, receipt.order.size // tokens.shape[0])
@@ -127,10 +117,10 @@ def _first_wave(tokens: Tokens, experts: Experts, receipt: Receipt, ways: Ways) 
 
 
 def _rounds(
-    copies: Copies, receipt: Receipt, ffn: Callable[[Rows, GroupSizes], Rows], out: Copies, ways: Ways
+    copies: Copies, receipt: DirectReceipt, ffn: Callable[[Rows, GroupSizes], Rows], out: Copies, ways: Ways
 ) -> Copies:
     """Writes the outputs of one wave into `out`."""
-    direct, topology = ways.dispatch.direct, ways.topology
+    direct, topology = ways.direct, ways.topology
 
     def one_round(i: Array, out: Copies) -> Copies:
         rows, group_sizes = direct.send(copies, receipt, i, topology)
@@ -165,15 +155,15 @@ Saved = tuple[Tokens, Experts, Plan, Waves]
 
 
 def _save(
-    tokens: Tokens, experts: Experts, routed: Routed, plan: Plan, ways: Ways
+    tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: Ways
 ) -> tuple[tuple[Copies, Plan, Waves], Saved]:
-    out, plan, waves = serve_in_waves(tokens, experts, routed, plan, ways)
+    out, plan, waves = serve_in_waves(tokens, experts, routed, dynamic, plan, ways)
     return (out, plan, waves), (tokens, experts, plan, waves)
 
 
-def _backward(ways: Ways, saved: Saved, gradients: tuple[Copies, Any, Any]) -> tuple[Tokens, Experts, None, None]:
+def _backward(ways: Ways, saved: Saved, gradients: tuple[Copies, Any, Any]) -> tuple[Tokens, Experts, None, None, None]:
     tokens, experts, plan, waves = saved
-    # Or XLA sees that this is what the forward pass did, and keeps the replicas until now instead.
+    # Without the barrier XLA sees that the forward pass made the same replicas, and keeps those until now instead.
     experts, upstream = jax.lax.optimization_barrier((experts, gradients[0]))
     per_tok = waves.dynamic.order.size // tokens.shape[0]
     copies, by_token = jax.vjp(lambda tokens: to_sending_order(tokens, waves.dynamic, per_tok), tokens)
@@ -192,7 +182,7 @@ def _backward(ways: Ways, saved: Saved, gradients: tuple[Copies, Any, Any]) -> t
         copy_gradients, (home, moved) = _gradient_rounds(copies, upstream, waves.dynamic, anywhere, both, ways)
     if moved is not None:
         home = jax.tree.map(jnp.add, home, ways.replicate.sum_at_home(moved, plan, ways.topology))
-    return *by_token(copy_gradients), jax.tree.map(lambda g, w: g.astype(w.dtype), home, experts), None, None
+    return *by_token(copy_gradients), jax.tree.map(lambda g, w: g.astype(w.dtype), home, experts), None, None, None
 
 
 serve_in_waves.defvjp(_save, _backward)
@@ -201,7 +191,7 @@ serve_in_waves.defvjp(_save, _backward)
 def _gradient_rounds(
     copies: Copies,
     upstream: Copies,
-    receipt: Receipt,
+    receipt: DirectReceipt,
     pull_back: Callable[[Rows, GroupSizes, Rows], tuple[Rows, Any]],
     carry: tuple[Copies, Any],
     ways: Ways,
@@ -210,7 +200,7 @@ def _gradient_rounds(
 
     Every round sends the copies again, and the gradients of their outputs.
     """
-    direct, topology = ways.dispatch.direct, ways.topology
+    direct, topology = ways.direct, ways.topology
 
     def one_round(i: Array, carry: tuple[Copies, Any]) -> tuple[Copies, Any]:
         rows, group_sizes = direct.send(copies, receipt, i, topology)

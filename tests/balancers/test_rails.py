@@ -1,4 +1,4 @@
-"""RailS: what a domain sends, in chunks over its rails; and what that does to those who receive it."""
+"""RailS: what a node sends, in chunks over its rails; and what that does to those who receive it."""
 
 from dataclasses import replace
 
@@ -27,18 +27,18 @@ def draw(seed, num_ranks=16, scale=400, sparsity=0.5):
     return rows.astype(np.int32)
 
 
-def between_domains(rails, members):
-    """`[D, D, N]`, rows from domain to domain on each rail; 0 inside a domain."""
-    num_domains = rails.shape[0] // members
-    total = rails.reshape(num_domains, members, num_domains, members, -1).sum((1, 3))
-    return total * ~np.eye(num_domains, dtype=bool)[:, :, None]
+def between_nodes(rails, members):
+    """`[G, G, N]`, rows from node to node on each rail; 0 inside a node."""
+    num_nodes = rails.shape[0] // members
+    total = rails.reshape(num_nodes, members, num_nodes, members, -1).sum((1, 3))
+    return total * ~np.eye(num_nodes, dtype=bool)[:, :, None]
 
 
 # ---- theorem 3 ------------------------------------------------------------------------
 
 
 def test_even_sending_alone_does_not_make_receiving_even():
-    """Theorem 3 as worded. Domain 0 has as much for domain 1 as for domain 2, and two rails: one for each."""
+    """Theorem 3 as worded. Node 0 has as much for node 1 as for node 2, and two rails: one for each."""
     fractions = np.zeros((3, 3, 2))
     fractions[0, 1] = 1, 0
     fractions[0, 2] = 0, 1
@@ -61,10 +61,10 @@ def test_even_sending_to_each_destination_makes_receiving_even():
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("chunks", [1, 8, 64])
 def test_whole_rows_come_within_a_chunk_of_it(seed, chunks):
-    """Graham's bound, for each pair of domains, and so for what every NIC sends and receives."""
+    """Graham's bound, for each pair of nodes, and so for what every NIC sends and receives."""
     rows = draw(seed)
     rails = spray(rows, EQUAL, 4, chunks)
-    pairs = between_domains(rails, 4)
+    pairs = between_nodes(rails, 4)
     total = pairs.sum(2)
     chunk = np.maximum(total // 4 // chunks, 1)
     assert (pairs <= (total / 4 + 3 / 4 * chunk)[:, :, None]).all()
@@ -75,16 +75,16 @@ def test_whole_rows_come_within_a_chunk_of_it(seed, chunks):
 
 
 def test_a_pooled_plan_leaves_receivers_uneven():
-    """All that a domain sends in one queue, as a reader of the paper may do it: what it sends is even."""
+    """All that a node sends in one queue, as a reader of the paper may do it: what it sends is even."""
     rows = draw(1, sparsity=0.9)
     load, received = np.zeros((4, 4)), np.zeros((4, 4))
     for source in range(4):
         flows = [(rows[a, t], t // 4) for a in range(4 * source, 4 * source + 4) for t in range(16) if t // 4 != source]
-        for size, domain in sorted(flows, reverse=True):
+        for size, node in sorted(flows, reverse=True):
             rail = load[source].argmin()
             load[source, rail] += size
-            received[domain, rail] += size
-    pairs = between_domains(spray(rows, EQUAL, 4, 16), 4)
+            received[node, rail] += size
+    pairs = between_nodes(spray(rows, EQUAL, 4, 16), 4)
 
     def uneven(load):
         return (load.max(1) / load.mean(1)).max()
@@ -97,7 +97,7 @@ def test_a_pooled_plan_leaves_receivers_uneven():
 # ---- rails ----------------------------------------------------------------------------
 
 
-def test_a_domain_is_planned_from_its_own_rows():
+def test_a_node_is_planned_from_its_own_rows():
     rows, others = draw(2), draw(3)
     others[4:8] = rows[4:8]
     np.testing.assert_array_equal(spray(rows, EQUAL, 4, 16)[4:8], spray(others, EQUAL, 4, 16)[4:8])
@@ -107,17 +107,17 @@ def test_slow_and_dead_rails_carry_what_they_can():
     rows = draw(4, scale=4000)
     ticks = np.array(ticks_of((4, 4, 1, 0)), np.int32)
     assert ticks.tolist() == [1, 1, 4, 0]
-    pairs = between_domains(spray(rows, ticks, 4, 64), 4)
+    pairs = between_nodes(spray(rows, ticks, 4, 64), 4)
     assert (pairs[:, :, 3] == 0).all()
     done, ideal = (pairs * ticks).max(2), pairs.sum(2) / (1 + 1 + 1 / 4)
     assert (done <= 1.1 * ideal + 4).all()
 
 
 def test_rests_of_small_flows_do_not_gather_on_one_rail():
-    """One row from each domain to each other: the first rail in turn differs."""
+    """One row from each node to each other: the first rail in turn differs."""
     rows = np.zeros((16, 16), np.int32)
     rows[::4, ::4] = 1
-    pairs = between_domains(spray(rows, EQUAL, 4, 16), 4)
+    pairs = between_nodes(spray(rows, EQUAL, 4, 16), 4)
     assert (pairs.sum(0) <= 1).all()
     assert (pairs.sum(1) <= 1).all()
 
@@ -168,7 +168,7 @@ def test_bad_options_are_named(options, message):
 def test_topologies_that_do_not_fit_are_named():
     counts = np.ones((8, 8), np.int32)
     for hardware, balancer, message in (
-        (topology(8, 4, 3), RailS(), r"rails_per_node is 3; expected a divisor of the 4 ranks of a domain"),
+        (topology(8, 4, 3), RailS(), r"rails_per_node is 3; expected a divisor of the 4 ranks of a node"),
         (topology(8, 4, 4), RailS(speeds=(1, 1)), r"speeds has 2 rails; expected the 4 of Topology.rails_per_node"),
     ):
         with pytest.raises(ValueError, match=message):

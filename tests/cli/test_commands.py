@@ -5,15 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
-from jax_moe_lb import Plan, balancers, check_plan
+from jax_moe_lb import Plan, Topology, balancers, check_plan, plain_plan
 from jax_moe_lb.cli import main
-from jax_moe_lb.cli.discover import balancer_names
+from jax_moe_lb.cli.discover import balancer_names, load_balancer
 
 ROOT = Path(__file__).parents[2]
-HEAD = ["system", "num_ranks", "num_experts", "slots"]
+HEAD = ["balancer", "num_ranks", "num_experts", "slots"]
 EFFECT = [
     "imbalance_before",
     "imbalance_after",
@@ -89,7 +90,7 @@ def as_json(capsys, *argv):
 
 
 def test_plan_json(capsys, counts_file):
-    found = as_json(capsys, "plan", counts_file, "--system", "greedy", "--ranks-per-domain", 2, "--slots", 3)
+    found = as_json(capsys, "plan", counts_file, "--balancer", "greedy", "--ranks-per-domain", 2, "--slots", 3)
     assert list(found) == [*HEAD, "layers", "mean"]
     assert [found[key] for key in HEAD] == ["greedy", 4, 8, 3]
     assert len(found["layers"]) == 3
@@ -100,7 +101,7 @@ def test_plan_json(capsys, counts_file):
 
 
 def test_plan_numbers(capsys, counts_file):
-    found = as_json(capsys, "plan", counts_file, "--system", "greedy")
+    found = as_json(capsys, "plan", counts_file, "--balancer", "greedy")
     for row, counts in zip(found["layers"], skewed_counts(3), strict=True):
         load = counts.sum(0).reshape(4, 2).sum(1)
         assert row["imbalance_before"] == pytest.approx(load.max() / load.mean())
@@ -112,7 +113,7 @@ def test_plan_numbers(capsys, counts_file):
 
 
 def test_defaults(capsys, counts_file):
-    found = as_json(capsys, "plan", counts_file, "--system", "plain")
+    found = as_json(capsys, "plan", counts_file, "--balancer", "plain")
     assert found["slots"] == 4
     for row in found["layers"]:
         assert row["imbalance_before"] == row["imbalance_after"]
@@ -120,29 +121,29 @@ def test_defaults(capsys, counts_file):
 
 
 def test_ranks_per_domain_bounds_replicas(capsys, counts_file):
-    found = as_json(capsys, "plan", counts_file, "--system", "greedy", "--ranks-per-domain", 1)
+    found = as_json(capsys, "plan", counts_file, "--balancer", "greedy", "--ranks-per-domain", 1)
     assert found["mean"]["replicas"] == 0
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint64])
 def test_one_layer_of_any_integers(capsys, tmp_path, dtype):
     np.save(tmp_path / "counts.npy", skewed_counts().astype(dtype))
-    assert len(as_json(capsys, "plan", tmp_path / "counts.npy", "--system", "plain")["layers"]) == 1
+    assert len(as_json(capsys, "plan", tmp_path / "counts.npy", "--balancer", "plain")["layers"]) == 1
 
 
 def test_no_tokens(capsys, tmp_path):
     np.save(tmp_path / "counts.npy", np.zeros((4, 8), int))
-    mean = as_json(capsys, "plan", tmp_path / "counts.npy", "--system", "greedy")["mean"]
+    mean = as_json(capsys, "plan", tmp_path / "counts.npy", "--balancer", "greedy")["mean"]
     assert (mean["imbalance_after"], mean["straggler_after"]) == (1, 0)
 
 
 def test_one_rank(capsys, tmp_path):
     np.save(tmp_path / "counts.npy", np.ones((1, 4), int))
-    assert as_json(capsys, "plan", tmp_path / "counts.npy", "--system", "greedy")["mean"]["imbalance_after"] == 1
+    assert as_json(capsys, "plan", tmp_path / "counts.npy", "--balancer", "greedy")["mean"]["imbalance_after"] == 1
 
 
 def test_plan_table(capsys, counts_file):
-    lines = output(capsys, "plan", counts_file, "--system", "greedy").splitlines()
+    lines = output(capsys, "plan", counts_file, "--balancer", "greedy").splitlines()
     assert [line.split()[0] for line in lines if line.split() and line.split()[0] in ("0", "1", "2", "mean")] == [
         *"012",
         "mean",
@@ -151,7 +152,7 @@ def test_plan_table(capsys, counts_file):
 
 
 def test_expert_bytes(capsys, counts_file):
-    argv = ("plan", counts_file, "--system", "greedy", "--expert-bytes", 1000)
+    argv = ("plan", counts_file, "--balancer", "greedy", "--expert-bytes", 1000)
     table = output(capsys, *argv)
     found = as_json(capsys, *argv)
     assert "kB" in table
@@ -163,23 +164,37 @@ def test_expert_bytes(capsys, counts_file):
 @pytest.mark.parametrize("name", ["plan.npz", "plan"])
 def test_out_holds_legal_plans(capsys, counts_file, tmp_path, name):
     out = tmp_path / name
-    output(capsys, "plan", counts_file, "--system", "greedy", "--ranks-per-domain", 2, "--out", out)
+    output(capsys, "plan", counts_file, "--balancer", "greedy", "--ranks-per-domain", 2, "--out", out)
     with np.load(out) as file:
-        assert sorted(file.files) == ["placement", "quota"]
+        assert sorted(file.files) == ["domain", "placement", "quota", "split_locality", "split_tier"]
         assert (file["placement"].shape, file["quota"].shape) == ((3, 4, 4), (3, 8, 4))
         for placement, quota, counts in zip(file["placement"], file["quota"], skewed_counts(3), strict=True):
             check_plan(Plan(placement, quota, domain=2), counts)
 
 
+@pytest.mark.parametrize("name", ["greedy", "ultraep", "rails"])
+def test_plan_load_reads_what_out_wrote(capsys, counts_file, tmp_path, name):
+    """Whatever a balancer puts into a plan: a split of its own, rails."""
+    output(capsys, "plan", counts_file, "--balancer", name, "--slots", 3, "--out", tmp_path / "plan.npz")
+    stacked = Plan.load(tmp_path / "plan.npz")
+    balancer, topology = load_balancer(name), Topology.flat(4)
+    for layer, counts in enumerate(skewed_counts(3).astype(np.int32)):
+        expected, _ = balancer.rebalance(counts, plain_plan(counts, topology, 3), topology, balancer.init(counts.shape))
+        got = jax.tree.map(lambda leaf, layer=layer: leaf[layer], stacked)
+        assert jax.tree.structure(got) == jax.tree.structure(expected)
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+        check_plan(got, counts)
+
+
 def test_out_of_one_layer_has_the_dimension_too(capsys, tmp_path):
     np.save(tmp_path / "counts.npy", skewed_counts())
-    output(capsys, "plan", tmp_path / "counts.npy", "--system", "plain", "--out", tmp_path / "plan.npz")
+    output(capsys, "plan", tmp_path / "counts.npy", "--balancer", "plain", "--out", tmp_path / "plan.npz")
     with np.load(tmp_path / "plan.npz") as file:
         assert file["placement"].shape == (1, 4, 4)
 
 
 def test_replay_json(capsys, trace_file):
-    found = as_json(capsys, "replay", trace_file, "--system", "greedy")
+    found = as_json(capsys, "replay", trace_file, "--balancer", "greedy")
     assert list(found) == [*HEAD, "steps", "mean"]
     assert [row["step"] for row in found["steps"]] == [10, 20, 30]
     assert list(found["mean"]) == EFFECT
@@ -191,19 +206,19 @@ def test_replay_json(capsys, trace_file):
 def test_replay_rows_are_means_over_layers(capsys, tmp_path):
     np.save(tmp_path / "trace.npy", skewed_counts(1, 3))
     np.save(tmp_path / "counts.npy", skewed_counts(1, 3)[0])
-    (step,) = as_json(capsys, "replay", tmp_path / "trace.npy", "--system", "greedy")["steps"]
-    mean = as_json(capsys, "plan", tmp_path / "counts.npy", "--system", "greedy")["mean"]
+    (step,) = as_json(capsys, "replay", tmp_path / "trace.npy", "--balancer", "greedy")["steps"]
+    mean = as_json(capsys, "plan", tmp_path / "counts.npy", "--balancer", "greedy")["mean"]
     assert step.pop("step") == 0
     assert {**step, "planner_us": None} == {**mean, "planner_us": None}
 
 
 def test_replay_table(capsys, trace_file):
-    words = output(capsys, "replay", trace_file, "--system", "greedy").split()
+    words = output(capsys, "replay", trace_file, "--balancer", "greedy").split()
     assert {"10", "20", "30", "mean"} <= set(words)
 
 
 def test_replay_out(capsys, trace_file, tmp_path):
-    output(capsys, "replay", trace_file, "--system", "greedy", "--out", tmp_path / "plans.npz")
+    output(capsys, "replay", trace_file, "--balancer", "greedy", "--out", tmp_path / "plans.npz")
     with np.load(tmp_path / "plans.npz") as file:
         assert (file["placement"].shape, file["quota"].shape) == ((3, 2, 4, 4), (3, 2, 8, 4))
         for index in np.ndindex(3, 2):
@@ -216,18 +231,18 @@ def test_a_new_file_appears_by_itself(late_start):
 
 
 def test_replay_carries_state_per_layer(capsys, trace_file, late_start):
-    first, *others = as_json(capsys, "replay", trace_file, "--system", late_start)["steps"]
+    first, *others = as_json(capsys, "replay", trace_file, "--balancer", late_start)["steps"]
     assert first["imbalance_after"] == first["imbalance_before"]
     for row in others:
         assert row["imbalance_after"] < row["imbalance_before"]
 
 
 def test_plan_starts_every_layer_afresh(capsys, counts_file, late_start):
-    assert as_json(capsys, "plan", counts_file, "--system", late_start)["mean"]["replicas"] == 0
+    assert as_json(capsys, "plan", counts_file, "--balancer", late_start)["mean"]["replicas"] == 0
 
 
 def test_as_a_program(counts_file):
-    command = [sys.executable, "-m", "jax_moe_lb.cli", "plan", str(counts_file), "--system", "greedy", "--json"]
+    command = [sys.executable, "-m", "jax_moe_lb.cli", "plan", str(counts_file), "--balancer", "greedy", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
     assert done.stderr == ""
-    assert json.loads(done.stdout)["system"] == "greedy"
+    assert json.loads(done.stdout)["balancer"] == "greedy"

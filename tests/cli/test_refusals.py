@@ -12,7 +12,7 @@ def save(path, array):
 
 
 ONES = np.ones((4, 8), int)
-PLAIN = ("--system", "plain")
+PLAIN = ("--balancer", "plain")
 
 ARRAYS = {
     "vector": (np.ones(4, int), "(4,)"),
@@ -29,11 +29,11 @@ ARRAYS = {
 }
 
 OPTIONS = {
-    "unknown system": (("--system", "nope"), "--system is 'nope'; expected one of"),
-    "abstract system": (("--system", "base"), "greedy, hybridep, lplb, plain, rails"),
-    "system with arguments": (("--system", "host"), "greedy, hybridep, lplb, plain, rails"),
-    "system of elsewhere": (("--system", "../plan"), "greedy, hybridep, lplb, plain, rails"),
-    "no system": ((), "--system"),
+    "unknown balancer": (("--balancer", "nope"), "--balancer is 'nope'; expected one of"),
+    "abstract balancer": (("--balancer", "base"), "greedy, hybridep, lplb, plain, rails"),
+    "balancer with arguments": (("--balancer", "host"), "greedy, hybridep, lplb, plain, rails"),
+    "balancer of elsewhere": (("--balancer", "../plan"), "greedy, hybridep, lplb, plain, rails"),
+    "no balancer": ((), "--balancer"),
     "slots below home": ((*PLAIN, "--slots", "1"), "slots is 1; expected 2, a rank's home"),
     "slots beyond experts": ((*PLAIN, "--slots", "99999999999"), "at most the 8 experts"),
     "no slots": ((*PLAIN, "--slots", "0"), "--slots is '0'"),

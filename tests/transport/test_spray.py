@@ -16,7 +16,7 @@ from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Chain, Direct, Greedy, Plan, RailS, Spray, System, Topology, plain_plan
 from jax_moe_lb.ops import ragged_all_to_all as exchange_module
 from jax_moe_lb.plan import rows_between
-from jax_moe_lb.transport.rail_hops import by_own_rail, by_relay
+from jax_moe_lb.transport.rail_hops import by_own_rail, by_rail_rank
 from jax_moe_lb.transport.rounds import to_sending_order
 from tests.layer import Case, make_mesh, sharded_moe, with_gradients
 from tests.oracle import random_plan
@@ -24,14 +24,14 @@ from tests.planners.planner_cases import STOPPED
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
 RANKS, TOKENS, PER_TOK, EXPERTS, SLOTS = 8, 12, 2, 16, 4
-DOMAIN = 4  # of the plan; those of the rails may be others
+DOMAIN = 4  # of the plan; the nodes of the rails may be others
 MAX_ROUNDS = 40
 HEADROOM = 0.4  # several rounds, and of these some in several steps
-# mesh sizes, ranks per domain, rails
+# mesh sizes, ranks per node, rails
 LAYOUTS = {
     "two ranks at each rail": ((2, 4), 4, 2),
-    "four domains, on two axes": ((2, 2, 2), 2, 2),
-    "one domain": ((8,), 8, 8),
+    "four nodes, on two axes": ((2, 2, 2), 2, 2),
+    "one node": ((8,), 8, 8),
 }
 
 
@@ -126,8 +126,8 @@ def test_every_row_is_where_direct_dispatch_puts_it(name, seed, skew, how):
     assert run._cache_size() == 1
 
 
-def all_to_the_other_domain():
-    """Every token of a rank goes to the ranks of the other domain, evenly."""
+def all_to_the_other_node():
+    """Every token of a rank goes to the ranks of the other node, evenly."""
     rng = np.random.default_rng(0)
     experts = np.arange(RANKS * TOKENS * PER_TOK).reshape(RANKS, -1) % 8 + 8 * (np.arange(RANKS)[:, None] < 4)
     counts = np.stack([np.bincount(e, minlength=EXPERTS) for e in experts]).astype(np.int32)
@@ -137,7 +137,7 @@ def all_to_the_other_domain():
 
 
 def test_a_balanced_plan_takes_one_step_and_a_single_rail_more():
-    """The relays' buffers hold `A` rows; one rail alone would need four times as many, so parts of an eighth fit."""
+    """Buffers of rail ranks hold `A` rows; one rail alone would need four times as many, so parts of an eighth fit."""
     mesh = make_mesh((2, 4), ("node", "gpu"))
     topology = Topology.from_mesh(mesh, ("node", "gpu"), rails_per_node=4)
     whole = PartitionSpec()
@@ -148,7 +148,7 @@ def test_a_balanced_plan_takes_one_step_and_a_single_rail_more():
 
     specs = (PartitionSpec(("node", "gpu")), whole, whole)
     run = jax.jit(jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=whole))
-    _, experts, counts, plan = all_to_the_other_domain()
+    _, experts, counts, plan = all_to_the_other_node()
     balanced = RailS().rebalance(counts, plan, topology, ())[0]
     assert tuple(map(int, run(experts, counts, balanced))) == (1, 1)
     one_rail = any_rails(None, rows_between(counts, plan), 4, "one rail")
@@ -159,13 +159,13 @@ def test_without_rails_rows_travel_along_the_receivers_rail():
     topology = Topology(Topology.flat(RANKS).levels, 4, rails_per_node=2)
     rows = jnp.asarray(np.random.default_rng(0).integers(0, 9, (RANKS, RANKS)), jnp.int32)
     rails = np.asarray(rows)[:, :, None] * (np.arange(RANKS)[:, None] % 4 // 2 == np.arange(2))
-    np.testing.assert_array_equal(by_own_rail(rows, topology), by_relay(jnp.asarray(rails, jnp.int32), topology))
+    np.testing.assert_array_equal(by_own_rail(rows, topology), by_rail_rank(jnp.asarray(rails, jnp.int32), topology))
 
 
 def test_the_layer_equals_that_of_direct_dispatch_to_the_bit():
     """Outputs, statistics and gradients; beside data parallelism."""
-    case, mesh = Case(), make_mesh((2, 2, 2), ("data", "domain", "rail"))
-    topology = Topology.from_mesh(mesh, ("domain", "rail"), rails_per_node=2)
+    case, mesh = Case(), make_mesh((2, 2, 2), ("data", "node", "rail"))
+    topology = Topology.from_mesh(mesh, ("node", "rail"), rails_per_node=2)
     x, mask = case.tokens(BY_NAME["zipf"], 8, "float32")
     kernel, experts = case.params("float32")
     target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
@@ -181,7 +181,7 @@ def test_the_layer_equals_that_of_direct_dispatch_to_the_bit():
         np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
 
 
-# ---- what crosses between domains -----------------------------------------------------
+# ---- what crosses between nodes -------------------------------------------------------
 
 
 def replica_groups(line):
@@ -205,13 +205,13 @@ def numbers(text):
 
 
 def kind(groups, members):
-    """Whether the groups are domains, or ranks of equal offset."""
+    """Whether the groups are nodes, or ranks of equal offset."""
     inside = all(len({r // members for r in group}) == 1 for group in groups)
     along = all(len({r % members for r in group}) == 1 for group in groups)
-    return "inside a domain" if inside else "along a rail" if along else "anywhere"
+    return "inside a node" if inside else "along a rail" if along else "anywhere"
 
 
-def test_no_row_leaves_its_rail_between_domains_in_a_compiled_program(monkeypatch):
+def test_no_row_leaves_its_rail_between_nodes_in_a_compiled_program(monkeypatch):
     """There and back, out of XLA's collectives. All else that travels are integers."""
     monkeypatch.setattr(exchange_module, "moves_in_process", lambda: False)
     mesh, topology = layout("two ranks at each rail")
@@ -224,12 +224,12 @@ def test_no_row_leaves_its_rail_between_domains_in_a_compiled_program(monkeypatc
         if collective and "f32[" in collective[1]:
             assert collective[2] == "all-to-all", line
             found.append(kind(replica_groups(line), 4))
-    assert sorted(found) == ["along a rail"] * 2 + ["inside a domain"] * 6
+    assert sorted(found) == ["along a rail"] * 2 + ["inside a node"] * 6
     for a, b in zip(program(x, experts, counts, sprayed)[:4], direct()(x, experts, counts, plan)[:4], strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_no_row_leaves_its_rail_between_domains_on_a_gpu(monkeypatch):
+def test_no_row_leaves_its_rail_between_nodes_on_a_gpu(monkeypatch):
     """A whole layer, forward and backward, as it is lowered for one: all exact-size exchanges."""
     for module in ("jax_moe_lb.pipeline", "jax_moe_lb.transport.spray"):
         monkeypatch.setattr(f"{module}.ensure", lambda ok, *_: ok.astype(jnp.int32) * 0)
@@ -242,35 +242,35 @@ def test_no_row_leaves_its_rail_between_domains_on_a_gpu(monkeypatch):
     groups = re.findall(r"ragged_all_to_all.*?replica_groups = dense<\[(.*?)\]> :", text)
     found = [kind([numbers(group) for group in re.findall(r"\[([\d, ]+)\]", each)], 4) for each in groups]
     # There and back; and, backward, copies and gradients there, and gradients back.
-    assert sorted(found) == ["along a rail"] * 5 + ["inside a domain"] * 15
+    assert sorted(found) == ["along a rail"] * 5 + ["inside a node"] * 15
 
 
 # ---- refusals -------------------------------------------------------------------------
 
 
-def test_axes_that_make_up_no_domain_are_refused():
+def test_axes_that_make_up_no_node_are_refused():
     mesh = make_mesh((8,), ("expert",))
     topology = Topology.from_mesh(mesh, ranks_per_domain=4, rails_per_node=4)
     with pytest.raises(ValueError, match=r"ranks_per_node is 4 on mesh axes \('expert',\) of sizes \(8,\); expected"):
-        exchange(Spray(), mesh, topology)(*all_to_the_other_domain())
+        exchange(Spray(), mesh, topology)(*all_to_the_other_node())
     mesh, topology = layout("two ranks at each rail")
     with pytest.raises(ValueError, match=r"ranks_per_node is 1 on mesh axes .* of at least 2 ranks"):
-        exchange(Spray(), mesh, replace(topology, ranks_per_domain=1, rails_per_node=1))(*all_to_the_other_domain())
+        exchange(Spray(), mesh, replace(topology, ranks_per_domain=1, rails_per_node=1))(*all_to_the_other_node())
 
 
 def test_rails_that_do_not_fit_are_refused():
     mesh, topology = layout("two ranks at each rail")
-    x, experts, counts, plan = all_to_the_other_domain()
+    x, experts, counts, plan = all_to_the_other_node()
     with pytest.raises(ValueError, match=r"plan.rails has 4 rails; expected the 2 of Topology.rails_per_node"):
         exchange(Spray(), mesh, topology)(x, experts, counts, replace(plan, rails=np.zeros((8, 8, 4), np.int32)))
-    with pytest.raises(ValueError, match=r"rails_per_node is 3; expected a divisor of the 4 ranks of a domain"):
+    with pytest.raises(ValueError, match=r"rails_per_node is 3; expected a divisor of the 4 ranks of a node"):
         exchange(Spray(), mesh, replace(topology, rails_per_node=3))(x, experts, counts, plan)
     with pytest.raises(ValueError, match=r"headroom is 0.0; expected a finite number above 0"):
         Spray(0.0)
 
 
 def test_rails_that_lose_a_row_stop_the_program():
-    x, experts, counts, plan = all_to_the_other_domain()
+    x, experts, counts, plan = all_to_the_other_node()
     plan = RailS().rebalance(counts, plan, layout("two ranks at each rail")[1], ())[0]
     rails = plan.rails.copy()
     rails[1, 6, 0] += 1

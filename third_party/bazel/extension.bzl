@@ -1,4 +1,4 @@
-"""`local_deps` for bzlmod; a file of its own, because Bazel 4 has no module_extension."""
+"""`local_deps` for bzlmod, in a file of its own: the Bazel 4 of continuous integration has no module_extension."""
 
 load(":local_deps.bzl", "local_deps")
 

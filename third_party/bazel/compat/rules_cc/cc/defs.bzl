@@ -1,4 +1,8 @@
-"""The names that BUILD files and Bazel's own repositories load from rules_cc, as the native rules."""
+"""The names that BUILD files and Bazel's own repositories load from rules_cc, as the native rules.
+
+Continuous integration builds with Debian's Bazel 4 (ci/bazel.sh), which would otherwise download rules_cc. The last two
+make no target: nothing here depends on one that they would make.
+"""
 
 cc_binary = native.cc_binary
 cc_import = native.cc_import

@@ -1,4 +1,7 @@
-"""The names that Bazel's own repositories load from rules_java, as the native rules."""
+"""The names that Bazel's own repositories load from rules_java, as the native rules.
+
+Continuous integration builds with Debian's Bazel 4 (ci/bazel.sh), which would otherwise download rules_java.
+"""
 
 java_binary = native.java_binary
 java_import = native.java_import

@@ -1,0 +1,152 @@
+// Valid calls that copy weights from rank to rank, and that add up their gradients.
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ffi/common/view.h"
+#include "ffi/testing/valid_calls.h"
+
+namespace moe_lb::testing {
+namespace {
+
+constexpr XLA_FFI_DataType kS32 = XLA_FFI_DataType_S32;
+
+// Who wants which experts, where from, and the kinds of weights that travel.
+class Peers {
+ public:
+  explicit Peers(Random& random)
+      : participants_(random.Between(1, 3)),
+        ranks_here_(random.Between(1, 2)),
+        home_(random.Between(1, 3)),
+        slots_(random.Below(5)),
+        wanted_(Ints({ranks(), slots_}, Wanted(random))),
+        relay_(Ints({ranks(), slots_}, Relay(random))) {
+    for (int64_t kind = random.Between(1, 3); kind > 0; --kind) {
+      std::vector<int64_t> dims;
+      for (int64_t i = random.Below(3); i > 0; --i) dims.push_back(random.Chance(3) ? 300 : random.Below(6));
+      experts_.push_back(dims);
+    }
+    attributes_["num_participants"] = Int(participants_);
+    attributes_["num_lanes"] = Int(random.Chance(80) ? 1 : 2);
+    attributes_["num_home"] = Int(home_);
+    attributes_["chunk_bytes"] = Int(random.Between(1, 100));
+    attributes_["timeout_s"] = Double(30);
+    attributes_["site"] = Text("copy");
+  }
+
+  Call Start(Random& random) const {
+    const XLA_FFI_DataType dtype = random.Of(std::vector<XLA_FFI_DataType>{XLA_FFI_DataType_F32, XLA_FFI_DataType_BF16,
+                                                                           XLA_FFI_DataType_S8, XLA_FFI_DataType_F64});
+    return MakeCall([&](const Array& place) {
+      Operands operands = {{place, wanted_, relay_}, {Result(kS32, {2})}, {}};
+      for (const std::vector<int64_t>& expert : experts_) {
+        operands.args.push_back(Filled(random, dtype, Of(home_, expert)));
+        operands.rets.push_back(Result(dtype, Of(slots_, expert)));
+      }
+      return operands;
+    });
+  }
+
+  Call Sum(Random& random) const {
+    const XLA_FFI_DataType dtype = random.Of(std::vector<XLA_FFI_DataType>{XLA_FFI_DataType_F32, XLA_FFI_DataType_BF16,
+                                                                           XLA_FFI_DataType_F16, XLA_FFI_DataType_F64});
+    return MakeCall([&](const Array& place) {
+      Operands operands = {{place, wanted_}, {}, {}};
+      for (const std::vector<int64_t>& expert : experts_) {
+        operands.args.push_back(Filled(random, dtype, Of(slots_, expert)));
+        operands.rets.push_back(Result(dtype, Of(home_, expert)));
+      }
+      return operands;
+    });
+  }
+
+ private:
+  int64_t ranks() const { return participants_ * ranks_here_; }
+
+  std::vector<int32_t> Wanted(Random& random) const {
+    std::vector<int32_t> wanted;
+    for (int64_t i = 0; i < ranks() * slots_; ++i) {
+      wanted.push_back(static_cast<int32_t>(random.Chance(20) ? -1 : random.Below(ranks() * home_)));
+    }
+    return wanted;
+  }
+
+  // From home, or from a lower rank that wants the same expert: no circles.
+  std::vector<int32_t> Relay(Random& random) const {
+    const View<const int32_t> wanted(reinterpret_cast<const int32_t*>(wanted_.bytes.data()), wanted_.size());
+    std::vector<int32_t> relay(wanted.size(), -1);
+    for (size_t slot = 0; slot < wanted.size(); ++slot) {
+      const size_t rank = slot / static_cast<size_t>(slots_);
+      for (size_t other = 0; other < rank * static_cast<size_t>(slots_); ++other) {
+        if (wanted[other] != wanted[slot] || random.Chance(50)) continue;
+        relay[slot] = static_cast<int32_t>(other / static_cast<size_t>(slots_));
+      }
+    }
+    return relay;
+  }
+
+  // The experts of one device's ranks.
+  std::vector<int64_t> Of(int64_t per_rank, const std::vector<int64_t>& expert) const {
+    std::vector<int64_t> dims = expert;
+    dims.insert(dims.begin(), ranks_here_ * per_rank);
+    return dims;
+  }
+
+  Call MakeCall(const std::function<Operands(const Array& place)>& operands) const {
+    Call call;
+    call.attributes = attributes_;
+    const int64_t lanes = attributes_.at("num_lanes").bytes[0];
+    for (int64_t device = 0; device < participants_ * lanes; ++device) {
+      call.devices.push_back(operands(Ints({2}, {static_cast<int32_t>(device % participants_), 0})));
+    }
+    return call;
+  }
+
+  const int64_t participants_;
+  const int64_t ranks_here_;
+  const int64_t home_;
+  const int64_t slots_;
+  const Array wanted_;
+  const Array relay_;
+  std::vector<std::vector<int64_t>> experts_;
+  Attributes attributes_;
+};
+
+Call CopyStart(Random& random) { return Peers(random).Start(random); }
+
+Call CopySum(Random& random) { return Peers(random).Sum(random); }
+
+// After the start that gives it its ticket and its arrays.
+Call CopyJoin(Random& random) {
+  auto before = std::make_shared<Before>();
+  before->handler = "moe_lb_copy_start";
+  before->call = Peers(random).Start(random);
+  Call call;
+  for (const Operands& start : before->call.devices) {
+    const std::vector<Array> slots(start.rets.begin() + 1, start.rets.end());
+    Operands join = {start.rets, slots, {}};
+    join.args.insert(join.args.end(), start.args.begin() + 3, start.args.end());
+    for (size_t kind = 0; kind < slots.size(); ++kind) {
+      if (random.Chance(70)) join.aliases[1 + kind] = kind;
+    }
+    call.devices.push_back(join);
+  }
+  for (size_t i = 0; i < before->call.devices[0].rets.size(); ++i) before->wires[i] = i;
+  call.before = before;
+  return call;
+}
+
+}  // namespace
+
+std::map<std::string, ValidCalls> ValidCopyCalls() {
+  return {
+      {"moe_lb_copy_start", {CopyStart}},
+      {"moe_lb_copy_join", {CopyJoin}},
+      {"moe_lb_copy_sum", {CopySum}},
+  };
+}
+
+}  // namespace moe_lb::testing

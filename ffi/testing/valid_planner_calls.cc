@@ -1,0 +1,149 @@
+// Valid calls of the planners.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "ffi/testing/plan_judges.h"
+#include "ffi/testing/random_placement.h"
+#include "ffi/testing/valid_calls.h"
+
+namespace moe_lb::testing {
+namespace {
+
+constexpr XLA_FFI_DataType kS32 = XLA_FFI_DataType_S32;
+
+const Array kStatus = Result(kS32, {1});
+
+Call EplbPlus(Random& random) {
+  const Placement placement(random);
+  const Array tokens = IntsBetween(random, {placement.experts}, 0, 100);
+  Call call;
+  call.attributes["domain"] = Int(placement.domain);
+  call.devices.push_back(
+      {{tokens, placement.array},
+       {Result(kS32, {placement.ranks, placement.slots}), Result(kS32, {placement.experts, placement.ranks}), kStatus},
+       {}});
+  return call;
+}
+
+Call Greedy(Random& random) {
+  const Placement placement(random);
+  const Array quota = IntsBetween(random, {placement.experts, placement.ranks}, 0, 50);
+  Call call;
+  call.attributes["domain"] = Int(placement.domain);
+  call.attributes["min_tokens"] = Int(random.Between(1, 10));
+  call.devices.push_back({{placement.array, quota},
+                          {Result(kS32, {placement.ranks, placement.slots}), Result(kS32, quota.dims), kStatus},
+                          {}});
+  return call;
+}
+
+Call UltraEp(Random& random) {
+  const Placement placement(random);
+  const Array quota = IntsBetween(random, {placement.experts, placement.ranks}, 0, 50);
+  Call call;
+  call.attributes["domain"] = Int(placement.domain);
+  call.attributes["eps"] = Float(static_cast<float>(random.Below(101)) / 100);
+  call.attributes["min_tokens"] = Int(random.Between(1, 10));
+  call.devices.push_back({{placement.array, quota},
+                          {Result(kS32, {placement.ranks, placement.slots}), Result(kS32, quota.dims), kStatus},
+                          {}});
+  return call;
+}
+
+// No expert twice on a rank.
+Call Relay(Random& random) {
+  Placement placement(random);
+  std::vector<int32_t> values(static_cast<size_t>(placement.ranks * placement.slots), -1);
+  for (int64_t rank = 0; rank < placement.ranks; ++rank) {
+    int32_t* slots = values.data() + rank * placement.slots;
+    for (int64_t slot = 0; slot < placement.slots; ++slot) {
+      const int64_t expert = slot < placement.home ? rank * placement.home + slot : random.Below(placement.experts);
+      const auto value = static_cast<int32_t>(expert);
+      if (std::find(slots, slots + slot, value) == slots + slot) slots[slot] = value;
+    }
+  }
+  Call call;
+  call.attributes["num_home"] = Int(placement.home);
+  call.attributes["min_replicas"] = Int(random.Between(2, 5));
+  call.attributes["max_relays"] = Int(random.Between(1, 9));
+  call.attributes["min_gain"] = Int(random.Between(1, 3));
+  const std::vector<int64_t> shape = {placement.ranks, placement.slots};
+  call.devices.push_back({{Ints(shape, values)}, {Result(kS32, shape), kStatus}, {}});
+  return call;
+}
+
+Call Exact(Random& random) {
+  const Placement placement(random);
+  Call call;
+  call.attributes["domain"] = Int(placement.domain);
+  call.attributes["eps"] = Double(static_cast<double>(random.Below(20)) / 100);
+  call.attributes["max_fan_out"] = Int(random.Chance(50) ? random.Below(4) : INT64_MAX);
+  call.attributes["localize"] = Bool(random.Chance(50));
+  call.devices.push_back(
+      {{IntsBetween(random, {placement.ranks, placement.experts}, 0, 50)},
+       {Result(kS32, {placement.ranks, placement.slots}), Result(kS32, {placement.experts, placement.ranks}), kStatus},
+       {}});
+  return call;
+}
+
+Call Feplb(Random& random) {
+  Call call = Greedy(random);
+  call.attributes.erase("min_tokens");
+  AddFeplbOptions(random, &call.attributes);
+  return call;
+}
+
+Call FasterMoe(Random& random) {
+  const Placement placement(random);
+  std::vector<int32_t> quota(static_cast<size_t>(placement.experts * placement.ranks), 0);
+  const Array counts = IntsBetween(random, {placement.ranks, placement.experts}, 0, 50);
+  for (int64_t expert = 0; expert < placement.experts; ++expert) {
+    int32_t& at_home = quota[static_cast<size_t>(expert * placement.ranks + expert / placement.home)];
+    for (int64_t rank = 0; rank < placement.ranks; ++rank) {
+      int32_t tokens;
+      std::memcpy(&tokens, counts.bytes.data() + 4 * (rank * placement.experts + expert), 4);
+      at_home += tokens;
+    }
+  }
+  Call call;
+  call.attributes["domain"] = Int(placement.domain);
+  call.attributes["min_saved"] = Int(random.Between(1, 10));
+  call.devices.push_back(
+      {{placement.array, Ints({placement.experts, placement.ranks}, quota), counts},
+       {Result(kS32, {placement.ranks, placement.slots}), Result(kS32, {placement.experts, placement.ranks}), kStatus},
+       {}});
+  return call;
+}
+
+Call Spray(Random& random) {
+  const int64_t rails = random.Between(1, 3);
+  const int64_t domain = rails * random.Between(1, 2);
+  const int64_t ranks = domain * random.Between(1, 3);
+  std::vector<int32_t> ticks(static_cast<size_t>(rails), 1);
+  for (int32_t& tick : ticks) tick = static_cast<int32_t>(random.Below(4));
+  ticks[0] = 1;
+  Call call;
+  call.attributes["domain"] = Int(domain);
+  call.attributes["chunks"] = Int(random.Between(1, 8));
+  call.devices.push_back({{IntsBetween(random, {ranks, ranks}, 0, 100), Ints({rails}, ticks)},
+                          {Result(kS32, {ranks, ranks * rails}), kStatus},
+                          {}});
+  return call;
+}
+
+}  // namespace
+
+std::map<std::string, ValidCalls> ValidPlannerCalls() {
+  return {
+      {"moe_lb_plan_greedy", {Greedy, false, JudgeEdit}},   {"moe_lb_plan_eplb_plus", {EplbPlus, false, JudgeFill}},
+      {"moe_lb_plan_feplb", {Feplb, false, JudgeEdit}},     {"moe_lb_plan_fastermoe", {FasterMoe, false, JudgeEdit}},
+      {"moe_lb_plan_ultraep", {UltraEp, false, JudgeEdit}}, {"moe_lb_plan_relay", {Relay, false, JudgeRelay}},
+      {"moe_lb_plan_exact", {Exact, false, JudgeExact}},    {"moe_lb_plan_spray", {Spray, false, JudgeSpray}},
+  };
+}
+
+}  // namespace moe_lb::testing

@@ -1,0 +1,122 @@
+"""What a replication is: it fills slots with the weights of other ranks' experts, and brings their gradients home."""
+
+import abc
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_moe_lb.experts import Experts
+from jax_moe_lb.ops._peer import Route
+from jax_moe_lb.plan import Plan
+from jax_moe_lb.topology import Topology
+
+
+class Replicate(abc.ABC):
+    """How the weights of experts travel into slots.
+
+    Write one when weights can travel in a better way than `Gather`'s. It is a frozen dataclass, because it is a static
+    argument of `jax.jit`, and consists of three methods. `start` begins to copy, `join` waits for the copies, and
+    `sum_at_home` is the transpose of the two. Home experts never travel. With these three it serves every dispatch:
+    one that plans and copies first (`Direct`), and one that computes between `start` and `join` (`Staged`).
+    `docs/extending.md` shows a whole one.
+    """
+
+    @abc.abstractmethod
+    def start(self, experts: Experts, plan: Plan, topology: Topology) -> Any:
+        """Begins to copy the replicas of a plan that has slots for them.
+
+        It is not differentiated.
+
+        Args:
+            experts: the `L` home experts of this rank.
+            plan: equal on all ranks; its placement says which expert every slot holds.
+            topology: its expert axes are the ranks that weights travel between.
+
+        Returns:
+            What `join` needs; copies may still be under way.
+
+        Raises:
+            ValueError: the plan says something that this replication does not do.
+        """
+
+    @abc.abstractmethod
+    def join(self, pending: Any, after: Any) -> Experts:
+        """The `S - L` replicas of this rank, once they are there; an empty slot is 0.
+
+        Args:
+            pending: what `start` returned.
+            after: a pytree of arrays that is computed before, beside the copies.
+        """
+
+    @abc.abstractmethod
+    def sum_at_home(self, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
+        """The sums over all replicas of each home expert's gradients: the transpose of `start` and `join`.
+
+        Args:
+            gradients: those of the `S - L` replicas of this rank, in any floating-point dtype.
+            plan: that of `start`.
+            topology: that of `start`.
+
+        Returns:
+            `L` experts in the dtype of `gradients`, exactly 0 for one without replicas. Equal inputs must give equal
+            bits: add in an order that depends on the plan alone.
+        """
+
+    def __call__(self, experts: Experts, plan: Plan, topology: Topology) -> Experts:
+        """The weights of this rank's `S` slots: its home experts, then the replicas.
+
+        Differentiable in `experts`, by `sum_at_home`.
+
+        Args:
+            experts: the `L` home experts of this rank.
+            plan: equal on all ranks.
+            topology: its expert axes.
+        """
+        if plan.slots == plan.num_home:
+            return experts
+        replicas = _replicas(self, topology, experts, plan)
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), experts, replicas)
+
+    def plan(self, plan: Plan) -> Plan:
+        """The plan with what this replication decides itself, such as relays; as it is, by default.
+
+        The simulator asks for it, to know by which ranks weights travel.
+        """
+        return plan
+
+    def route(self, topology: Topology) -> Route | None:
+        """Between whom a planner in C++ may copy as soon as it has a plan; `None`, the default: it may not.
+
+        Args:
+            topology: its expert axes.
+        """
+        del topology
+        return None
+
+    @property
+    def uses_copy_engines(self) -> bool:
+        """Whether copy engines move the weights, and not the links' own exchanges; no by default."""
+        return False
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _replicas(replicate: Replicate, topology: Topology, experts: Experts, plan: Plan) -> Experts:
+    # One loop around both calls where they are mapped over: copies under way belong to one `start` and one `join`.
+    @jax.custom_batching.sequential_vmap
+    def both(experts: Experts, plan: Plan) -> Experts:
+        return replicate.join(replicate.start(experts, plan, topology), ())
+
+    return both(experts, plan)
+
+
+def _save(replicate: Replicate, topology: Topology, experts: Experts, plan: Plan) -> tuple[Experts, Plan]:
+    return _replicas(replicate, topology, experts, plan), plan
+
+
+def _backward(replicate: Replicate, topology: Topology, plan: Plan, upstream: Experts) -> tuple[Experts, None]:
+    return replicate.sum_at_home(upstream, plan, topology), None
+
+
+_replicas.defvjp(_save, _backward)

@@ -1,0 +1,101 @@
+"""Where copies go in two waves: those of static experts without a plan, the others when there is one.
+
+FEPLB's Two-Phase Dispatch (arXiv 2604.19654, section 3.3). Which experts are *static* follows from the load alone
+(`Balancer.dynamic`), and all their tokens go home; so wave 1 runs while the plan is made and weights are copied.
+"""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jax_moe_lb._pytree import pytree
+from jax_moe_lb.plan import Plan, plain_plan
+from jax_moe_lb.routing import NO_EXPERT
+from jax_moe_lb.topology import Topology
+from jax_moe_lb.transport.direct import Direct, DirectReceipt
+from jax_moe_lb.types import Counts, iota
+
+Dynamic = Bool[Array, "E"]
+"""False for static experts: only their homes serve them."""
+
+
+@pytree
+class Waves:
+    """Which copies go where, of both waves. In the sending order static copies stand in front of dynamic ones.
+
+    Args:
+        static: the receipt of wave 1. Of its order only the places of static copies count.
+        dynamic: the receipt of wave 2; its order and places are those of all copies.
+    """
+
+    static: DirectReceipt
+    dynamic: DirectReceipt
+
+    @property
+    def rounds(self) -> Int[Array, ""]:
+        """How often the receive buffer is filled."""
+        return self.static.rounds + self.dynamic.rounds
+
+
+def address_static(
+    direct: Direct, experts: Int[Array, "T K"], counts: Counts, dynamic: Dynamic, topology: Topology
+) -> DirectReceipt:
+    """Decides for every static copy of this rank where it goes, which needs no plan.
+
+    Args:
+        direct: how copies travel.
+        experts: the expert of each copy, `NO_EXPERT` for one that goes nowhere.
+        counts: `[R, E]`, the load of all ranks.
+        dynamic: which experts may move; equal on all ranks.
+        topology: its expert axes.
+    """
+    counts = jnp.where(dynamic[None], 0, counts)
+    return direct.address(_only(experts, ~dynamic), counts, plain_plan(counts, topology), topology)
+
+
+def address_dynamic(
+    direct: Direct,
+    experts: Int[Array, "T K"],
+    counts: Counts,
+    dynamic: Dynamic,
+    plan: Plan,
+    static: DirectReceipt,
+    topology: Topology,
+) -> Waves:
+    """Decides where the other copies go.
+
+    Args:
+        direct: how copies travel.
+        experts: the expert of each copy, `NO_EXPERT` for one that goes nowhere.
+        counts: `[R, E]`, the load of all ranks.
+        dynamic: which experts may move; equal on all ranks.
+        plan: legal for `counts`, and with all static experts at home.
+        static: what `address_static` returned.
+        topology: its expert axes.
+    """
+    of_dynamic = jnp.where(dynamic[None], counts, 0)
+    moving = replace(plan, quota=jnp.where(dynamic[:, None], plan.quota, 0))
+    receipt = direct.address(_only(experts, dynamic), of_dynamic, moving, topology)
+    # Static copies stand in front, on every rank: what was addressed as if alone is shifted by them.
+    front = (counts - of_dynamic).sum(1, dtype=jnp.int32)
+    flat = experts.reshape(-1)
+    of_copy = dynamic[jnp.maximum(flat, 0)]
+    nowhere = flat < 0
+    end = static.sent.sum(dtype=jnp.int32)
+    last = end + receipt.sent.sum(dtype=jnp.int32) + nowhere.cumsum(dtype=jnp.int32) - 1
+    place = jnp.where(nowhere, last, jnp.where(of_copy, end + receipt.place, static.place))
+    order = jnp.zeros_like(place).at[place].set(iota(place.size))
+    shifted = replace(
+        receipt,
+        order=order,
+        place=place,
+        first_sent=receipt.first_sent + end,
+        first_at_source=receipt.first_at_source + front,
+    )
+    return Waves(static, shifted)
+
+
+def _only(experts: Int[Array, "T K"], wanted: Dynamic) -> Int[Array, "T K"]:
+    """The expert of each copy; `NO_EXPERT` for those of other experts."""
+    return jnp.where(wanted[jnp.maximum(experts, 0)], experts, NO_EXPERT)

@@ -1,0 +1,84 @@
+"""Examples in docstrings run, and every name that users call has one."""
+
+import doctest
+import functools
+import importlib
+import inspect
+import io
+import pkgutil
+
+import pytest
+
+import jax_moe_lb
+
+EXTENSIONS = {"_ffi", "_ffi_cuda", "_planning"}
+
+ROOMS = ("jax_moe_lb", "jax_moe_lb.nn", "jax_moe_lb.sim")
+"""Packages whose names users import."""
+
+WITHOUT_EXAMPLE = {
+    "CodecBase": "its members are words",
+    "Report": "only `simulate` and `replay` make one, and their examples show it",
+    "Stats": "only `moe` makes one, and its example shows it",
+}
+"""Public names that nobody calls, each with the reason."""
+
+
+class Finder(doctest.DocTestFinder):
+    """Finds functions that the checks of shapes and types wrap, too: their globals are another module's."""
+
+    def _from_module(self, module, object):
+        if inspect.isfunction(object):
+            return object.__module__ == module.__name__
+        return super()._from_module(module, object)
+
+
+def raised(name):
+    """A package that cannot be imported is not left out in silence."""
+    importlib.import_module(name)
+
+
+def modules():
+    found = pkgutil.walk_packages(jax_moe_lb.__path__, "jax_moe_lb.", onerror=raised)
+    return [name for name in ("jax_moe_lb", *(m.name for m in found)) if name.rpartition(".")[2] not in EXTENSIONS]
+
+
+@functools.cache
+def examples(name):
+    """The docstrings of a module that have examples, by the name of what they describe."""
+    module = importlib.import_module(name)
+    return {test.name: test for test in Finder().find(module, name) if test.examples}
+
+
+@pytest.mark.parametrize("name", modules())
+def test_examples_run(name):
+    report = io.StringIO()
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for test in examples(name).values():
+        runner.run(test, out=report.write)
+    assert not runner.failures, report.getvalue()
+
+
+def public_names():
+    """Functions and classes that users import."""
+    exported = {}
+    for room in map(importlib.import_module, ROOMS):
+        names = getattr(room, "__all__", [name for name in vars(room) if not name.startswith("_")])
+        exported |= {name: getattr(room, name) for name in names}
+    return {name: value for name, value in exported.items() if inspect.isfunction(value) or inspect.isclass(value)}
+
+
+PUBLIC = public_names()
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC.keys() - WITHOUT_EXAMPLE.keys()))
+def test_public_names_have_an_example(name):
+    """In their docstring, or, for a class, in that of a method."""
+    value = PUBLIC[name]
+    described = f"{value.__module__}.{value.__qualname__}"
+    shown = [test for test in examples(value.__module__) if test == described or test.startswith(f"{described}.")]
+    assert shown, f"{described} has no example in its docstring"
+
+
+def test_names_without_example_exist():
+    assert WITHOUT_EXAMPLE.keys() <= PUBLIC.keys()
