@@ -1,4 +1,4 @@
-# `make train` and `make test` each work on a fresh checkout, with Python and a C++ compiler alone.
+# `make train`, `make check` and `make test` each work on a fresh checkout, with Python and a C++ compiler alone.
 VENV ?= .venv
 # The newest Python that runs: the shims of version managers exist also where no Python stands behind them.
 PYTHON ?= $(shell for p in python3.13 python3.12 $(HOME)/.pyenv/versions/3.13.*/bin/python \
@@ -8,9 +8,12 @@ BIN := $(VENV)/bin
 # Directories too: their times change when a file is added or removed.
 NATIVE := CMakeLists.txt $(shell find ffi)
 
-.PHONY: train test lint clean
+.PHONY: train check test lint clean
 train: $(VENV)/.installed
 	$(BIN)/python -m models.train --preset tiny $(ARGS)
+# The inner loop: what can be said in a minute.
+check: lint
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m 'not slow and not gpu' $(ARGS)
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
 lint: $(VENV)/.installed

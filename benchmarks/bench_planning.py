@@ -8,8 +8,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax_moe_lb.ops.lpt import lpt, lpt_reference
-from jax_moe_lb.ops.quota import quota, quota_reference
 
 from benchmarks.timing import interleaved_s, summary
 from benchmarks.workloads import WORKLOADS
@@ -81,14 +79,9 @@ def compare_calls(name: str, module: Callable, op: Callable, reference: Callable
 def compare_all_calls(num_ranks: int = 64, num_experts: int = 256, slots: int = 6) -> None:
     """The second table."""
     counts = LOGNORMAL.counts(0, num_ranks, 256, num_experts, 8)
-    tokens, topology = counts.sum(0, dtype=np.int32), Topology.flat(num_ranks)
+    topology = Topology.flat(num_ranks)
     plan = plain_plan(counts, topology, slots)
-    planned = _planning.greedy(plan.placement, plan.quota, num_ranks, 1)
-    bins, greedily = (num_ranks, num_experts // num_ranks), (num_ranks, 1)
-    compare_calls(
-        "lpt", lambda w: _planning.lpt(w, *bins), lambda w: lpt(w, *bins), lambda w: lpt_reference(w, *bins), tokens
-    )
-    compare_calls("quota", _planning.quota, quota, quota_reference, tokens, planned[0])
+    greedily = num_ranks, 1
     compare_calls(
         "greedy",
         lambda *case: _planning.greedy(*case, *greedily),

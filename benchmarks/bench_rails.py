@@ -19,27 +19,27 @@ MEMBERS = NODES = 8
 RANKS = MEMBERS * NODES
 SEEDS = 5
 MEAN_ROWS = 4000
-"""Of a flow from GPU to GPU: in rows, so that plans are of whole numbers."""
+"""The mean flow from GPU to GPU, in rows: so many that plans of whole numbers are fine enough."""
 
 
 # ---- workloads ------------------------------------------------------------------------
 
 
 def sparse(rng: np.random.Generator, sparsity: float) -> np.ndarray:
-    """Flows of random sizes (gamma of shape 2), less this fraction of them. `[R, R]` rows, 0 inside nodes."""
+    """Draws flows of random sizes (gamma of shape 2), less this fraction of them: `[R, R]` rows, 0 inside nodes."""
     rows = MEAN_ROWS / 2 * rng.gamma(2, size=(RANKS, RANKS)) * (rng.random((RANKS, RANKS)) >= sparsity)
     return between_nodes_only(rows)
 
 
 def popular(rng: np.random.Generator, exponent: float) -> np.ndarray:
-    """Every GPU routes tokens to two of as many experts as GPUs, of which some are popular (Zipf)."""
+    """Lets every GPU route tokens to two of as many experts as GPUs, of which some are popular (Zipf)."""
     share = rng.permutation(np.arange(1.0, RANKS + 1) ** -exponent)
     tokens = MEAN_ROWS * RANKS
     return between_nodes_only(rng.multinomial(tokens, share / share.sum(), RANKS))
 
 
 def mixtral(rng: np.random.Generator, spread: float) -> np.ndarray:
-    """Eight experts, two of them for each token, on the GPUs of two nodes of four; routing differs between GPUs."""
+    """Draws eight experts, two per token, on the GPUs of two nodes of four; routing differs between GPUs."""
     logits = spread * rng.normal(size=(8, 1, 8)) + rng.gumbel(size=(8, 4096, 8))
     chosen = np.argsort(-logits, -1)[:, :, :2].reshape(8, -1)
     return np.stack([np.bincount(row, minlength=8) for row in chosen]).astype(np.int32)
@@ -54,29 +54,29 @@ def between_nodes_only(rows: np.ndarray) -> np.ndarray:
 
 
 def on_rail(rows: np.ndarray, rail: np.ndarray, num_rails: int) -> np.ndarray:
-    """Whole flows, each on its rail."""
+    """Puts whole flows on one rail each."""
     return rows[:, :, None] * (rail[:, :, None] == np.arange(num_rails))
 
 
 def by_source(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarray:
-    """By the NIC of the GPU that sends."""
+    """Uses the NIC of the GPU that sends."""
     del rng
     return on_rail(rows, np.broadcast_to(np.arange(len(rows))[:, None] % members, rows.shape), members)
 
 
 def by_receiver(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarray:
-    """By the NIC of the GPU that receives, as without a plan."""
+    """Uses the NIC of the GPU that receives, as without a plan."""
     del rng
     return on_rail(rows, np.broadcast_to(np.arange(len(rows)) % members, rows.shape), members)
 
 
 def hashed(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarray:
-    """Every flow by a NIC of its own choice, as ECMP does."""
+    """Puts every flow on a NIC of its own choice, as ECMP does."""
     return on_rail(rows, rng.integers(0, members, rows.shape), members)
 
 
 def pooled(rows: np.ndarray, members: int, rng: np.random.Generator, parts: float = np.inf) -> np.ndarray:
-    """LPT over all that a node sends: whole flows, or in chunks of the mean flow over `parts`."""
+    """Packs all that a node sends by LPT: whole flows, or chunks of the mean flow over `parts`."""
     del rng
     rails = np.zeros((*rows.shape, members), np.int32)
     chunk = rows[rows > 0].mean() / parts if np.isfinite(parts) else rows.max() + 1
@@ -87,7 +87,7 @@ def pooled(rows: np.ndarray, members: int, rng: np.random.Generator, parts: floa
 
 
 def per_destination(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarray:
-    """LPT over what a node sends to another, in chunks of a quarter of the mean flow, without turns."""
+    """Packs what a node sends to another by LPT, in chunks of a quarter of the mean flow, without turns."""
     del rng
     rails = np.zeros((*rows.shape, members), np.int32)
     chunk = int(max(rows[rows > 0].mean() / 4, 1))
@@ -123,7 +123,7 @@ def _lightest_first(sizes: np.ndarray, num_rails: int) -> np.ndarray:
 
 
 def rails_of(rows: np.ndarray, members: int, rng: np.random.Generator, chunks: int = 16) -> np.ndarray:
-    """The library's."""
+    """Plans as the library does."""
     del rng
     return np.asarray(spray(rows, np.ones(members, np.int32), members, chunks))
 
@@ -143,7 +143,7 @@ PLANS = {
 
 
 def loads(rails: np.ndarray, members: int) -> tuple[np.ndarray, np.ndarray]:
-    """What each NIC sends and receives, `[G, N]`."""
+    """Counts what each NIC sends and receives, `[G, N]` for `G` nodes."""
     num_nodes = len(rails) // members
     total = rails.reshape(num_nodes, members, num_nodes, members, -1).sum((1, 3), dtype=np.int64)
     total = total * ~np.eye(num_nodes, dtype=bool)[:, :, None]
@@ -151,13 +151,13 @@ def loads(rails: np.ndarray, members: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bound(rows: np.ndarray, members: int) -> float:
-    """The busiest node's rows over its rails."""
+    """Returns the busiest node's rows over its rails, which no plan gets below."""
     sent, received = loads(rows[:, :, None], members)
     return max(sent.max(), received.max()) / members
 
 
 def over_bound(plan, draw, members: int = MEMBERS) -> np.ndarray:
-    """The busiest NIC as a sender, as a receiver, and of both, over the bound: means over seeds."""
+    """Returns the busiest NIC as a sender, as a receiver, and of both, over the bound: means over seeds."""
     ratios = []
     for seed in range(SEEDS):
         rng = np.random.default_rng(seed)
@@ -168,7 +168,7 @@ def over_bound(plan, draw, members: int = MEMBERS) -> np.ndarray:
 
 
 def table_of_plans() -> None:
-    """How evenly NICs send / receive."""
+    """Prints how evenly NICs send and receive."""
     print("Busiest NIC over the bound, sending / receiving; 8 nodes of 8, means of 5 seeds")
     print(f"{'':22}" + "".join(f"{s:>14}" for s in (0, 0.8, 0.95)))
     for name, plan in PLANS.items():
@@ -190,7 +190,7 @@ BASELINES = ("source's NIC", "receiver's NIC", "hashed")
 
 
 def table_of_times() -> None:
-    """Completion time against that of plans that do not balance."""
+    """Prints completion times against those of plans that do not balance."""
     print("\nCompletion time of RailS, and bus bandwidth, against")
     print(f"{'':18}" + "".join(f"{name:>22}" for name in BASELINES) + f"{'over the bound':>18}")
     for name, (draw, members) in WORKLOADS.items():
@@ -201,7 +201,7 @@ def table_of_times() -> None:
 
 
 def table_of_chunks() -> None:
-    """What more chunks cost and bring."""
+    """Prints what more chunks cost and bring."""
     rows = sparse(np.random.default_rng(0), 0.8)
     small = (rows / 40).astype(np.int32)
     every = (1, 2, 4, 8, 16, 32, 64, 256)
@@ -217,14 +217,14 @@ def table_of_chunks() -> None:
 
 
 def _messages(rows: np.ndarray, chunks: int) -> float:
-    """Chunks and rests that a NIC sends, on average."""
+    """The chunks and rests that a NIC sends, on average."""
     blocks = rows.reshape(NODES, MEMBERS, NODES, MEMBERS).swapaxes(1, 2).reshape(-1, MEMBERS**2)
     chunk = np.maximum(blocks.sum(1) // MEMBERS // chunks, 1)[:, None]
     return (-(-blocks // chunk)).sum() / RANKS
 
 
 def table_of_rails() -> None:
-    """Slow and dead rails, with and without their speeds."""
+    """Prints what slow and dead rails do, with and without their speeds known."""
     print("\nOne rail of eight slower: time over that of the best split, told / not told its speed")
     rows = sparse(np.random.default_rng(0), 0.8)
     for name, speeds in (("half as fast", (2,) * 7 + (1,)), ("a tenth", (10,) * 7 + (1,)), ("dead", (1,) * 7 + (0,))):
@@ -237,7 +237,7 @@ def table_of_rails() -> None:
 
 
 def main() -> None:
-    """All tables."""
+    """Prints all tables."""
     table_of_plans()
     table_of_times()
     table_of_chunks()

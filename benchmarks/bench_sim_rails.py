@@ -39,8 +39,8 @@ PUBLISHED_TIME, PUBLISHED_BUS, PUBLISHED_ITERATION = (-17, -78), (20, 78), (-18,
 """Of the paper, in percent, from least to most."""
 
 
-def fabric_of(num_domains: int, over_subscribed: int = 1) -> Fabric:
-    fabric = Fabric.non_blocking(num_domains, GPUS, nic_bytes_per_s=50e9, gpu_bytes_per_s=450e9)
+def fabric_of(num_nodes: int, over_subscribed: int = 1) -> Fabric:
+    fabric = Fabric.non_blocking(num_nodes, GPUS, nic_bytes_per_s=50e9, gpu_bytes_per_s=450e9)
     return replace(fabric, spine_bytes_per_s=fabric.spine_bytes_per_s / over_subscribed)
 
 
@@ -147,7 +147,7 @@ class Results:
 
 def floor_s(rows: np.ndarray, fabric: Fabric) -> float:
     """No way is faster: theorem 2's bound of each domain's NICs together, and what passes the ports of each GPU."""
-    gpus, domains = fabric.gpus_per_domain, fabric.num_domains
+    gpus, domains = fabric.gpus_per_node, fabric.num_nodes
     sent_bytes = rows * (1.0 - np.eye(fabric.num_gpus)) * ROW_BYTES
     domain = np.arange(fabric.num_gpus) // gpus
     near = sent_bytes * (domain[:, None] == domain)
@@ -208,7 +208,7 @@ def change(results: Results, way: str) -> str:
     return f"{100 * (ratio.mean() - 1):+.0f} / {100 * ((1 / ratio).mean() - 1):+.0f}"
 
 
-def show_domains(num_domains: int, all_results: dict[str, Results]) -> None:
+def show_domains(num_nodes: int, all_results: dict[str, Results]) -> None:
     ways = list(next(iter(all_results.values())).seconds)
     times, changes = [], []
     for name, results in all_results.items():
@@ -217,17 +217,17 @@ def show_domains(num_domains: int, all_results: dict[str, Results]) -> None:
         over = (results.seconds[RAILS] / results.floor_s).max()
         bus = spread(results.bus_bytes_per_s(RAILS), 1e-9, 1)
         changes.append([name, *(change(results, way) for way in ways if way != RAILS), f"{over:.3f}", bus])
-    table(f"{num_domains} domains: completion time, ms", ["traffic", "floor", *ways], times)
+    table(f"{num_nodes} domains: completion time, ms", ["traffic", "floor", *ways], times)
     columns = ["traffic", *(way for way in ways if way != RAILS), "time over the floor, worst seed", "bus GB/s"]
-    table(f"{num_domains} domains: RailS against others, time / bus bandwidth, %", columns, changes)
+    table(f"{num_nodes} domains: RailS against others, time / bus bandwidth, %", columns, changes)
 
 
 def show_layer(all_results: dict[int, dict[str, Results]]) -> None:
     rows = []
-    for num_domains, by_traffic in all_results.items():
+    for num_nodes, by_traffic in all_results.items():
         for name in MIXTRAL:
             results = by_traffic[name]
-            cells = [f"{num_domains}, {name}"]
+            cells = [f"{num_nodes}, {name}"]
             for utilisation in (UTILISATION / 2, UTILISATION, 2 * UTILISATION):
                 compute = layer_s(results.busiest_rows, utilisation)
                 ours, theirs = (compute + 4 * results.seconds[way] for way in (RAILS, ECMP))
@@ -326,8 +326,8 @@ def main() -> None:
     if args.json:
         print(json.dumps(as_json(measured)))
         return
-    for num_domains, all_results in measured["domains"].items():
-        show_domains(num_domains, all_results)
+    for num_nodes, all_results in measured["domains"].items():
+        show_domains(num_nodes, all_results)
     show_published(measured["domains"])
     show_layer(measured["domains"])
     show_ways("8 domains, transports that choose the rail", measured["rails"])

@@ -108,6 +108,7 @@ Int32Array Result(Shape layers, std::initializer_list<size_t> last) {
 }
 
 std::string LayerName(size_t layer, const Shape& layers) {
+  // A single plan has no number that an error could name.
   if (layers.empty()) return "";
   Shape index(layers.size());
   for (size_t i = layers.size(); i-- > 0; layer /= static_cast<size_t>(layers[i])) {
@@ -133,6 +134,7 @@ using Out = moe_lb::MatrixView<int32_t>;
 // New plans: plan(layer, placement, quota) writes that of a layer.
 py::tuple Plans(const Shape& layers, size_t ranks, size_t slots, size_t experts,
                 const std::function<moe_lb::Status(size_t, Out, Out)>& plan) {
+  // The results are made here, while Python's lock is held; the planners only write into their memory.
   Int32Array placement = Result(layers, {ranks, slots});
   Int32Array quota = Result(layers, {experts, ranks});
   int32_t* placed = placement.mutable_data();
@@ -225,6 +227,7 @@ py::tuple Exact(const py::array& counts_array, size_t num_slots, int64_t domain,
   const size_t ranks = counts.last(0), experts = counts.last(1);
   moe_lb::ExactDomainsOptions options;
   options.eps = eps;
+  // Python has no largest integer, so None stands for no bound.
   options.max_fan_out = max_fan_out.value_or(std::numeric_limits<int64_t>::max());
   options.localize = localize;
   return Plans(layers, ranks, num_slots, experts, [&](size_t layer, Out placement, Out quota) {

@@ -38,9 +38,7 @@ def _lower(ctx: Any, *operands: Any, results: tuple[Any, ...], explain: Callable
 
 
 def _batch(operands: Any, dims: Any, *, results: tuple[Any, ...], explain: Callable[[str], str]) -> Any:
-    size = next(
-        operand.shape[dim] for operand, dim in zip(operands, dims, strict=True) if dim is not batching.not_mapped
-    )
+    size = next(operand.shape[dim] for operand, dim in zip(operands, dims, strict=True) if dim is not None)
     shapes = tuple(
         result.update(shape=(size, *result.shape), sharding=result.sharding.update(spec=(None, *result.sharding.spec)))
         for result in results

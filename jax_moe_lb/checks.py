@@ -1,13 +1,13 @@
 """Checks of sizes that many places make, each with one message."""
 
 
-def home_experts_per_rank(num_experts: int, num_ranks: int, argument: str = "num_experts") -> int:
+def home_experts_per_rank(num_experts: int, num_ranks: int, holder: str | None = None) -> int:
     """The `L = E / R` experts that are at home on every rank.
 
     Args:
         num_experts: `E`.
         num_ranks: `R`.
-        argument: what the message calls the argument that has so many experts.
+        holder: what the message calls the argument that has so many experts; `None`: they are `num_experts` themselves.
 
     Raises:
         ValueError: `E` is not a positive multiple of `R`.
@@ -17,7 +17,8 @@ def home_experts_per_rank(num_experts: int, num_ranks: int, argument: str = "num
         16
     """
     if num_experts < 1 or num_experts % num_ranks:
-        raise ValueError(f"{argument} is {num_experts}; expected a positive multiple of the {num_ranks} ranks")
+        found = f"num_experts is {num_experts}" if holder is None else f"{holder} has {num_experts} experts"
+        raise ValueError(f"{found}; expected a positive multiple of the {num_ranks} ranks")
     return num_experts // num_ranks
 
 

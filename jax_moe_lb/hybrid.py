@@ -2,8 +2,8 @@
 
 Every level's axis is split in two: `dc` of size 8 with expert domains of 4 becomes `dc_domain` of size 2 and
 `dc_offset` of size 4. Members of an expert domain differ in their offset, and only experts travel between them; members
-of equal offset form an expert-parallel group of their own, and only tokens travel inside it. So HybridEP is plain expert
-parallelism of a smaller degree, several times side by side, with the experts gathered over the offset axes.
+of equal offset form an expert-parallel group of their own, and only tokens travel inside it. So HybridEP is plain
+expert parallelism of a smaller degree, several times side by side, with the experts gathered over the offset axes.
 """
 
 import math
@@ -49,6 +49,7 @@ def hybrid_mesh(mesh: Mesh, domain_sizes: Mapping[str, int]) -> Mesh:
     types = tuple(kind for part, kind in zip(parts, mesh.axis_types, strict=True) for _ in part)
     if len(set(names)) < len(names):
         raise ValueError(f"the split mesh has axes {names}; expected different names")
+    # Row-major, so that neighbours on an axis share an expert domain.
     return Mesh(np.asarray(mesh.devices).reshape(sizes), names, axis_types=types)
 
 
@@ -65,10 +66,10 @@ def _parts(axis: str, size: int, domain_sizes: Mapping[str, int]) -> dict[str, i
 class ExpertDomains:
     """These expert domains say how experts and tokens lie on a mesh of `hybrid_mesh`.
 
-    Make them with `from_mesh` and give them to `Migrate`; give `between` to the layer as its topology. Ranks are numbered
-    by expert domain, outermost level first, then by offset, innermost level first. So an expert domain is a block of
-    ranks and holds a block of experts, in the order in which gathers leave them that go from the outermost level
-    inwards. `jax.lax.axis_index` numbers ranks like that over `expert_axes`. The value is hashable.
+    Make them with `from_mesh` and give them to `Migrate`; give `between` to the layer as its topology. Ranks are
+    numbered by expert domain, outermost level first, then by offset, innermost level first. So an expert domain is a
+    block of ranks and holds a block of experts, in the order in which gathers leave them that go from the outermost
+    level inwards. `jax.lax.axis_index` numbers ranks like that over `expert_axes`. The value is hashable.
 
     Args:
         between: the group that exchanges tokens: ranks of equal offset. The offset axes are data axes to it.
@@ -109,6 +110,7 @@ class ExpertDomains:
                     f"the mesh splits {axis!r} into {found}; expected parts of the topology's {level.size} members"
                 )
         domain_axes = tuple(axis + DOMAIN for axis in topology.expert_axes)
+        # Innermost first: gathers from the outermost level inwards leave the experts in this order.
         offset_axes = tuple(axis + OFFSET for axis in reversed(topology.expert_axes))
         levels = tuple(
             replace(level, size=mesh.shape[axis]) for axis, level in zip(domain_axes, topology.levels, strict=True)
@@ -124,12 +126,13 @@ class ExpertDomains:
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """The axes that experts are sharded over, expert domains first: put them into a `PartitionSpec`."""
+        """Names the axes that experts are sharded over, expert domains first: put them into a `PartitionSpec`."""
         return self.between.expert_axes + self.offset_axes
 
     @property
     def whole(self) -> Topology:
-        """All ranks as one group, a domain of experts being its domain: for planning, and for `DomainGather`."""
+        """Makes all ranks one group, whose domains are the expert domains: to plan for it, as `HybridEP` does."""
+        # Two levels are enough, as planners ask only who shares a domain.
         levels = (Level("node", self.between.num_ranks), Level("gpu", self.domain_size))
         data_axes = tuple(axis for axis in self.between.data_axes if axis not in self.offset_axes)
         return Topology(levels, self.domain_size, expert_axes=self.expert_axes, data_axes=data_axes)

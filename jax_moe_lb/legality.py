@@ -1,4 +1,4 @@
-"""A bad plan never reaches a copy: the rules of a plan, checked on the host and inside a jitted program.
+"""The rules of a plan are checked on the host and inside a jitted program, so that a bad plan never reaches a copy.
 
 Both checks read the same list of rules. The jitted one costs a few integer reductions;
 only when a rule is broken does it call the host, which names what is wrong.
@@ -23,11 +23,14 @@ INT32_MAX = np.iinfo(np.int32).max
 
 
 def check_counts(counts: AnyArray) -> None:
-    """Refuses counts that no plan can be made from.
+    """Refuses counts that no plan can be made from; call it on counts from files.
+
+    Args:
+        counts: `[R, E]`, concrete.
 
     Raises:
-        ValueError: not two-dimensional, not integers, negative, or a sum beyond int32;
-            the message names the entry.
+        ValueError: they are not two-dimensional, not integers, negative, or their sum is beyond int32; the message
+            names the entry.
     """
     counts = np.asarray(counts)
     if counts.ndim != 2:
@@ -47,13 +50,26 @@ def check_counts(counts: AnyArray) -> None:
 def check_plan(plan: Plan, counts: AnyArray, dynamic: AnyArray | None = None) -> None:
     """Refuses a plan that loses tokens, serves from an empty slot, breaks a domain or takes static experts from home.
 
+    Call it on plans of a balancer of your own, or on plans from a file; `moe` checks every plan by itself.
+
     Args:
-        plan: concrete arrays (not traced).
-        counts: `[R, E]`, the load it was made for.
-        dynamic: `[E]`, false for experts that only their homes may serve; `None`: there are none.
+        plan: the plan of one layer, of concrete arrays, not traced ones.
+        counts: `[R, E]` integers, the counts that it was made for.
+        dynamic: `[E]` booleans, false for static experts, which only their homes may serve; `None`: all are dynamic.
 
     Raises:
-        ValueError: names the field, the expert, the rank and the numbers.
+        ValueError: the plan breaks a rule; the message names the field, the expert, the rank and the numbers.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import Plan, Topology, check_plan, plain_plan
+        >>> counts = np.array([[3, 1], [2, 0]], np.int32)
+        >>> plan = plain_plan(counts, Topology.flat(2))
+        >>> check_plan(plan, counts)
+        >>> check_plan(plan, counts + 1)
+        Traceback (most recent call last):
+        ...
+        ValueError: plan.quota of expert 0 sums to 5 tokens; expected the 7 of counts
     """
     counts = np.asarray(counts)
     check_counts(counts)
@@ -67,10 +83,10 @@ def check_plan(plan: Plan, counts: AnyArray, dynamic: AnyArray | None = None) ->
 
 
 def ensure_legal(plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = None) -> Plan:
-    """The same plan, or an error at run time with the message of `check_plan`, whose arguments these are.
+    """Returns the same plan, or raises at run time with the message of `check_plan`, whose arguments these are.
 
-    For use inside `jax.jit` and `jax.shard_map`, with `plan` and `counts` equal on all
-    ranks, so that either all of them stop or none does.
+    It works inside `jax.jit` and `jax.shard_map`, with `plan` and `counts` equal on all ranks, so that either all of
+    them stop or none does.
     """
     _check_shapes(plan, counts.shape)
     legal = jnp.stack([~broken.any() for broken, _ in _rules(plan, counts, dynamic, jnp)]).all()
@@ -82,12 +98,12 @@ def check_routed(wrong: AnyArray, num_experts: AnyArray) -> None:
     """Refuses what a router got wrong.
 
     Args:
-        wrong: `[R, 4]`, of each rank: expert ids out of range, the lowest and the highest of
-            them (0 where there are none), and whether some routing weight is not finite.
+        wrong: `[R, 4]`, for each rank the number of expert ids out of range, the lowest and the highest of them (0
+            where there are none), and whether some routing weight is not finite.
         num_experts: `E`.
 
     Raises:
-        ValueError: names the rank.
+        ValueError: an id is out of range or a weight not finite; the message names the rank.
     """
     for rank, (num_bad, lowest, highest, bad_weights) in enumerate(np.asarray(wrong).tolist()):
         if num_bad:
@@ -107,10 +123,15 @@ def check_homes(homes: Any) -> None:
 
 
 def checked_permutation(name: str, permutation: Any, shape: tuple[int, int]) -> Int[np.ndarray, "layers E"]:
-    """The permutation of each layer, int32.
+    """Checks the permutation of each layer and makes it int32.
+
+    Args:
+        name: what messages call it.
+        permutation: integers, `[layers, E]`.
+        shape: `(layers, E)`.
 
     Raises:
-        ValueError: another shape, no integers, or a number that is missing or there twice.
+        ValueError: it has another shape or no integers, or a number is missing or there twice.
     """
     permutation = np.asarray(permutation)
     if permutation.shape != shape or not np.issubdtype(permutation.dtype, np.integer):
@@ -128,7 +149,7 @@ def checked_permutation(name: str, permutation: Any, shape: tuple[int, int]) -> 
 
 
 def ensure(ok: Bool[jax.Array, ""], check: Callable[..., None], *args: Any) -> Int[jax.Array, ""]:
-    """Zero; if not `ok`, calls `check(*args)` on the host, where it raises.
+    """Computes zero; if not `ok`, calls `check(*args)` on the host, where it raises.
 
     Add the zero to what is used next, so that no compiler can drop the check.
     """
@@ -169,10 +190,11 @@ def _check_shapes(plan: Plan, counts_shape: tuple[int, ...]) -> None:
 def _rules(
     plan: Plan, counts: Counts, dynamic: AnyArray | None, xp: Any
 ) -> Iterator[tuple[AnyArray, Callable[..., str]]]:
-    """Every rule as (entries that break it, what to say of one such entry)."""
+    """Lists every rule as (entries that break it, what to say of one such entry)."""
     placement, quota, home = plan.placement, plan.quota, plan.num_home
     ranks = host_iota(plan.num_ranks)[:, None]
     expected_home = host_iota(plan.num_experts).reshape(-1, home)
+    # Entries out of range break one rule; the other rules must not index with them.
     in_range = (placement >= -1) & (placement < plan.num_experts)
     expert = xp.where(in_range, placement, -1)
     copies = _copies(expert, plan.num_experts)
@@ -236,6 +258,7 @@ def _rules(
 def _relay_rules(plan: Plan, relay: AnyArray, copies: AnyArray) -> Iterator[tuple[AnyArray, Callable[..., str]]]:
     placement = plan.placement
     inside = (relay >= 0) & (relay < plan.num_ranks)
+    # A wrong entry must index something, too: `inside` refuses it.
     source = relay.clip(0, plan.num_ranks - 1)
     yield (
         (placement >= 0) & (~inside | (copies[source, placement.clip(0, plan.num_experts - 1)] == 0)),
@@ -246,17 +269,19 @@ def _relay_rules(plan: Plan, relay: AnyArray, copies: AnyArray) -> Iterator[tupl
 
 
 def _copies(expert: AnyArray, num_experts: int) -> AnyArray:
-    """Slots of each rank that hold each expert, `[R, E]`."""
+    """Counts the slots of each rank that hold each expert, `[R, E]`."""
     ranks = np.broadcast_to(host_iota(expert.shape[0])[:, None], expert.shape)
     if isinstance(expert, np.ndarray):
         copies = np.zeros((expert.shape[0], num_experts + 1), np.int32)
         np.add.at(copies, (ranks, expert), 1)
         return copies[:, :-1]
+    # Empty slots count in a column of their own, which is cut off: a scatter has no condition.
     zeros = jnp.zeros((expert.shape[0], num_experts + 1), jnp.int32)
     return zeros.at[ranks, jnp.where(expert < 0, num_experts, expert)].add(1)[:, :-1]
 
 
 def _check_rails(plan: Plan, rails: AnyArray, counts: Counts) -> None:
+    # This runs on the host alone: asking the rule for every rank would be too much for each step of a program.
     split = partial(nearest_first, counts, plan.quota, domain=plan.domain, split=plan.split)
     rows = [split(rank=rank).sum(0) for rank in range(plan.num_ranks)]
     expected, sprayed = np.stack(rows), rails.sum(-1)

@@ -82,7 +82,8 @@ def moe(
 ) -> tuple[Tokens, Stats, State]:
     """A mixture-of-experts layer on one rank; call it inside `jax.shard_map`.
 
-    Equal to a dense mixture of experts in values and gradients, whatever the plan.
+    Equal to a dense mixture of experts in values and gradients, whatever the plan. `nn.MoE` is this for whole arrays;
+    call `moe` yourself inside your own `shard_map`.
 
     Args:
         x: this rank's tokens.
@@ -106,6 +107,24 @@ def moe(
         ValueError: shapes that do not fit each other or the topology. Bad values (a logit
             that is not finite, an expert id out of range, an illegal plan) stop the program
             on all ranks with an error of the same form.
+
+    Examples:
+        >>> from jax.sharding import AxisType, PartitionSpec
+        >>> from jax_moe_lb import TopK, greedy
+        >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> topology, ranks, whole = Topology.from_mesh(mesh), PartitionSpec("expert"), PartitionSpec()
+        >>> def layer(x, kernel, experts):
+        ...     y, stats, _ = moe(x, kernel, experts, TopK(1), greedy(1), topology)
+        ...     return y, stats.load_before, stats.load_after
+        >>> kernel = jnp.eye(4)  # a token's largest entry says which expert it wants
+        >>> experts = Experts(jnp.ones((4, 4, 8)), jnp.ones((4, 8, 4)))
+        >>> x = jax.nn.one_hot(jnp.array([0, 0, 0, 1, 0, 0, 1, 2]), 4)
+        >>> run = jax.shard_map(
+        ...     layer, mesh=mesh, in_specs=(ranks, whole, ranks), out_specs=(ranks, whole, whole)
+        ... )
+        >>> y, before, after = run(x, kernel, experts)
+        >>> print(y.shape, before, after)
+        (8, 4) [7 1] [4 4]
     """
     _check_arguments(x, kernel, experts, topology)
     routing = route(x, kernel, router, topology, bias, mask)
@@ -138,7 +157,7 @@ def route(
     bias: Float[Array, "E"] | None = None,
     mask: TokenMask | None = None,
 ) -> Routing:
-    """Experts and weights of this rank's tokens, computed in float32 at least."""
+    """Asks the router for the experts and weights of this rank's tokens, in float32 at least."""
     dtype = wide_dtype(x)
     logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision=jax.lax.Precision.HIGHEST)
     first_token = jax.lax.axis_index(topology.expert_axes) * x.shape[0]

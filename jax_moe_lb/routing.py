@@ -84,8 +84,10 @@ class GroupLimit:
             )
         grouped = scores.reshape(num_tokens, self.num_groups, -1)
         group_scores = jax.lax.top_k(grouped, self.experts_per_score)[0].sum(-1)
+        # Among equals top_k takes the lower index, on every backend, so that the choice can be reproduced.
         best = jax.lax.top_k(group_scores, self.top_groups)[1]
         allowed = (best[:, :, None] == iota(self.num_groups)[None, None]).any(1)
+        # Not 0 but -inf, as a bias may have made all scores negative.
         return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
 
@@ -140,6 +142,7 @@ class TopK:
         """
         del first_token
         scores = self.score(logits)
+        # The bias is float32 and the scores may be float64, which strict promotion does not mix.
         choice = scores if bias is None else scores + bias[None].astype(scores.dtype)
         self._require_enough(logits.shape[1])
         if self.group_limit is not None:
@@ -191,7 +194,7 @@ class ForceBalanced:
 
     @property
     def num_experts_per_tok(self) -> int:
-        """`K`, the experts of a token."""
+        """Counts the experts of a token, `K`."""
         return self.router.num_experts_per_tok
 
     def __call__(
@@ -240,6 +243,7 @@ def updated_bias(bias: Float[Array, "E"], load: Int[Array, "E"], rate: float = 1
         The bias for the next step, `[E]`.
     """
     load = load.astype(bias.dtype)
+    # The paper takes the sign alone: an expert far off the mean moves no faster than one near to it.
     return bias + rate * jnp.sign(load.mean() - load)
 
 

@@ -43,8 +43,8 @@ class Work:
     Examples:
         >>> from jax_moe_lb import Work
         >>> tokens, per_token, width = 4096, 8, 2048
-        >>> Work(token_bytes=tokens * per_token * width * 2, expert_bytes=50e6, pre_expert_s=2e-3).token_bytes
-        134217728
+        >>> Work(token_bytes=2.0 * tokens * per_token * width, expert_bytes=50e6, pre_expert_s=2e-3).token_bytes
+        134217728.0
     """
 
     token_bytes: float
@@ -124,7 +124,7 @@ class ExpertDomainChoice:
 
     @property
     def domain_sizes(self) -> tuple[int, ...]:
-        """The size of the expert domains at every level, outermost first."""
+        """Lists the size of the expert domains at every level, outermost first."""
         return tuple(choice.best.domain_size for choice in self.levels)
 
     def __str__(self) -> str:
@@ -152,6 +152,7 @@ def latency(work: Work, level: Level, domain_size: int, experts: int = 1) -> Lat
     gather_s, exchange_s = _transfer(level, gather_bytes), _transfer(level, exchange_bytes)
     home_s = _transfer(level, work.gradient_bytes * experts * (domain_size - 1))
     total = max(work.pre_expert_s, gather_s) + 2 * exchange_s
+    # Without gradients this is the paper's model, which has no backward pass.
     if work.gradient_bytes:
         total += max(work.backward_s, home_s) + work.backward_exchanges * exchange_s
     hidden = min(work.pre_expert_s, gather_s)
@@ -215,7 +216,7 @@ def choose_expert_domains(work: Work, topology: Topology) -> ExpertDomainChoice:
         ValueError: a level of more than one member has no bandwidth.
 
     Examples:
-        Across datacenters the tokens of a layer cost more than its experts, inside one the links are fast:
+        Between two datacenters, and inside them, 20 MB of experts cost less than 134 MB of token copies:
 
         >>> from jax_moe_lb import Level, Topology, Work, choose_expert_domains
         >>> levels = (Level("dc", 2, 1.25e9, 5e-3), Level("gpu", 4, 360e9, 3e-6))
@@ -227,6 +228,7 @@ def choose_expert_domains(work: Work, topology: Topology) -> ExpertDomainChoice:
     experts = 1
     for level in topology.levels:
         chosen.append(choose_level(work, level, experts))
+        # Levels further in forward what this one gathered.
         experts *= chosen[-1].best.domain_size
     return ExpertDomainChoice(tuple(chosen))
 
@@ -239,6 +241,7 @@ def _transfer(level: Level, num_bytes: float) -> float:
 
 
 def _rate(level: Level) -> float:
+    # With an infinite rate every size would be equally fast, and nothing could be chosen.
     if level.bytes_per_s is None or not math.isfinite(level.bytes_per_s):
         raise ValueError(
             f"Level({level.name!r}).bytes_per_s is {level.bytes_per_s}; expected a finite rate, in bytes per second"

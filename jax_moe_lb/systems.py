@@ -26,14 +26,22 @@ from jax_moe_lb.transport.staged import Staged
 
 @dataclass(frozen=True)
 class System:
-    """What `moe` runs. Hashable, so that it can be a static argument of `jax.jit`.
+    """What `moe` runs: who serves, how weights travel, and how tokens do.
+
+    Make one out of your own three choices; the functions of this module are those of the papers. It is hashable, so that
+    it can be a static argument of `jax.jit`.
 
     Args:
-        balancer: edits the plan.
-        replicate: fills the slots.
-        dispatch: moves tokens; its headroom sets the receive buffer.
-        replica_slots: `S - L`, slots per rank beyond those of the home experts; at most `E - L`; one rank alone
-            has none.
+        balancer: it edits the plan.
+        replicate: it fills the slots.
+        dispatch: it serves the tokens; its headroom sets the receive buffer.
+        replica_slots: `S - L`, slots per rank beyond those of the home experts; at most `E - L`. Two are usual; every
+            one costs the memory of an expert's weights and gradients, once for all layers. One rank alone has none.
+
+    Examples:
+        >>> from jax_moe_lb import Chain, Exact, RailS, Spray
+        >>> System(Chain((Exact(), RailS())), dispatch=Spray(), replica_slots=2).replicate
+        Gather()
     """
 
     balancer: Balancer = field(default_factory=Plain)
@@ -47,58 +55,145 @@ class System:
 
 
 def plain(headroom: float = 1.05) -> System:
-    """Plain expert parallelism: every expert at home, however skewed the load."""
+    """Plain expert parallelism: every expert is served at home, however skewed the load.
+
+    Use it where routing is level already, and as the baseline of every comparison.
+
+    Examples:
+        >>> system = plain()
+        >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
+        ('Plain', 'Direct', 0)
+    """
     return System(dispatch=Direct(headroom))
 
 
 def greedy(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """Quotas on replicas, in one greedy pass inside the jitted program."""
+    """Quotas on replicas, planned in one greedy pass inside the jitted program.
+
+    It needs no custom calls, so it is the first to try. Two replica slots on each rank are usual.
+
+    Examples:
+        >>> system = greedy(replica_slots=2)
+        >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
+        ('Greedy', 'Direct', 2)
+    """
     return System(Greedy(), dispatch=Direct(headroom), replica_slots=replica_slots)
 
 
 def ultraep(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """UltraEP's planner: every rank of a domain under one limit near the mean, planned for every microbatch; relays."""
+    """UltraEP's planner brings every rank of a domain under one limit near the mean, for every microbatch; relays.
+
+    Use it on rack-scale domains, where a hot expert has many replicas, which relays feed.
+
+    Examples:
+        >>> system = ultraep(replica_slots=2)
+        >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
+        ('UltraEP', 'Direct', 2)
+    """
     return System(UltraEP(), Relay(), Direct(headroom), replica_slots)
 
 
 def exact(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """The lowest maximum load that a search finds, then few replicas; needs the custom calls."""
+    """The lowest maximum load that a search finds, then few replicas; it needs the custom calls.
+
+    Use it on CPUs and NVIDIA GPUs, where the receive buffer shall be near the mean: with enough slots the maximum is
+    within its `eps`, 0.01, of the lowest one found.
+
+    Examples:
+        >>> system = exact(replica_slots=2)
+        >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
+        ('Exact', 'Direct', 2)
+    """
     return System(Exact(), dispatch=Direct(headroom), replica_slots=replica_slots)
 
 
 def hybridep(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """HybridEP's plan on any mesh: every rank holds the experts of its domain, as large as the slots allow.
+    """HybridEP's plan on any mesh: every rank holds the experts of its expert domain, as large as the slots allow.
 
     On a mesh of `hybrid_mesh` use `Migrate` instead, which moves experts before tokens are known, with any system.
+
+    Examples:
+        >>> system = hybridep(replica_slots=2)
+        >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
+        ('HybridEP', 'Direct', 2)
     """
     return System(HybridEP(), dispatch=Direct(headroom), replica_slots=replica_slots)
 
 
 def feplb(replica_slots: int = 4, headroom: float = 1.05) -> System:
-    """FEPLB: the busiest experts move, whole, to idle ranks of their domain, while the others are served."""
+    """FEPLB: the busiest experts move, whole, to idle ranks of their domain, while the others are served.
+
+    Use it inside one NVLink domain, where copy engines move weights. Four replica slots, the default, let a rank
+    take four experts.
+
+    Examples:
+        >>> system = feplb()
+        >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
+        ('FEPLB', 'Staged', 4)
+    """
     return System(FEPLB(), PeerCopy(), Staged(headroom), replica_slots)
 
 
 def fastermoe(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """FasterMoE's shadowing, with the costs of `FasterMoE`'s defaults: hot experts on every rank, if that pays."""
+    """FasterMoE's shadowing, with the costs of `FasterMoE`'s defaults: hot experts on every rank, if that pays.
+
+    Use it to reproduce that baseline.
+
+    Examples:
+        >>> system = fastermoe()
+        >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
+        ('FasterMoE', 'Direct', 2)
+    """
     return System(FasterMoE(), dispatch=Direct(headroom), replica_slots=replica_slots)
 
 
 def eplb(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """EPLB: replicas by the load of earlier microbatches, anew every few."""
+    """EPLB: replicas by the load of earlier microbatches, made anew every few.
+
+    Use it as a baseline, and where loads change slowly and no time for a planner is left.
+
+    Examples:
+        >>> system = eplb()
+        >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
+        ('EPLB', 'Direct', 2)
+    """
     return System(EPLB(), dispatch=Direct(headroom), replica_slots=replica_slots)
 
 
 def eplb_plus(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """EPLB+: EPLB's rule on the load of every microbatch."""
+    """EPLB+: EPLB's rule on the load of every microbatch.
+
+    Use it to reproduce that baseline of UltraEP's paper.
+
+    Examples:
+        >>> system = eplb_plus()
+        >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
+        ('EPLBPlus', 'Direct', 2)
+    """
     return System(EPLBPlus(), dispatch=Direct(headroom), replica_slots=replica_slots)
 
 
 def lplb(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """LPLB: a linear program over a fixed graph of replicas, solved on the host."""
+    """LPLB: a linear program over a fixed graph of replicas, solved on the host.
+
+    Use it to study that baseline: it calls the host in every layer.
+
+    Examples:
+        >>> system = lplb()
+        >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
+        ('LPLB', 'Direct', 2)
+    """
     return System(LPLB(), dispatch=Direct(headroom), replica_slots=replica_slots)
 
 
 def rails(headroom: float = 1.05) -> System:
-    """RailS: tokens between domains are sprayed over all rails. Mesh axes must make up the domains."""
+    """RailS: tokens between nodes are sprayed over all rails. Mesh axes must make up the nodes.
+
+    Use it where nodes have several network interfaces and their ranks do not all send the same.
+
+    Examples:
+        >>> system = rails()
+        >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
+        ('RailS', 'Spray', 0)
+    """
     return System(RailS(), dispatch=Spray(headroom))

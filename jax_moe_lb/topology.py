@@ -37,6 +37,7 @@ class Level:
         if self.name not in LEVEL_NAMES:
             raise ValueError(f"Level.name is {self.name!r}; expected one of {LEVEL_NAMES}")
         _require_positive(f"Level({self.name!r}).size", self.size)
+        # A comparison with NaN is false, so that `not ... > 0` refuses it too.
         if self.bytes_per_s is not None and not self.bytes_per_s > 0:
             raise ValueError(f"Level({self.name!r}).bytes_per_s is {self.bytes_per_s}; expected > 0")
         if self.latency_s is not None and not self.latency_s >= 0:
@@ -77,6 +78,7 @@ class Topology:
     flops_per_s: float | None = None
 
     def __post_init__(self) -> None:
+        # Ranks are numbered outermost level first, as the mesh numbers them: another order would mix them up.
         order = [LEVEL_NAMES.index(level.name) for level in self.levels]
         if not self.levels or order != sorted(set(order)):
             names = [level.name for level in self.levels]
@@ -93,7 +95,7 @@ class Topology:
 
     @property
     def num_ranks(self) -> int:
-        """`R`, the ranks of the group."""
+        """Counts the ranks of the group, `R`."""
         return math.prod(level.size for level in self.levels)
 
     @property
@@ -106,7 +108,7 @@ class Topology:
 
     @property
     def num_domains(self) -> int:
-        """`R / M`, the domains of the group."""
+        """Counts the domains of the group, `R / M`."""
         return self.num_ranks // self.ranks_per_domain
 
     @classmethod
@@ -168,6 +170,7 @@ class Topology:
                 raise ValueError(f"expert_axis names {axis!r}; expected an axis of the mesh, one of {mesh.axis_names}")
         rates = _per_axis("bytes_per_s", bytes_per_s, axes)
         latencies = _per_axis("latency_s", latency_s, axes)
+        # The innermost axis is the fastest level, so a mesh with one axis has GPUs and no nodes.
         names = LEVEL_NAMES[-len(axes) :]
         sizes = [mesh.shape[axis] for axis in axes]
         levels = tuple(map(Level, names, sizes, rates, latencies))

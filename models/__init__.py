@@ -1,1 +1,1 @@
-"""Whole networks on the public API of jax_moe_lb; `python -m models.train` trains one."""
+"""These are whole networks on the public API of jax_moe_lb; `python -m models.train` trains one."""

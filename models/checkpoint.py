@@ -1,4 +1,4 @@
-"""Checkpoints of a run: parameters, optimizer, balancer state and biases; never a replica, which is no state."""
+"""Checkpoints hold parameters, optimizer, balancer state and biases of a run, but no replica, which is no state."""
 
 import logging
 from pathlib import Path
@@ -12,14 +12,14 @@ NUM_KEPT = 2
 
 
 class Checkpoints:
-    """The newest checkpoints in a folder, as a context that closes them.
+    """`Checkpoints` keeps the newest checkpoints in a folder; it is a context that closes them.
 
     Args:
-        folder: made when it is missing.
+        folder: the folder, which is made when it is missing.
     """
 
     def __init__(self, folder: Path) -> None:
-        # It warns of its own future, at every start.
+        # Orbax warns of its own future, at every start.
         logging.getLogger("absl").setLevel(logging.ERROR)
         # Written before training goes on: the step after may consume the arrays.
         options = ocp.CheckpointManagerOptions(max_to_keep=NUM_KEPT, enable_async_checkpointing=False)
@@ -35,25 +35,34 @@ class Checkpoints:
 
     @property
     def newest_step(self) -> int | None:
-        """Step of the newest checkpoint, `None` if there is none."""
+        """Finds the step of the newest checkpoint, `None` if there is none."""
         return self.manager.latest_step()
 
     def save(self, step: int, state: nnx.State) -> None:
-        """Writes the state after `step` steps, unless it is there already."""
+        """Writes the state after `step` steps, unless it is there already.
+
+        Args:
+            step: how many steps the run has done.
+            state: the whole state of the run.
+        """
         if step != self.newest_step:
             self.manager.save(step, args=ocp.args.StandardSave(_named(state)))
 
     def restore(self, step: int, shapes: nnx.State) -> nnx.State:
-        """Reads the state after `step` steps, placed as `shapes` says.
+        """Reads the state after `step` steps.
+
+        Args:
+            step: the step of a checkpoint.
+            shapes: shapes and shardings of the state, which say where it is placed.
 
         Raises:
-            ValueError: it is that of another model.
+            ValueError: it is the state of another model.
         """
         named = self.manager.restore(step, args=ocp.args.StandardRestore(_named(shapes)))
         return jax.tree.unflatten(jax.tree.structure(shapes), list(map(named.__getitem__, _named(shapes))))
 
 
 def _named(state: nnx.State) -> dict[str, jax.Array]:
-    """Leaves by their path: a file that does not depend on how Flax nests them."""
+    """Names leaves by their path, for a file that does not depend on how Flax nests them."""
     leaves = jax.tree.leaves_with_path(state)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

@@ -1,4 +1,4 @@
-"""A decoder-only language model whose feed-forward networks are mixtures of experts."""
+"""`LanguageModel` is a decoder-only language model whose feed-forward networks are mixtures of experts."""
 
 from typing import Any
 
@@ -13,13 +13,14 @@ from jax_moe_lb.nn import MoE
 from models.presets import ModelConfig
 
 NUM_BYTES = 256
-"""The vocabulary: a token is a byte."""
+"""The vocabulary has so many words: a token is a byte."""
 
 ROPE_BASE = 10_000.0
+"""The rotary frequencies fall from 1 to one over this, which is the usual base."""
 
 
 def rope(x: Array) -> Array:
-    """Rotary position embedding: rotates the pairs of channels of `x`, `[B, T, N, C]`, by their position."""
+    """Applies the rotary position embedding: it rotates the pairs of channels of `x`, `[B, T, N, C]`, by position."""
     half = x.shape[-1] // 2
     frequencies = ROPE_BASE ** (-jnp.arange(half, dtype=x.dtype) / half)
     angles = jnp.arange(x.shape[1], dtype=x.dtype)[:, None] * frequencies[None]
@@ -29,35 +30,37 @@ def rope(x: Array) -> Array:
 
 
 class Attention(nnx.Module):
-    """Causal multi-head attention with rotary positions.
+    """This is causal multi-head attention with rotary positions.
 
     Args:
-        config: sizes.
+        config: the sizes of the model.
         rngs: random numbers for the parameters.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         self.num_heads = config.num_heads
+        # One large product is faster than three.
         self.qkv = nnx.Linear(config.embed_dim, 3 * config.embed_dim, use_bias=False, rngs=rngs)
         self.out = nnx.Linear(config.embed_dim, config.embed_dim, use_bias=False, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
-        """Tokens `[B, T, H]` that have seen those before them."""
+        """Mixes into each of the tokens `[B, T, H]` what those before it know."""
         heads = self.qkv(x).reshape(*x.shape[:2], 3, self.num_heads, -1)
         q, k, v = heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
+        # Queries and keys are rotated, not values: only scores shall depend on the distance.
         y = jax.nn.dot_product_attention(rope(q), rope(k), v, is_causal=True)
         return self.out(y.reshape(x.shape))
 
 
 class Block(nnx.Module):
-    """Attention, then experts, each on the residual stream.
+    """A block has attention, then experts, each on the residual stream.
 
     Args:
-        config: sizes.
-        mesh: of the expert and data axes.
-        topology: of `Topology.from_mesh(mesh)`.
-        system: how load is balanced.
-        migrate: gathers experts inside expert domains first; `None`: they stay at home.
+        config: the sizes of the model.
+        mesh: the mesh of the expert and data axes.
+        topology: what `Topology.from_mesh(mesh)` reads.
+        system: the strategies that balance the load.
+        migrate: gathers experts inside expert domains first; `None` keeps them at home.
         relocatable: whether experts can move between ranks.
         rngs: random numbers for the parameters.
     """
@@ -91,21 +94,21 @@ class Block(nnx.Module):
         )
 
     def __call__(self, x: Array) -> tuple[Array, Stats]:
-        """The residual stream `[B, T, H]`, and statistics of the experts' layer."""
+        """Computes the residual stream `[B, T, H]` behind the block, and statistics of the experts' layer."""
         x = x + self.attention(self.attention_norm(x))
         y, stats = self.moe(self.moe_norm(x))
         return x + y, stats
 
 
 class LanguageModel(nnx.Module):
-    """Bytes to logits of the next byte.
+    """This model maps bytes to logits of the next byte.
 
     Args:
-        config: sizes.
-        mesh: of the expert and data axes.
-        topology: of `Topology.from_mesh(mesh)`.
-        system: how load is balanced.
-        migrate: gathers experts inside expert domains first; `None`: they stay at home.
+        config: the sizes of the model.
+        mesh: the mesh of the expert and data axes.
+        topology: what `Topology.from_mesh(mesh)` reads.
+        system: the strategies that balance the load.
+        migrate: gathers experts inside expert domains first; `None` keeps them at home.
         relocatable: whether experts can move between ranks.
         rngs: random numbers for the parameters.
     """
@@ -132,7 +135,7 @@ class LanguageModel(nnx.Module):
         self.head = nnx.Linear(config.embed_dim, NUM_BYTES, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens: Array) -> tuple[Array, Stats]:
-        """Logits `[B, T, 256]` of int32 bytes `[B, T]`, and statistics stacked over layers, `[layers, D, ...]`."""
+        """Computes logits `[B, T, 256]` of int32 bytes `[B, T]`, and statistics of all layers, `[layers, D, ...]`."""
         x, per_layer = self.embed(tokens), []
         for block in self.blocks:
             x, stats = block(x)

@@ -1,4 +1,4 @@
-"""Bytes to learn from: text that every machine with Python has, or the user's own files."""
+"""`Corpus` has bytes to learn from: text that every machine with Python has, or the user's own files."""
 
 import hashlib
 import sysconfig
@@ -11,7 +11,7 @@ import numpy as np
 
 CHUNK_BYTES = 32_768
 CHUNKS_PER_SPLIT = 16
-"""The last of so many chunks is held out."""
+"""Of so many chunks the last is held out."""
 
 CHUNKS_OF_SHORT_TEXT = 10
 """A text too short for that is cut into so many smaller ones."""
@@ -19,12 +19,12 @@ CHUNKS_OF_SHORT_TEXT = 10
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Text, of which one chunk in every so many is held out.
+    """A corpus is text, of which one chunk in every so many is held out.
 
     Args:
-        train: bytes of the chunks to learn from, end to end.
-        validation: bytes of those held out.
-        source: where they are from, for a reader.
+        train: uint8 `[bytes]`, the chunks to learn from, end to end.
+        validation: uint8 `[bytes]`, the chunks that are held out.
+        source: where the text is from, for a reader.
     """
 
     train: np.ndarray
@@ -33,7 +33,12 @@ class Corpus:
 
     @classmethod
     def split(cls, text: bytes, source: str) -> "Corpus":
-        """Holds out the last chunk of every sixteen, so that both sides see all kinds of text."""
+        """Holds out the last chunk of every sixteen, so that both sides see all kinds of text.
+
+        Args:
+            text: all bytes.
+            source: where they are from, for a reader.
+        """
         every, chunk_bytes = CHUNKS_PER_SPLIT, CHUNK_BYTES
         if len(text) < every * chunk_bytes:
             every, chunk_bytes = CHUNKS_OF_SHORT_TEXT, max(1, len(text) // CHUNKS_OF_SHORT_TEXT)
@@ -43,30 +48,34 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes when the text does."""
+        """Makes a word that changes when the text does."""
         return hashlib.sha256(self.train.tobytes() + b"|" + self.validation.tobytes()).hexdigest()[:16]
 
     @cached_property
     def unigram_entropy_nats(self) -> float:
-        """Nats per byte of the validation text for a model that knows how often each byte occurs, and no more."""
+        """Counts the nats per byte of the validation text for a model that knows only how often each byte occurs."""
         counts = np.bincount(self.validation, minlength=256)
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * np.log(shares)).sum())
 
     def batch(self, seed: int, step: int, batch_size: int, sequence_length: int) -> np.ndarray:
-        """Training windows `[batch_size, sequence_length + 1]` int32, a pure function of `seed` and `step`."""
+        """Draws training windows `[batch_size, sequence_length + 1]` int32, a pure function of `seed` and `step`.
+
+        So a run that resumes sees the batches that it would have seen.
+        """
+        # Nothing is remembered between steps, so a run that resumes needs no state of this.
         rng = np.random.default_rng((seed, step))
         starts = rng.integers(0, len(self.train) - sequence_length, batch_size)
         return _windows(self.train, starts, sequence_length)
 
     def validation_batches(self, num_batches: int, batch_size: int, sequence_length: int) -> list[np.ndarray]:
-        """The same windows every time, evenly spaced over the validation text."""
+        """Cuts the same windows every time, evenly spaced over the validation text."""
         last_start = len(self.validation) - sequence_length - 1
         starts = np.linspace(0, last_start, num_batches * batch_size).astype(np.int64)
         return [_windows(self.validation, s, sequence_length) for s in np.split(starts, num_batches)]
 
     def check_length(self, sequence_length: int) -> None:
-        """Raises `ValueError` unless both parts hold a window."""
+        """Refuses sequences that are too long, with a `ValueError` unless both parts hold a window."""
         shortest = min(len(self.train), len(self.validation))
         if shortest <= sequence_length:
             raise ValueError(
@@ -76,7 +85,7 @@ class Corpus:
 
 
 def default_corpus(max_bytes: int) -> Corpus:
-    """Python's own documentation, then sources of its standard library, up to `max_bytes`."""
+    """Reads Python's own documentation, then sources of its standard library, up to `max_bytes`."""
     prose = "\n\n".join(topics[name] for name in sorted(topics)).encode()
     sources = _read(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
     source = f"help topics and standard library of Python {sysconfig.get_python_version()}"
@@ -84,7 +93,10 @@ def default_corpus(max_bytes: int) -> Corpus:
 
 
 def corpus_from(paths: list[Path]) -> Corpus:
-    """The files in `paths`, and all in its folders that are not hidden, sorted by name.
+    """Reads the files in `paths`, and all in its folders that are not hidden, sorted by name.
+
+    Args:
+        paths: files and folders of text.
 
     Raises:
         ValueError: a path does not exist or cannot be read, or there is no byte in any.
@@ -102,6 +114,7 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     inside = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
+    # Sorted, as the order of a folder differs between machines, and the text must not.
     return [path / file for file in sorted(inside) if not any(part.startswith(".") for part in file.parts)]
 
 

@@ -1,4 +1,4 @@
-"""A training run from its input to its files."""
+"""`prepare` and `execute` are a training run, from its input to its files."""
 
 import dataclasses
 import json
@@ -34,7 +34,17 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A run whose input has been checked."""
+    """A run has had its input checked.
+
+    Args:
+        config: the sizes of the run.
+        corpus: the text to learn from.
+        folder: where its files go.
+        mesh: its devices.
+        programs: what runs on the devices.
+        done_steps: steps that are behind already, 0 for a new run.
+        state: the state after them; `None` for a new run.
+    """
 
     config: TrainConfig
     corpus: Corpus
@@ -46,16 +56,16 @@ class Run:
 
 
 def prepare(config: TrainConfig, corpus: Corpus, run_dir: Path, *, resume: bool = False) -> Run:
-    """Everything that can fail because of what the user asked for.
+    """Does everything that can fail because of what the user asked for.
 
     Args:
-        config: sizes.
-        corpus: text.
-        run_dir: made if it is missing; without `resume`, an earlier run in it is removed.
-        resume: continue from the newest checkpoint there.
+        config: the sizes of the run.
+        corpus: the text to learn from.
+        run_dir: the folder of the run, made if it is missing; without `resume`, an earlier run in it is removed.
+        resume: whether to continue from the newest checkpoint there.
 
     Raises:
-        ValueError: names the argument, its value and what was expected.
+        ValueError: something does not fit; the message names the argument, its value and what was expected.
     """
     corpus.check_length(config.sequence_length)
     folder, mesh = RunFolder(run_dir), make_mesh(config.parallel)
@@ -69,11 +79,17 @@ def prepare(config: TrainConfig, corpus: Corpus, run_dir: Path, *, resume: bool 
 
 
 def execute(run: Run, console: Console) -> dict:
-    """Trains, writes the run folder, and returns the summary."""
+    """Trains, writes the run folder, and returns the summary, which is empty on all processes but the first.
+
+    Args:
+        run: what `prepare` returned.
+        console: where progress is shown.
+    """
     started, config, corpus = time.perf_counter(), run.config, run.corpus
     state = run.programs.init() if run.state is None else run.state
     recorder = Recorder(run.folder, run.done_steps + 1, writes=jax.process_index() == 0)
     validate = _validation(run)
+    # Compiled before the clock of the first step starts, which would otherwise seem slow.
     step_program, compile_s = _compiled(run, state)
     with Checkpoints(run.folder.checkpoints) as checkpoints, StepLine(console, run.done_steps, config.steps) as line:
         for step in range(run.done_steps + 1, config.steps + 1):
@@ -97,7 +113,7 @@ def execute(run: Run, console: Console) -> dict:
 
 
 def _moved(run: Run, state: nnx.State, step: int, recorder: Recorder) -> nnx.State:
-    """The state with experts where the loads so far want them."""
+    """Moves the experts of a state to where the loads so far want them."""
     topology = run.programs.topology
     permutation = next_homes(state, run.config, topology)
     if not moved_experts(permutation, topology).any():
@@ -124,7 +140,7 @@ def _resumed(config: TrainConfig, corpus: Corpus, folder: RunFolder, programs: P
 
 
 def _fixed(described: dict) -> dict:
-    """What a resumed run may not change."""
+    """Collects what a resumed run may not change."""
     config = described["config"]
     names = ("batch_size", "sequence_length", "seed")
     fixed = config["model"] | {name: config[name] for name in names} | {"data": described["data"]["fingerprint"]}
@@ -158,7 +174,7 @@ def _described(config: TrainConfig, corpus: Corpus) -> dict:
 
 
 def _compiled(run: Run, state: nnx.State) -> tuple[Callable, float]:
-    """The step, compiled ahead so that its time is not that of the first step; and the seconds it took."""
+    """Compiles the step ahead, so that its time is not that of the first step; returns it and the seconds it took."""
     started, config = time.perf_counter(), run.config
     tokens = np.zeros((config.batch_size, config.sequence_length + 1), np.int32)
     program = run.programs.step.lower(state, place_batch(tokens, run.mesh)).compile()

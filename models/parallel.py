@@ -1,4 +1,4 @@
-"""Devices, mesh and load-balancing system of a run."""
+"""These functions make the devices, the mesh and the load-balancing system of a run."""
 
 import contextlib
 import dataclasses
@@ -22,10 +22,13 @@ def offer_cpu_devices(num_devices: int) -> None:
 
 
 def make_mesh(parallel: ParallelConfig) -> Mesh:
-    """The mesh `(data, expert)` on the first devices.
+    """Makes the mesh `(data, expert)` on the first devices.
+
+    Args:
+        parallel: the sizes of its axes.
 
     Raises:
-        ValueError: there are too few, or processes that would have none.
+        ValueError: there are too few devices, or processes that would have none.
     """
     sizes, devices = (parallel.data_parallel, parallel.expert_parallel), jax.devices()
     enough = len(devices) == parallel.num_shards if jax.process_count() > 1 else len(devices) >= parallel.num_shards
@@ -39,19 +42,19 @@ def make_mesh(parallel: ParallelConfig) -> Mesh:
 
 
 def place_batch(batch: np.ndarray, mesh: Mesh) -> jax.Array:
-    """A batch that every process holds, split by sequence over all devices."""
+    """Splits a batch that every process holds by sequence over all devices."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     return jax.make_array_from_callback(batch.shape, sharding, lambda index: batch[index])
 
 
 def system_names() -> list[str]:
-    """Names of the systems that `jax_moe_lb.systems` defines."""
+    """Lists the names of the systems that `jax_moe_lb.systems` defines."""
     functions = inspect.getmembers(systems, inspect.isfunction)
     return [name for name, function in functions if function.__module__ == systems.__name__ and name[0] != "_"]
 
 
 def default_system(name: str) -> System:
-    """The system of that name.
+    """Makes the system of that name, with its defaults.
 
     Raises:
         ValueError: there is none.
@@ -62,7 +65,10 @@ def default_system(name: str) -> System:
 
 
 def make_system(parallel: ParallelConfig) -> System:
-    """The system with the options of the run.
+    """Makes the system with the options of the run.
+
+    Args:
+        parallel: the name and the options.
 
     Raises:
         ValueError: there is no such system, or an option is out of range.

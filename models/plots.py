@@ -1,4 +1,4 @@
-"""Figures of a run, as PNG."""
+"""These functions draw the figures of a run, as PNG."""
 
 import io
 import math
@@ -35,7 +35,13 @@ STYLE: dict[Any, Any] = {
 
 
 def loss_png(steps: list[dict], validation: list[dict], entropy_nats: float) -> bytes:
-    """Training and validation loss over steps, above what byte frequencies alone reach."""
+    """Draws training and validation loss over steps, above what byte frequencies alone reach.
+
+    Args:
+        steps: the recorded steps.
+        validation: the recorded validations, at least one.
+        entropy_nats: what byte frequencies alone reach, in nats per byte.
+    """
     with rc_context(STYLE):
         figure, axes = _figure(3.8)
         axes.plot([r["step"] for r in steps], [r["loss"] for r in steps], color="#a9c1dc", lw=1.1, label="training")
@@ -55,12 +61,12 @@ def loss_png(steps: list[dict], validation: list[dict], entropy_nats: float) -> 
 
 
 def imbalance_png(steps: np.ndarray, before: np.ndarray, after: np.ndarray) -> bytes:
-    """`max / mean` of the load over steps; lines are means over layers, bands reach from least to most.
+    """Draws `max / mean` of the load over steps; lines are means over layers, bands reach from least to most.
 
     Args:
-        steps: `[steps]`.
-        before: load `[steps, layers, R]` under plain expert parallelism.
-        after: that under the plan.
+        steps: `[steps]`, the number of each step.
+        before: `[steps, layers, R]`, the load under plain expert parallelism.
+        after: `[steps, layers, R]`, the load under the plan.
     """
     with rc_context(STYLE):
         figure, axes = _figure(3.4)
@@ -76,16 +82,16 @@ def imbalance_png(steps: np.ndarray, before: np.ndarray, after: np.ndarray) -> b
 
 
 def counts_png(counts: np.ndarray) -> bytes:
-    """Heat maps of the token copies that each rank routes to each expert, from counts `[layers, R, E]` of a step."""
+    """Draws heat maps of the copies that each rank routes to each expert, from counts `[layers, R, E]` of a step."""
     return _heat_maps([(counts, "rank that holds the token")])
 
 
 def served_png(counts: np.ndarray, quota: np.ndarray) -> bytes:
-    """Heat maps of the token copies that each rank serves, by expert: at home, and by the plan of a step.
+    """Draws heat maps of the token copies that each rank serves, by expert: at home, and by the plan of a step.
 
     Args:
-        counts: `[layers, R, E]`.
-        quota: `[layers, E, R]`.
+        counts: `[layers, R, E]`, what each rank routes to each expert.
+        quota: `[layers, E, R]`, what each rank serves of each expert.
     """
     _, num_ranks, num_experts = counts.shape
     home = np.arange(num_experts) // (num_experts // num_ranks) == np.arange(num_ranks)[:, None]
@@ -93,13 +99,14 @@ def served_png(counts: np.ndarray, quota: np.ndarray) -> bytes:
 
 
 def _heat_maps(rows: list[tuple[np.ndarray, str]]) -> bytes:
-    """A row of panels, one per layer, for each array `[layers, R, E]` with its label; one scale for all."""
+    """Draws a row of panels, one per layer, for each array `[layers, R, E]` with its label; one scale for all."""
     num_layers, num_ranks, num_experts = rows[0][0].shape
     num_home, top = num_experts // num_ranks, max(values.max() for values, _ in rows)
     with rc_context({**STYLE, "axes.grid": False}):
         figure, grid = _panels(num_layers, 0.5 + 2.2 * len(rows), len(rows))
         for (values, label), panels in zip(rows, grid, strict=True):
             for axes, layer in panels:
+                # A step without tokens would have a scale of no width.
                 image = axes.imshow(values[layer], cmap="Blues", vmin=0, vmax=max(top, 1), aspect="auto")
                 for edge in range(num_home, num_experts, num_home):
                     axes.axvline(edge - 0.5, color="white", lw=1.6)
@@ -115,7 +122,7 @@ def _heat_maps(rows: list[tuple[np.ndarray, str]]) -> bytes:
 
 
 def load_png(before: np.ndarray, after: np.ndarray) -> bytes:
-    """Token copies that each rank serves before and after balancing, from loads `[layers, R]` of a step."""
+    """Draws the token copies that each rank serves before and after balancing, from loads `[layers, R]` of a step."""
     ranks = np.arange(before.shape[1])
     with rc_context({**STYLE, "axes.grid.axis": "y"}):
         figure, (panels,) = _panels(len(before), 2.9)
@@ -136,7 +143,7 @@ def _figure(height_in: float) -> tuple[Figure, Axes]:
 
 
 def _panels(num_layers: int, height_in: float, num_rows: int = 1) -> tuple[Figure, list[list[tuple[Axes, int]]]]:
-    """Rows with one panel per layer, or for so many layers, spread from first to last."""
+    """Makes rows with one panel per layer, at most `MAX_PANELS`, whose layers are spread from first to last."""
     layers = np.unique(np.linspace(0, num_layers - 1, min(num_layers, MAX_PANELS)).round().astype(int))
     figure = Figure((WIDTH_IN, height_in), layout="constrained")
     grid = figure.subplots(num_rows, len(layers), sharex=num_rows > 1, sharey=True, squeeze=False)
@@ -148,7 +155,7 @@ def _ticks(count: int) -> list[int]:
 
 
 def _note(axes: Axes, x: float, y: float, text: str, color: str, offset_points: float) -> None:
-    """Text at the right end of the horizontal line at `y`."""
+    """Writes text at the right end of the horizontal line at `y`."""
     place = axes.get_yaxis_transform()
     axes.annotate(
         text,

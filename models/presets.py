@@ -1,27 +1,30 @@
-"""Sizes of models and training runs, by name."""
+"""A preset has the sizes of a model and of its training run."""
 
 import math
 from dataclasses import dataclass
 
 
 def require_positive(name: str, value: int) -> None:
-    """Raises `ValueError` unless `value` is at least 1."""
+    """Refuses what is no number of things, with a `ValueError` unless `value` is at least 1."""
     if value < 1:
         raise ValueError(f"{name} is {value}; expected at least 1")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A byte-level decoder whose every feed-forward network is a mixture of experts.
+    """These are the sizes of a byte-level decoder whose every feed-forward network is a mixture of experts.
 
     Args:
-        num_layers: blocks of attention and experts.
-        embed_dim: `H`.
-        num_heads: of attention; divides `embed_dim` into even parts.
-        mlp_dim: `F`, inner width of an expert.
-        num_experts: `E`.
-        experts_per_token: `K`.
-        force_balanced: route round robin, the papers' ideal. Learns little; its speed is the bound.
+        num_layers: the blocks of attention and experts.
+        embed_dim: `H`, the width of the model.
+        num_heads: the heads of attention; it divides `embed_dim` into even parts.
+        mlp_dim: `F`, the inner width of an expert.
+        num_experts: `E`, the experts of a layer.
+        experts_per_token: `K`, the experts of a token.
+        force_balanced: whether to route round robin, the papers' ideal. It learns little; its speed is the bound.
+
+    Raises:
+        ValueError: a size is below 1, or the heads do not divide the width.
     """
 
     num_layers: int = 4
@@ -35,22 +38,27 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("num_layers", "embed_dim", "num_heads", "mlp_dim", "num_experts", "experts_per_token"):
             require_positive(name, getattr(self, name))
+        # Rotary positions turn the channels of a head in pairs.
         if self.embed_dim % (2 * self.num_heads):
             raise ValueError(f"num_heads is {self.num_heads}; expected to divide embed_dim {self.embed_dim} evenly")
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model lies on the machine.
+    """These numbers say how the model lies on the machine.
 
     Args:
-        data_parallel: groups of ranks side by side, each with all experts.
-        expert_parallel: `R`, ranks in a group.
-        system: name of a function in `jax_moe_lb.systems`.
-        replica_slots: slots per rank beyond the home experts', where the system makes replicas;
-            `None`: its default.
-        headroom: receive buffer over the mean load; `None`: the system's default.
-        ranks_per_domain: `M`, ranks among which expert weights may move each microbatch; `None`: all of a group.
+        data_parallel: the groups of ranks side by side, each with all experts.
+        expert_parallel: `R`, the ranks in a group.
+        system: the name of a function in `jax_moe_lb.systems`.
+        replica_slots: slots of a rank beyond its home experts, where the system makes replicas; `None` takes its
+            default.
+        headroom: the receive buffer over the mean load; `None` takes the system's default.
+        ranks_per_domain: `M`, the ranks among which expert weights may move each microbatch; `None` takes all of a
+            group.
+
+    Raises:
+        ValueError: a number is out of range, or the domains do not divide the group.
     """
 
     data_parallel: int = 1
@@ -73,31 +81,34 @@ class ParallelConfig:
 
     @property
     def num_shards(self) -> int:
-        """Devices of the mesh, over which the batch is split."""
+        """Counts the devices of the mesh, over which the batch is split."""
         return self.data_parallel * self.expert_parallel
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training run.
+    """These numbers describe a training run; the defaults are those of the preset `tiny`.
 
     Args:
-        model: what is trained.
-        parallel: on which devices, by which system.
-        steps: of the optimizer, over which the learning rate decays.
-        batch_size: sequences per step, over all devices.
-        sequence_length: bytes of a sequence.
-        learning_rate: at its peak.
-        warmup_steps: until then; at most a fifth of the steps.
-        weight_decay: of AdamW.
-        clip_norm: bound of the gradients' global norm.
-        seed: of parameters and batches.
-        validation_interval: steps between validations.
-        validation_batches: batches of one validation, always the same.
-        checkpoint_interval: steps between checkpoints.
-        relocate_interval: steps between moves of experts to other ranks; `None`: homes stay.
+        model: the model that is trained.
+        parallel: the devices and the system.
+        steps: the steps of the optimizer, over which the learning rate decays.
+        batch_size: the sequences of a step, over all devices.
+        sequence_length: the bytes of a sequence.
+        learning_rate: the learning rate at its peak.
+        warmup_steps: the steps until the peak; at most a fifth of all steps are used for it.
+        weight_decay: the weight decay of AdamW.
+        clip_norm: the bound of the gradients' global norm.
+        seed: the seed of parameters and batches.
+        validation_interval: the steps between validations.
+        validation_batches: the batches of one validation, always the same.
+        checkpoint_interval: the steps between checkpoints.
+        relocate_interval: the steps between moves of experts to other ranks; `None` lets homes stay.
         relocate_min_gain: a layer's experts move only if the load of its busiest domain falls by this fraction.
         max_corpus_bytes: how much of the default text is read.
+
+    Raises:
+        ValueError: a number is out of range, or the batch does not divide over the devices.
     """
 
     model: ModelConfig = ModelConfig()
@@ -137,7 +148,7 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Bytes that one step learns from."""
+        """Counts the bytes that one step learns from."""
         return self.batch_size * self.sequence_length
 
 
@@ -146,7 +157,7 @@ PRESETS = {"tiny": TrainConfig()}
 
 
 def preset(name: str) -> TrainConfig:
-    """The preset of that name.
+    """Finds the preset of that name.
 
     Raises:
         ValueError: there is none.

@@ -1,4 +1,4 @@
-"""What a run shows while it trains."""
+"""`StepLine` shows a run while it trains."""
 
 from types import TracebackType
 
@@ -10,12 +10,12 @@ LINE += "{imbalance_after_mean:.2f}  rounds {rounds_max}"
 
 
 class StepLine:
-    """A line that follows the steps of a run on a terminal; elsewhere only `note` prints.
+    """This line follows the steps of a run on a terminal; elsewhere only `note` prints.
 
     Args:
-        console: where to.
-        done: steps that are behind already.
-        steps: in all.
+        console: where it is printed.
+        done: the steps that are behind already.
+        steps: the steps in all.
     """
 
     def __init__(self, console: Console, done: int, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""The run folder: what is written while a model trains, and read back for its report."""
+"""The run folder has what is written while a model trains, and read back for its report."""
 
 import json
 import math
@@ -12,33 +12,37 @@ import numpy as np
 from jax_moe_lb import Stats
 
 PER_LAYER = ("imbalance_before", "imbalance_after")
-"""Recorded as their mean and maximum over layers."""
+"""These are recorded as their mean and maximum over layers."""
 
 PER_STEP = ("counts", "quota", "load_before", "load_after")
-"""Kept whole, of the first expert-parallel group."""
+"""These are kept whole, of the first expert-parallel group."""
 
 FIGURES = ("loss", "imbalance", "load", "served", "counts")
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where things are in the folder of a run."""
+    """A run folder says where things are in the folder of a run.
+
+    Args:
+        path: the folder.
+    """
 
     path: Path
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the newest checkpoints."""
+        """Names the folder of the newest checkpoints."""
         return self.path / "checkpoint"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per line: a step, a validation or a relocation."""
+        """Names the file with one JSON object per line: a step, a validation or a relocation."""
         return self.path / "metrics.jsonl"
 
     @property
     def counts(self) -> Path:
-        """NumPy arrays of the routing and load of each step, of the first expert-parallel group.
+        """Names the file with arrays of the routing and load of each step, of the first expert-parallel group.
 
         Experts are numbered by place: the last relocation before a step says which expert was where.
         """
@@ -46,22 +50,22 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """What was run, on what."""
+        """Names the file that says what was run, on what."""
         return self.path / "config.json"
 
     @property
     def summary(self) -> Path:
-        """The final numbers."""
+        """Names the file with the final numbers."""
         return self.path / "summary.json"
 
     @property
     def report(self) -> Path:
-        """All of it for a reader."""
+        """Names the file with all of it for a reader."""
         return self.path / "report.html"
 
     @property
     def figures(self) -> list[Path]:
-        """The figures of the report."""
+        """Names the files with the figures of the report."""
         return [self.path / f"{name}.png" for name in FIGURES]
 
     def clear(self) -> None:
@@ -71,7 +75,12 @@ class RunFolder:
             file.unlink(missing_ok=True)
 
     def rows(self, kind: str, last_step: int | None = None) -> list[dict]:
-        """Lines of `metrics.jsonl` of one kind, `"step"`, `"validation"` or `"relocation"`, up to a step."""
+        """Reads the lines of `metrics.jsonl` of one kind, up to a step.
+
+        Args:
+            kind: `"step"`, `"validation"` or `"relocation"`.
+            last_step: the last step that counts; `None` takes all.
+        """
         return [row for row in self._rows(last_step) if row["kind"] == kind]
 
     def keep_until(self, last_step: int) -> None:
@@ -86,11 +95,11 @@ class RunFolder:
 
 
 class Recorder:
-    """Appends to a run folder.
+    """A recorder appends to a run folder.
 
     Args:
-        folder: exists already.
-        first_step: the steps before it are kept, those from it on written anew.
+        folder: the run folder, which exists already.
+        first_step: the steps before it are kept, those from it on are written anew.
         writes: whether this process writes files; one of them should.
     """
 
@@ -100,12 +109,21 @@ class Recorder:
         if first_step > 1 and folder.counts.exists():
             with np.load(folder.counts) as earlier:
                 kept = earlier["steps"] < first_step
+                # Steps after the checkpoint are done again, and would stand there twice.
                 self.arrays = {name: list(earlier[name][kept]) for name in self.arrays}
         if writes:
             folder.keep_until(first_step - 1)
 
     def step(self, step: int, loss: float, stats: Stats, num_tokens: int, step_time_s: float) -> dict:
-        """Records one step from statistics `[layers, D, ...]`; returns its line."""
+        """Records one step, and returns its line.
+
+        Args:
+            step: the number of the step, from 1.
+            loss: the training loss, in nats per byte.
+            stats: the statistics of the layers, `[layers, D, ...]`.
+            num_tokens: the bytes that the step learned from.
+            step_time_s: the seconds that it took.
+        """
         row = {"kind": "step", "step": step, "loss": loss, "tokens_per_s": num_tokens / step_time_s}
         row |= {"step_time_s": step_time_s} | summarised(stats)
         self._append(row)
@@ -115,11 +133,11 @@ class Recorder:
         return row
 
     def validation(self, step: int, loss: float) -> None:
-        """Records a validation, in nats and bits per byte."""
+        """Records the loss of a validation, given in nats per byte, in nats and bits."""
         self._append({"kind": "validation", "step": step, "loss": loss, "loss_bits": loss / math.log(2)})
 
     def relocation(self, row: dict) -> None:
-        """Records that experts moved; `homes`, `[layers, E]`, are their places in the counts of the steps after."""
+        """Records that experts moved; its `homes`, `[layers, E]`, are their places in the counts of the steps after."""
         self._append(row)
 
     def flush(self) -> None:
@@ -130,12 +148,13 @@ class Recorder:
 
     def _append(self, row: dict) -> None:
         if self.writes:
+            # Each line is written as it comes: a run that is killed keeps all before.
             with self.folder.metrics.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
 
 def summarised(stats: Stats) -> dict[str, float]:
-    """Numbers of one step, out of those of its layers and groups."""
+    """Makes the numbers of one step out of those of its layers and groups, `[layers, D, ...]`."""
     row: dict[str, float] = {}
     for name in PER_LAYER:
         values = np.asarray(getattr(stats, name))

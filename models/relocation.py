@@ -1,4 +1,4 @@
-"""The slow tier of a run: every so many steps experts move to other ranks, by the loads of the steps before."""
+"""Relocation moves experts to other ranks every so many steps of a run, by the loads of the steps before."""
 
 from typing import Any
 
@@ -14,14 +14,19 @@ from models.presets import TrainConfig
 
 
 def moved_state(state: nnx.State, permutation: Array) -> nnx.State:
-    """The state of `(model, optimizer)` with the experts of each layer permuted, `[layers, E]`."""
+    """Permutes the experts of each layer in the state of `(model, optimizer)`.
+
+    Args:
+        state: the state of both.
+        permutation: `[layers, E]` integers, what `next_homes` planned.
+    """
     moved = relocate(state[0], state[1], permutation)
     whole: nnx.State = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(moved))
     return whole
 
 
 def next_homes(state: nnx.State, config: TrainConfig, topology: Topology) -> np.ndarray:
-    """The permutation of each layer's places, `[layers, E]` int32; the same on all processes."""
+    """Plans the permutation of each layer's places, `[layers, E]` int32, the same on all processes."""
     loads, homes = per_layer(state, "loads"), per_layer(state, "homes")
     permutation = plan_relocation(loads, topology, homes, min_gain=config.relocate_min_gain)
     # Processors may round differently, and processes must not disagree.
@@ -29,13 +34,13 @@ def next_homes(state: nnx.State, config: TrainConfig, topology: Topology) -> np.
 
 
 def per_layer(state: nnx.State, name: str) -> np.ndarray:
-    """A variable of every `MoE` on the host, `[layers, E]`."""
+    """Fetches a variable of every `MoE` to the host, `[layers, E]`."""
     blocks: Any = state[0]["blocks"]
     return np.stack([np.asarray(jax.device_get(blocks[i]["moe"][name].get_value())) for i in sorted(blocks)])
 
 
 def described(step: int, permutation: np.ndarray, state: nnx.State, topology: Topology) -> dict:
-    """The line of `metrics.jsonl` about a relocation after `step`: what moved, and where experts are from then on."""
+    """Makes the line of `metrics.jsonl` about a relocation: what moved after `step`, and where experts are then."""
     moved = int(moved_experts(permutation, topology).sum())
     row = {"kind": "relocation", "step": step, "experts_moved": moved}
     row["bytes_moved"] = moved * expert_bytes(state[0], state[1])

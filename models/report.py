@@ -1,4 +1,4 @@
-"""A run as one HTML file that needs nothing else."""
+"""`write_report` shows a run as one HTML file that needs nothing else."""
 
 import base64
 import json
@@ -103,7 +103,7 @@ Figure = tuple[str, str, bytes]
 
 
 def _figures(folder: RunFolder, arrays: dict[str, np.ndarray], summary: dict) -> list[Figure]:
-    """Title, caption and PNG of each figure, in the order of `FIGURES`."""
+    """Makes title, caption and PNG of each figure, in the order of `FIGURES`."""
     before, after, counts = arrays["load_before"], arrays["load_after"], arrays["counts"]
     of = " of the first group" if summary["num_groups"] > 1 else ""
     entropy_nats, last = summary["unigram_entropy_nats"], arrays["steps"][-1]
@@ -164,7 +164,7 @@ def _table(caption: str, values: dict) -> str:
 
 
 def _label(name: str) -> str:
-    """A name of the files for a reader: its unit, which ends it, in brackets."""
+    """Writes a name of the files for a reader, with its unit, which ends it, in brackets."""
     words, _, unit = name.rpartition("_")
     if unit not in UNITS or words.endswith("_per"):
         return name.replace("_", " ")

@@ -1,4 +1,4 @@
-"""The final numbers of a run, from its folder."""
+"""`summarise` takes the final numbers of a run from its folder."""
 
 import json
 import math
@@ -7,11 +7,11 @@ from statistics import mean, median
 from models.recording import RunFolder
 
 RECENT_STEPS = 50
-"""Numbers that change from step to step are averaged over the last so many."""
+"""Numbers that change from step to step are averaged over the last so many steps."""
 
 
 def summarise(folder: RunFolder) -> dict:
-    """Loss, balance and speed at the end of a run."""
+    """Sums up loss, balance and speed at the end of a run."""
     steps = folder.rows("step")
     recent, validation = steps[-RECENT_STEPS:], folder.rows("validation")[-1]
     entropy_nats = json.loads(folder.config.read_text())["data"]["unigram_entropy_nats"]
@@ -34,6 +34,7 @@ def summarise(folder: RunFolder) -> dict:
         "rounds_max": max(row["rounds_max"] for row in recent),
         "rows_moved": recently("rows_moved"),
         "weight_bytes_moved": recently("weight_bytes_moved"),
+        # The median, as checkpoints make some steps slow.
         "tokens_per_s": median(row["tokens_per_s"] for row in recent),
         "step_time_s": median(row["step_time_s"] for row in recent),
     }

@@ -1,4 +1,4 @@
-"""Trains a mixture-of-experts language model: `python -m models.train --preset tiny`."""
+"""This program trains a mixture-of-experts language model: `python -m models.train --preset tiny`."""
 
 import dataclasses
 import math
@@ -77,9 +77,10 @@ def _join_processes() -> None:
 def _configured(
     config: TrainConfig, parallel: dict[str, Any], sizes: dict[str, Any], force_balanced: bool
 ) -> TrainConfig:
-    """The preset, with what was given on the command line."""
+    """Changes the preset by what was given on the command line."""
 
     def given(options: dict) -> dict:
+        # `None` is an option that was not given, 0 one that was.
         return {name: value for name, value in options.items() if value is not None}
 
     model = dataclasses.replace(config.model, force_balanced=force_balanced or config.model.force_balanced)

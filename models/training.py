@@ -1,4 +1,4 @@
-"""The jitted parts of training: initial state, optimizer step, validation."""
+"""These are the jitted parts of training: initial state, optimizer step, validation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,20 +18,20 @@ from models.presets import TrainConfig
 from models.relocation import moved_state
 
 FINAL_LEARNING_RATE = 0.1
-"""Where the cosine ends, as a share of the peak."""
+"""The cosine ends at this share of the peak."""
 
 
 @dataclass(frozen=True, eq=False)
 class Programs:
-    """What runs on the devices.
+    """These programs run on the devices.
 
     Args:
         state_shapes: shapes and shardings of the state: parameters, optimizer, balancer.
-        init: `() -> state`.
-        step: `(state, tokens) -> (state, loss, stats)`; consumes the state.
-        evaluate: `(state, tokens) -> loss`.
-        move: `(state, permutation) -> state`, with the experts at other places; consumes the state.
-        topology: of the mesh.
+        init: `() -> state`, for the first step.
+        step: `(state, tokens) -> (state, loss, stats)`, which consumes the state.
+        evaluate: `(state, tokens) -> loss`, without a gradient.
+        move: `(state, permutation) -> state`, with the experts at other places; it consumes the state.
+        topology: the topology of the mesh.
     """
 
     state_shapes: nnx.State
@@ -43,13 +43,13 @@ class Programs:
 
 
 def make_programs(config: TrainConfig, mesh: Mesh, system: System, migrate: Migrate | None = None) -> Programs:
-    """Builds them, compiling nothing.
+    """Builds the programs, compiling nothing.
 
     Args:
-        config: of the run.
-        mesh: of `make_mesh`; with `migrate` its own.
-        system: how load is balanced.
-        migrate: gathers experts inside expert domains first; `None`: they stay at home.
+        config: the sizes of the run.
+        mesh: what `make_mesh` made; with `migrate` its own.
+        system: the strategies that balance the load.
+        migrate: gathers experts inside expert domains first; `None` keeps them at home.
 
     Raises:
         ValueError: the model does not fit the mesh.
@@ -104,24 +104,24 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, migrate: Migr
 
 
 def _shardings(variable: nnx.Variable, mesh: Mesh) -> nnx.Variable:
-    """Where the arrays of a variable lie."""
+    """Says where the arrays of a variable lie."""
     if isinstance(variable, BalancerState):
-        # Any pytree, of which Flax knows no placement: every device has all of it.
+        # The state may be any pytree, of which Flax knows no placement: every device has all of it.
         return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), variable)
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), nnx.get_partition_spec(variable))
 
 
 def next_byte_loss(model: LanguageModel, tokens: Array) -> tuple[Array, Stats]:
-    """Mean cross-entropy in nats per byte of `tokens[:, 1:]` given those before."""
+    """Computes the mean cross-entropy in nats per byte of `tokens[:, 1:]` given those before, and statistics."""
     logits, stats = model(tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean(), stats
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with warm-up, cosine decay and clipped gradients."""
+    """Makes AdamW with warm-up, cosine decay and clipped gradients."""
     warmup_steps = min(config.warmup_steps, config.steps // 5)
     rate = optax.warmup_cosine_decay_schedule(
-        # The first step learns, too.
+        # From 0 the first step would learn nothing.
         init_value=config.learning_rate / (warmup_steps + 1),
         peak_value=config.learning_rate,
         warmup_steps=warmup_steps,

@@ -16,9 +16,8 @@ from jax_moe_lb import (
     Chain,
     Codec,
     Direct,
-    DomainGather,
-    ExpertDomains,
     Exact,
+    ExpertDomains,
     HybridEP,
     Migrate,
     RailS,
@@ -26,7 +25,6 @@ from jax_moe_lb import (
     System,
     TopK,
     Topology,
-    greedy,
     hybrid_mesh,
     moe,
     plain,
@@ -105,6 +103,7 @@ def assert_equal(a, b):
 SPLITS = [((8,), (1,)), ((8,), (2,)), ((2, 4), (2, 2))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "domain_sizes"), SPLITS, ids=str)
 def test_layer_equals_dense_and_joins_ranks_as_algorithm_1_does(sizes, domain_sizes):
     mesh, domains = domains_of(sizes, domain_sizes)
@@ -152,6 +151,7 @@ def compile_all(sizes):
             print(size, 2**power)
 
 
+@pytest.mark.slow
 def test_compiled_groups_on_8_16_and_32_devices():
     code = (
         "from jax_moe_lb import use_virtual_cpu_devices; use_virtual_cpu_devices(32)\n"
@@ -162,10 +162,11 @@ def test_compiled_groups_on_8_16_and_32_devices():
     assert done.stdout.split("\n")[-2:] == ["32 32", ""], done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_the_plan_of_hybridep_serves_what_the_gathered_layer_serves():
     """Two executions of one plan: every rank in one group, or equal offsets in groups of their own."""
     mesh, domains = domains_of((8,), (2,))
-    whole = System(HybridEP(), DomainGather(domains), Direct(4.0), replica_slots=2)
+    whole = System(HybridEP(), dispatch=Direct(4.0), replica_slots=2)
     (y, stats), gradients = with_gradients(sharded_moe(mesh, domains.whole, whole))(*inputs())
     between = with_gradients(hybrid_moe(mesh, domains, plain(4.0)))
     (want, between_stats), want_gradients = between(*inputs())
@@ -174,6 +175,7 @@ def test_the_plan_of_hybridep_serves_what_the_gathered_layer_serves():
     np.testing.assert_array_equal(stats.load_after.reshape(4, 2), between_stats.load_after.T)
 
 
+@pytest.mark.slow
 def test_three_levels_at_once_equal_dense():
     """Experts travel across datacenters, loads are exact inside them, tokens between their nodes take both rails."""
     base = make_mesh((2, 2, 2), NAMES)
@@ -221,11 +223,7 @@ def test_bad_domains_are_named():
         HybridEP(0)
 
 
-def test_domain_gather_refuses_what_is_not_its_domain():
+def test_the_plan_of_hybridep_refuses_a_size_that_is_no_part_of_its_domain():
     mesh, domains = domains_of((8,), (2,))
-    system = System(greedy().balancer, DomainGather(domains), replica_slots=2)
-    topology = Topology(domains.whole.levels, 4, expert_axes=domains.whole.expert_axes)
-    with pytest.raises(ValueError, match=r"plan.domain is 4; expected a divisor of the 2 ranks of a domain"):
-        jax.eval_shape(sharded_moe(mesh, topology, system), *inputs()[:4])
     with pytest.raises(ValueError, match="domain_size is 4; expected a divisor of the plan's domain of 2 ranks"):
         jax.eval_shape(sharded_moe(mesh, domains.whole, System(HybridEP(4))), *inputs()[:4])

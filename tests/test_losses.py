@@ -18,6 +18,7 @@ def test_switch_loss_is_1_when_uniform_and_e_when_collapsed():
     assert switch_loss(one_hot, one_hot) == pytest.approx(8)
 
 
+@pytest.mark.slow
 def test_sequence_loss_against_a_loop():
     routing = TopK(2)(LOGITS)
     expected = []
@@ -43,6 +44,7 @@ def group_loss(losses, mask=None):
     return jax.jit(lambda logits: run(logits, mask))
 
 
+@pytest.mark.slow
 def test_losses_over_a_group_equal_those_of_all_its_tokens():
     routing = TopK(2)(LOGITS)
     fraction = tokens_per_expert(routing.experts.reshape(1, -1), 8)[0] / 128
@@ -56,6 +58,7 @@ def test_losses_over_a_group_equal_those_of_all_its_tokens():
         assert group_loss(losses)(LOGITS) == pytest.approx(float(value), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_the_switch_loss_over_a_group():
     def reference(logits):
         routing = TopK(2)(logits)
@@ -65,6 +68,7 @@ def test_gradients_of_the_switch_loss_over_a_group():
     np.testing.assert_allclose(got, jax.grad(reference)(LOGITS), atol=1e-7)
 
 
+@pytest.mark.slow
 def test_padding_tokens_do_not_count():
     mask = jnp.arange(64) < 40
     garbage = jnp.where(mask[:, None], LOGITS, 1e6)

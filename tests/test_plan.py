@@ -28,6 +28,7 @@ def planned(draw):
     return counts, Plan(placement, quota, domain=members)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(planned())
 def test_nearest_first_is_the_split_rule(case):
@@ -39,6 +40,7 @@ def test_nearest_first_is_the_split_rule(case):
         np.testing.assert_array_equal(arrivals(counts, plan.quota, rank, plan.domain), expected[:, :, rank].T)
 
 
+@pytest.mark.slow
 def test_nearest_first_is_the_same_in_jax():
     rng = np.random.default_rng(0)
     counts = rng.integers(0, 50, (8, 16)).astype(np.int32)
@@ -48,6 +50,7 @@ def test_nearest_first_is_the_same_in_jax():
     np.testing.assert_array_equal(got, split(counts, quota, 4))
 
 
+@pytest.mark.slow
 def test_nearest_first_holds_no_more_than_rows():
     """Nothing of shape [E, R, R]: temporaries are a few times the [E, R] of the arguments."""
     shape = jax.ShapeDtypeStruct((256, 256), jnp.int32)
@@ -118,6 +121,7 @@ ILLEGAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ILLEGAL)
 def test_illegal_plans_are_refused_on_the_host_and_in_jit(name):
     plan, message = ILLEGAL[name]
@@ -135,6 +139,7 @@ def test_a_legal_plan_passes_unchanged_through_jit():
     assert (guarded.placement == plan.placement).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(planned(), st.data())
 def test_any_change_of_a_quota_is_refused(case, data):

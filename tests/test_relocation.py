@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jax_moe_lb import Topology, domain_floor, moved_experts, homes_after, plan_relocation
+from jax_moe_lb import Topology, domain_floor, homes_after, moved_experts, plan_relocation
 
 TOPOLOGY = Topology.flat(8, 4)
 STAY = np.tile(np.arange(32, dtype=np.int32), (3, 1))

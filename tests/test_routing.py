@@ -9,6 +9,7 @@ from jax_moe_lb.routing import NO_EXPERT, mask_tokens, tokens_per_expert, update
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(32, 8)), jnp.float32)
 
 
+@pytest.mark.slow
 def test_softmax_top_k_renormalised():
     routing = TopK(2)(LOGITS)
     order = np.argsort(-np.asarray(LOGITS), axis=1)[:, :2]
@@ -23,6 +24,7 @@ def test_softmax_top_k_as_it_is():
     np.testing.assert_allclose(routing.weights, np.sort(everything, 1)[:, :-3:-1], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_bias_moves_the_choice_but_not_the_weight():
     router = TopK(2, score=jax.nn.sigmoid, scale=2.5)
     bias = jnp.zeros(8).at[5].set(10.0)
@@ -33,6 +35,7 @@ def test_the_bias_moves_the_choice_but_not_the_weight():
     assert jnp.abs(jax.grad(lambda b: router(LOGITS, b).weights.sum())(bias)).max() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts_per_score", [1, 2])
 def test_group_limit_against_a_loop(experts_per_score):
     routing = TopK(3, score=jax.nn.sigmoid, group_limit=GroupLimit(4, 2, experts_per_score))(LOGITS)
@@ -43,6 +46,7 @@ def test_group_limit_against_a_loop(experts_per_score):
         assert experts.tolist() == np.argsort(-np.where(allowed, scores, -1), kind="stable")[:3].tolist()
 
 
+@pytest.mark.slow
 def test_force_balanced_is_balanced_and_keeps_weights_differentiable():
     router = ForceBalanced(TopK(2))
     routing = router(LOGITS, None, jnp.int32(3))
@@ -52,6 +56,7 @@ def test_force_balanced_is_balanced_and_keeps_weights_differentiable():
     assert jnp.abs(gradient).max() > 0
 
 
+@pytest.mark.slow
 def test_masked_tokens_go_nowhere():
     mask = jnp.arange(32) % 2 == 0
     routing = mask_tokens(TopK(2)(LOGITS), mask)
@@ -60,6 +65,7 @@ def test_masked_tokens_go_nowhere():
     assert int(tokens_per_expert(routing.experts.reshape(1, -1), 8).sum()) == 32
 
 
+@pytest.mark.slow
 def test_counting_ignores_ids_out_of_range():
     experts = jnp.asarray([[0, 3, 3, -1, 4, -7]], jnp.int32)
     assert tokens_per_expert(experts, 4).tolist() == [[1, 0, 0, 2]]
@@ -70,6 +76,7 @@ def test_bias_update_moves_against_the_load():
     assert bias.tolist() == [0.5, 0, -0.5, 0]
 
 
+@pytest.mark.slow
 def test_the_bias_evens_out_the_load():
     """Thousand updates on fixed logits bring the busiest expert near the mean."""
     logits = LOGITS + jnp.linspace(0, 2, 8)[None]

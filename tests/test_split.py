@@ -34,6 +34,7 @@ def sent_by_all(counts, quota, domain, split):
     return np.stack([nearest_first(counts, quota, rank, domain, split) for rank in range(len(counts))])
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
@@ -55,6 +56,7 @@ def test_both_sides_are_exact_and_agree(seed, num_domains, members, most, split)
         np.testing.assert_array_equal(sent[ranks, :, ranks], np.minimum(counts, quota.T))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("split", "domain"), [(SPLITS[1], 4), (SPLITS[2], 4), (SPLITS[3], 8)])
 def test_it_is_the_same_in_jax_and_for_a_few_experts(split, domain):
     rng, rank = np.random.default_rng(1), 6
@@ -74,6 +76,7 @@ def test_it_is_the_same_in_jax_and_for_a_few_experts(split, domain):
         np.testing.assert_array_equal(own, kept(counts, quota, domain, split))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("locality", [True, False])
 def test_every_share_is_within_a_token_per_level(locality):
     """Four levels of a tree over 13 ranks."""
@@ -108,6 +111,7 @@ def test_own_domain_comes_before_others():
     assert sent_by_all(counts, quota, 4, PROPORTIONAL)[:, 0].tolist() == [[0, 4, 0, 4], [0] * 4, [0, 4, 0, 4], [0] * 4]
 
 
+@pytest.mark.slow
 def test_no_pair_of_ranks_has_as_much_to_exchange_as_in_the_order_of_ranks():
     case = next(case for case in popular_ranks.CASES if case.imbalance == 8.0)
     counts = popular_ranks.counts(case, seed=0, num_tokens=256)
@@ -157,6 +161,7 @@ def test_a_host_planner_cannot_choose_it():
         choose.rebalance(counts, plain_plan(counts, topology, 2), topology, ())
 
 
+@pytest.mark.slow
 def test_it_holds_no_more_than_rows():
     """Nothing of shape [E, R, R]."""
     shape, rank = jax.ShapeDtypeStruct((256, 256), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)

@@ -21,21 +21,22 @@ from jaxtyping import Bool, Float, Int
 from benchmarks.fabric.paths import Fabric, Paths
 
 FULL = 1 - 1e-9
-"""A link is full at this part of its rate."""
+"""A link counts as full from this part of its rate on: sums of rates are off by rounding errors."""
 
 STEPS_LEFT = 4
-"""The last rounds are cut into steps of this part of what is left, but not below `1 / SHORTEST` of a round."""
+"""The last rounds are cut into steps of `1 / STEPS_LEFT` of what is left, but not below `1 / SHORTEST` of a round."""
 
 SHORTEST = 64
+"""The shortest step is a round over this."""
 
 
 class Flows(NamedTuple):
     """What is to be sent.
 
     Args:
-        num_bytes: of each flow, above 0.
-        choices: the paths that it may take.
-        path: which of them each of its lanes starts on; all flows have as many lanes.
+        num_bytes: `[F]`, the bytes of each flow, above 0.
+        choices: `[F, P, C]`, the links of the paths that each flow may take.
+        path: `[F, W]`, which of them each of its `W` lanes starts on; all flows have as many lanes.
     """
 
     num_bytes: Float[np.ndarray, "F"]
@@ -48,10 +49,10 @@ class Seen(NamedTuple):
 
     Args:
         flows: their numbers.
-        marked: lanes that passed a full port of a switch.
-        rounds_marked: rounds in a row in which a flow had a marked lane and stayed on its paths.
-        queue_s_per_byte: of each link: lanes over rate where it is full, which is what a byte waits if every lane keeps
-            one byte on its way; else 0.
+        marked: `[n, W]`, the lanes that passed a full port of a switch.
+        rounds_marked: for each flow, how many rounds in a row it had a marked lane and stayed on its paths.
+        queue_s_per_byte: for each link, lanes over rate where it is full, which is what a byte waits if every lane
+            keeps one byte on its way; else 0.
     """
 
     flows: Int[np.ndarray, "n"]
@@ -61,16 +62,16 @@ class Seen(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of it.
+    """What came of a simulation.
 
     Args:
-        seconds: until the last flow ended; 0 without any.
-        end_s: of each flow.
-        sent_bytes: of each flow.
-        link_bytes: that passed each link.
+        seconds: the time until the last flow ended; 0 without any.
+        end_s: `[F]`, when each flow ended, in seconds.
+        sent_bytes: `[F]`, what each flow sent.
+        link_bytes: what passed each link, in bytes.
         busiest: the highest rate of each link in any step, over what it can carry.
         steps: how often rates were computed.
-        moves: lanes that changed their path.
+        moves: how many lanes changed their path.
     """
 
     seconds: float
@@ -83,31 +84,31 @@ class Outcome(NamedTuple):
 
 
 class Policy(abc.ABC):
-    """Moves lanes to other paths."""
+    """Moves lanes to other paths; write one for each transport that reacts to congestion."""
 
     @abc.abstractmethod
     def react(
         self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
     ) -> Int[np.ndarray, "n W"]:
-        """The paths of the next round; a new array where one changes.
+        """Returns the paths of the next round, in a new array where one changes.
 
         Args:
-            flows: all of them.
-            path: of the last round, of those that have not ended.
+            flows: all flows of the exchange.
+            path: `[n, W]`, the paths of the last round, of those that have not ended.
             seen: what they saw.
             rng: the only source of chance.
         """
 
 
 def simulate(flows: Flows, fabric: Fabric, policy: Policy | None, round_s: float, seed: int) -> Outcome:
-    """Sends everything.
+    """Sends all flows, and tells how long it took.
 
     Args:
-        flows: see `Flows`.
-        fabric: whose links they use.
-        policy: see `Policy`; `None`: all lanes stay on their paths.
-        round_s: how long a policy waits before it reacts, and the longest step in which flows end together; 0, only
-            without a policy: every end is a step.
+        flows: what is to be sent.
+        fabric: the fabric whose links they use.
+        policy: what moves lanes; with `None` all stay on their paths.
+        round_s: how long a policy waits before it reacts, in seconds, and the longest step in which flows end together.
+            0, which is only possible without a policy, makes a step of every end.
         seed: of what a policy leaves to chance.
 
     Raises:
@@ -125,6 +126,7 @@ def simulate(flows: Flows, fabric: Fabric, policy: Policy | None, round_s: float
     now_s, react_s = 0.0, math.inf if policy is None else round_s
     while state.flows.size:
         now_s += state.step(round_s, react_s - now_s, now_s)
+        # Sums of steps are off by rounding errors: a policy that was due a moment later would wait another step.
         if policy is not None and now_s >= react_s - round_s / SHORTEST:
             react_s = now_s + round_s
             state.react(policy, rng)
@@ -140,7 +142,7 @@ def simulate(flows: Flows, fabric: Fabric, policy: Policy | None, round_s: float
 
 
 class _State:
-    """Of a simulation between two steps; what has ended is dropped from all arrays `[n, ...]`."""
+    """The state between two steps of a simulation; what has ended is dropped from all arrays `[n, ...]`."""
 
     def __init__(self, flows: Flows, fabric: Fabric) -> None:
         self.all, self.bytes_per_s, self.marks = flows, fabric.bytes_per_s(), fabric.marks()
@@ -162,7 +164,7 @@ class _State:
         return self.links.reshape(-1, self.links.shape[2])
 
     def step(self, round_s: float, until_react_s: float, now_s: float) -> float:
-        """Until flows end or the policy reacts; returns how long it took, in seconds."""
+        """Goes on until flows end or the policy reacts; returns how long it took, in seconds."""
         num_lanes = self.path.shape[1]
         lanes = self._lanes()
         least_s = self._shortest_step_s(round_s)
@@ -189,6 +191,7 @@ class _State:
         self.steps += 1
         self.link_bytes += self.used * step_s
         self.busiest = np.maximum(self.busiest, self.used / self.bytes_per_s)
+        # A flow that ends has sent what was left, to the byte, whatever its rate times the step rounds to.
         self.sent_bytes[self.flows] += sent
         self.end_s[self.flows[ends]] = end_s
         self.left = self.left - sent
@@ -216,14 +219,15 @@ class _State:
 def max_min_rates(
     links: Int[np.ndarray, "lanes C"], bytes_per_s: Float[np.ndarray, "links"], most: Float[np.ndarray, "lanes"]
 ) -> Float[np.ndarray, "lanes"]:
-    """Max-min fair rates, by progressive filling: none can be raised without lowering one that is not higher.
+    """Returns max-min fair rates, by progressive filling: none can be raised without lowering one that is not higher.
 
-    In turns: a link all of whose lanes are offered less by no other link fixes theirs at its equal share, and a lane
-    that wants no more than any of its links offers is fixed at that. Links offer equal shares of what is left again.
+    It goes in turns: a link all of whose lanes are offered less by no other link fixes theirs at its equal share, and a
+    lane that wants no more than any of its links offers is fixed at that. Links offer equal shares of what is left
+    again.
 
     Args:
-        links: that each lane uses.
-        bytes_per_s: what each link carries.
+        links: `[lanes, C]`, the links that each lane uses.
+        bytes_per_s: what each link carries, in bytes per second.
         most: what each lane can use at most, in bytes per second.
     """
     rates = np.empty(len(links))
@@ -241,6 +245,7 @@ def max_min_rates(
         done = reduce(np.logical_or, bottleneck.take(by_link), most[going] <= least)
         rates[going[done]] = least[done]
         fixed = by_link[:, done]
+        # Rounding may take a little more than a link has.
         left = np.maximum(left - _per_link(fixed.T, least[done], left.size), 0.0)
         number = number - np.bincount(fixed.ravel(), minlength=left.size)
         stay = np.flatnonzero(~done)

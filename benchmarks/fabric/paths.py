@@ -11,7 +11,7 @@ from jax_moe_lb.topology import Topology
 
 Gpus = Int[np.ndarray, "F"]
 Paths = Int[np.ndarray, "F P C"]
-"""Links of each path that a flow may take: `P` paths of `C` links; what is missing is `Fabric.no_link`."""
+"""The links of each path that a flow may take: `P` paths of `C` links; what is missing is `Fabric.no_link`."""
 
 PathsOf = Callable[["Fabric", Gpus, Gpus], Paths]
 
@@ -20,32 +20,33 @@ PathsOf = Callable[["Fabric", Gpus, Gpus], Paths]
 class Fabric:
     """Nodes of GPUs with a NIC each, a leaf switch for each rail, and spine switches between the leaves.
 
-    NIC `n` of every node is cabled to leaf `n`. A link of one direction has a number; they stand in this order:
-    out of and into each GPU on the network inside its node, out of and into each NIC, from each leaf up to each
-    spine, from each spine down to each leaf, and one without limit that stands for none. GPU `n` of node `d` and its
-    NIC are number `d * gpus_per_domain + n`; between the two there is no limit.
+    NIC `n` of every node is cabled to leaf `n`. A link of one direction has a number; they stand in this order: out of
+    and into each GPU on the network inside its node, out of and into each NIC, from each leaf up to each spine, from
+    each spine down to each leaf, and one without limit that stands for none. GPU `n` of node `d` and its NIC are number
+    `d * gpus_per_node + n`; between the two there is no limit.
 
-    Left out: latency, headers, buffers and their overflow, pauses, PCIe, the switches' own limits, and the limit of
+    It leaves out latency, headers, buffers and their overflow, pauses, PCIe, the switches' own limits, and the limit of
     a switch inside a node other than its ports.
 
     Args:
-        num_domains: how many nodes, which the paper calls domains: its `M`.
-        gpus_per_domain: how many GPUs a node has, and how many NICs, rails and leaves there are: the paper's `N`.
-        nic_bytes_per_s: of a NIC in one direction: `R2`.
-        gpu_bytes_per_s: of a GPU's port inside its node, in one direction: `R1`.
-        num_spines: spine switches, each with one link from and to each leaf.
-        spine_bytes_per_s: of such a link in one direction.
+        num_nodes: how many nodes there are, which the paper calls domains: its `M`.
+        gpus_per_node: how many GPUs a node has, and how many NICs, rails and leaves there are: the paper's `N`.
+        nic_bytes_per_s: what a NIC carries in one direction, in bytes per second: `R2`; 50e9 for 400 Gbit/s.
+        gpu_bytes_per_s: what a GPU's port inside its node carries in one direction, in bytes per second: `R1`; 450e9
+            for NVLink 4.
+        num_spines: how many spine switches there are, each with one link from and to each leaf.
+        spine_bytes_per_s: what such a link carries in one direction, in bytes per second.
     """
 
-    num_domains: int
-    gpus_per_domain: int
+    num_nodes: int
+    gpus_per_node: int
     nic_bytes_per_s: float
     gpu_bytes_per_s: float
     num_spines: int
     spine_bytes_per_s: float
 
     def __post_init__(self) -> None:
-        for name in ("num_domains", "gpus_per_domain", "num_spines"):
+        for name in ("num_nodes", "gpus_per_node", "num_spines"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Fabric.{name} is {getattr(self, name)}; expected at least 1")
         for name in ("nic_bytes_per_s", "gpu_bytes_per_s", "spine_bytes_per_s"):
@@ -54,70 +55,86 @@ class Fabric:
 
     @classmethod
     def non_blocking(
-        cls, num_domains: int, gpus_per_domain: int, nic_bytes_per_s: float, gpu_bytes_per_s: float
+        cls, num_nodes: int, gpus_per_node: int, nic_bytes_per_s: float, gpu_bytes_per_s: float
     ) -> "Fabric":
-        """Leaves with as many links up as down, one to each of `num_domains` spines, all as fast as a NIC."""
+        """Makes a fabric whose leaves have as many links up as down, one to each of as many spines as nodes, all as
+        fast as a NIC.
+
+        Args:
+            num_nodes: how many nodes there are.
+            gpus_per_node: how many GPUs a node has.
+            nic_bytes_per_s: what a NIC carries in one direction, in bytes per second.
+            gpu_bytes_per_s: what a GPU's port inside its node carries in one direction, in bytes per second.
+        """
         rates = nic_bytes_per_s, gpu_bytes_per_s
-        return cls(num_domains, gpus_per_domain, *rates, num_spines=num_domains, spine_bytes_per_s=nic_bytes_per_s)
+        return cls(num_nodes, gpus_per_node, *rates, num_spines=num_nodes, spine_bytes_per_s=nic_bytes_per_s)
 
     @property
     def num_gpus(self) -> int:
-        """`R`."""
-        return self.num_domains * self.gpus_per_domain
+        """`R`, the GPUs of all nodes."""
+        return self.num_nodes * self.gpus_per_node
 
     @property
     def topology(self) -> Topology:
         """What balancers need to know of it."""
-        return replace(Topology.flat(self.num_gpus, self.gpus_per_domain), rails_per_node=self.gpus_per_domain)
+        return replace(Topology.flat(self.num_gpus, self.gpus_per_node), rails_per_node=self.gpus_per_node)
 
     @property
     def no_link(self) -> int:
         """The number of the link without limit."""
-        return 4 * self.num_gpus + 2 * self.gpus_per_domain * self.num_spines
+        return 4 * self.num_gpus + 2 * self.gpus_per_node * self.num_spines
 
     def bytes_per_s(self) -> Float[np.ndarray, "links"]:
-        """Of every link."""
-        counts = 2 * self.num_gpus, 2 * self.num_gpus, 2 * self.gpus_per_domain * self.num_spines, 1
+        """Returns the rate of every link, in bytes per second."""
+        # In the order of the numbers: GPUs out and in, NICs out and in, up and down, none.
+        counts = 2 * self.num_gpus, 2 * self.num_gpus, 2 * self.gpus_per_node * self.num_spines, 1
         return np.repeat([self.gpu_bytes_per_s, self.nic_bytes_per_s, self.spine_bytes_per_s, math.inf], counts)
 
     def marks(self) -> Bool[np.ndarray, "links"]:
-        """Links at an outgoing port of a leaf or spine, which mark what passes them when they are full."""
+        """Says which links leave a switch by an outgoing port, which marks what passes it when it is full."""
+        # From the links into NICs on: those out of GPUs and NICs leave no switch.
         marks = np.arange(self.no_link + 1) >= 3 * self.num_gpus
         marks[self.no_link] = False
         return marks
 
     def gpu_out(self, gpu: np.ndarray) -> np.ndarray:
-        """From a GPU to the others of its node."""
+        """Returns the links from GPUs to the others of their nodes."""
         return gpu
 
     def gpu_in(self, gpu: np.ndarray) -> np.ndarray:
-        """To a GPU from the others of its node."""
+        """Returns the links to GPUs from the others of their nodes."""
         return self.num_gpus + gpu
 
     def nic_out(self, gpu: np.ndarray) -> np.ndarray:
-        """From a GPU's NIC to its leaf."""
+        """Returns the links from GPUs' NICs to their leaves."""
         return 2 * self.num_gpus + gpu
 
     def nic_in(self, gpu: np.ndarray) -> np.ndarray:
-        """From a leaf to a GPU's NIC."""
+        """Returns the links from leaves to GPUs' NICs."""
         return 3 * self.num_gpus + gpu
 
     def spine_up(self, leaf: np.ndarray, spine: np.ndarray) -> np.ndarray:
-        """From a leaf to a spine."""
+        """Returns the links from leaves to spines."""
         return 4 * self.num_gpus + leaf * self.num_spines + spine
 
     def spine_down(self, spine: np.ndarray, leaf: np.ndarray) -> np.ndarray:
-        """From a spine to a leaf."""
-        return 4 * self.num_gpus + (self.gpus_per_domain + leaf) * self.num_spines + spine
+        """Returns the links from spines to leaves."""
+        return 4 * self.num_gpus + (self.gpus_per_node + leaf) * self.num_spines + spine
 
 
 def rail_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
-    """One path for each rail: to the GPU of the sender's node at the rail, along it, and on inside the receiver's.
+    """Returns one path for each rail: to the GPU of the sender's node at the rail, along it, and on in the receiver's
+    node.
 
     The hops inside nodes are left out where source or target is at the rail. Bytes do not wait at a rail rank: all
     links of the path carry them at one rate. Inside a node all paths are the one that uses no NIC.
+
+    Args:
+        fabric: whose links the paths use.
+        source: the GPU that sends each flow.
+        target: the GPU that receives it.
     """
-    gpus = fabric.gpus_per_domain
+    gpus = fabric.gpus_per_node
     source, target = source[:, None], target[:, None]
     rail = np.arange(gpus)
     first, last = source // gpus * gpus + rail, target // gpus * gpus + rail
@@ -135,12 +152,17 @@ def rail_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
 
 
 def spine_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
-    """One path for each spine: from the sender's own NIC to the receiver's own.
+    """Returns one path for each spine: from the sender's own NIC to the receiver's own.
 
     NICs of one rail have a leaf in common, and all paths between them are the one without a spine. Inside a node no
     path uses a NIC.
+
+    Args:
+        fabric: whose links the paths use.
+        source: the GPU that sends each flow.
+        target: the GPU that receives it.
     """
-    gpus = fabric.gpus_per_domain
+    gpus = fabric.gpus_per_node
     source, target = source[:, None], target[:, None]
     spine = np.arange(fabric.num_spines)
     far = source // gpus != target // gpus
@@ -155,7 +177,7 @@ def spine_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
 
 
 def _stacked(fabric: Fabric, links: list[np.ndarray], source: np.ndarray, target: np.ndarray) -> Paths:
-    """Refuses a flow from a GPU to itself, which has no path."""
+    """Stacks the links of paths, and refuses a flow from a GPU to itself, which has no path."""
     if (source == target).any():
         gpu = int(source[source == target][0])
         raise ValueError(f"a flow goes from GPU {gpu} to itself; expected another target")

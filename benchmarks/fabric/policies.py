@@ -19,20 +19,20 @@ from jax_moe_lb.types import AnyArray, Counts
 
 
 def planned_flows(counts: Counts, plan: Plan, fabric: Fabric, row_bytes: int) -> Flows:
-    """A flow for each pair of GPUs and rail, as `plan.rails` says; without it, on the receiver's own rail.
+    """Makes a flow for each pair of GPUs and rail, as `plan.rails` says; without it, on the receiver's own rail.
 
     Nobody reacts to congestion. With the plan of `RailS` this is RailS. Without rails it is what `Direct` stands for,
-    and what NCCL does with PXN: the hop to the right rail inside the sender's node. All that a GPU sends to another
-    on one rail is one message, whose share of a link does not depend on its size.
+    and what NCCL does with PXN: the hop to the right rail inside the sender's node. All that a GPU sends to another on
+    one rail is one message, whose share of a link does not depend on its size.
 
-    Left out: chunks one after the other, and so the wait for the first of them at each rail rank; what passing rows
-    on costs a GPU beside the bandwidth of its port.
+    It leaves out chunks one after the other, and so the wait for the first of them at each rail rank, and what passing
+    rows on costs a GPU beside the bandwidth of its port.
 
     Args:
-        counts: `[R, E]`.
+        counts: `[R, E]`, the load.
         plan: legal for `counts`, of NumPy arrays.
         fabric: of as many GPUs.
-        row_bytes: of a token copy.
+        row_bytes: the bytes of a token copy; its width times the size of a number.
 
     Raises:
         ValueError: counts of another number of GPUs.
@@ -40,7 +40,7 @@ def planned_flows(counts: Counts, plan: Plan, fabric: Fabric, row_bytes: int) ->
     num_gpus = fabric.num_gpus
     _check_size("counts", counts, fabric)
     if plan.rails is None:
-        own = np.arange(num_gpus)[:, None] % fabric.gpus_per_domain == np.arange(fabric.gpus_per_domain)
+        own = np.arange(num_gpus)[:, None] % fabric.gpus_per_node == np.arange(fabric.gpus_per_node)
         rails = rows_between(counts, plan)[:, :, None] * own
     else:
         rails = np.asarray(plan.rails)
@@ -53,7 +53,7 @@ def planned_flows(counts: Counts, plan: Plan, fabric: Fabric, row_bytes: int) ->
 def hashed_flows(
     rows: Int[np.ndarray, "R R"], fabric: Fabric, row_bytes: int, paths: PathsOf, lanes: int, seed: int
 ) -> Flows:
-    """A flow for each pair of GPUs, each of its lanes on a path drawn at random.
+    """Makes a flow for each pair of GPUs, with each of its lanes on a path drawn at random.
 
     With one lane, and nobody to react, this is ECMP, which hashes a flow's addresses and ports once; a draw stands for
     the hash, so none is worse than a fair one. It is also how the transports below start.
@@ -61,9 +61,9 @@ def hashed_flows(
     Args:
         rows: token copies from GPU to GPU, as `rows_between` has them.
         fabric: of as many GPUs.
-        row_bytes: of a token copy.
-        paths: `spine_paths` or `rail_paths`.
-        lanes: of each flow, at least 1.
+        row_bytes: the bytes of a token copy.
+        paths: the function that lists the paths of a flow, `spine_paths` or `rail_paths`.
+        lanes: how many lanes each flow has, at least 1.
         seed: of the draw.
 
     Raises:
@@ -88,10 +88,14 @@ def _check_size(name: str, array: AnyArray, fabric: Fabric) -> None:
 
 @dataclass(frozen=True)
 class Rehash(Policy):
-    """Like PLB (SIGCOMM 2022): a flow marked for `rounds` rounds in a row is hashed anew; give it one lane.
+    """Reacts like PLB (SIGCOMM 2022): a flow marked for `rounds` rounds in a row is hashed anew; give it one lane.
 
-    Left out: that PLB counts a round by its part of marked packets, rather waits for a flow to be idle, and
-    pauses after a timeout; and what packets out of order cost.
+    It leaves out that PLB counts a round by its part of marked packets, rather waits for a flow to be idle, and pauses
+    after a timeout; and what packets out of order cost.
+
+    Args:
+        rounds: after how many marked rounds in a row a flow is hashed anew; 3, the default, as Linux does for idle
+            flows.
     """
 
     rounds: int = 3
@@ -103,30 +107,32 @@ class Rehash(Policy):
     def react(
         self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
     ) -> Int[np.ndarray, "n W"]:
-        """Another path, which may be the same."""
+        """Draws another path for flows that were marked long enough; it may be the same."""
         again = seen.rounds_marked[:, None] >= self.rounds
         return np.where(again, rng.integers(flows.choices.shape[1], size=path.shape), path)
 
 
 @dataclass(frozen=True)
 class MinRtt(Policy):
-    """Like MPTCP's default scheduler: the next chunk takes the path on which a byte waits least.
+    """Reacts like MPTCP's default scheduler: the next chunk takes the path on which a byte waits least.
 
     A lane stands for a chunk on its way. Once a round each flow moves one lane, the one that waits longest, to the path
     of the shortest wait, if it is shorter; ties at random. All see the queues of the last round, and so move together.
 
-    Left out: smoothing, windows of each path, and that chunks of different flows end at different times.
+    It leaves out smoothing, windows of each path, and that chunks of different flows end at different times.
     """
 
     def react(
         self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
     ) -> Int[np.ndarray, "n W"]:
-        """One lane of each flow moved, where that helps."""
+        """Moves one lane of each flow, where that helps."""
         wait = seen.queue_s_per_byte[flows.choices[seen.flows]].sum(2)
         flow = np.arange(len(path))
+        # All flows see the same queues: with ties to the first path they would all move there.
         best = np.where(wait <= wait.min(1, keepdims=True), rng.random(wait.shape), np.inf).argmin(1)
         here = np.take_along_axis(wait, path, 1)
         worst = here.argmax(1)
+        # By more than rounding errors, or lanes would move for ever between paths that are equal.
         helps = wait[flow, best] < here[flow, worst] * (1 - 1e-9)
         moved = path.copy()
         moved[flow[helps], worst[helps]] = best[helps]
@@ -135,15 +141,16 @@ class MinRtt(Policy):
 
 @dataclass(frozen=True)
 class Recycle(Policy):
-    """Like REPS (arXiv 2407.21625): a path whose chunk came back unmarked is used again, else one is drawn at random.
+    """Reacts like REPS (arXiv 2407.21625): a path whose chunk came back unmarked is used again, else one is drawn at
+    random.
 
     A lane stands for the chunks that share an entropy value at a time, and keeps its path for a round.
 
-    Left out: that REPS does so for every packet, how many entropies it remembers, and failures.
+    It leaves out that REPS does so for every packet, how many entropies it remembers, and failures.
     """
 
     def react(
         self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
     ) -> Int[np.ndarray, "n W"]:
-        """Marked lanes on new paths."""
+        """Draws new paths for marked lanes."""
         return np.where(seen.marked, rng.integers(flows.choices.shape[1], size=path.shape), path)

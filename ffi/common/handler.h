@@ -1,4 +1,4 @@
-// What every XLA handler needs: buffers as views, refusals as errors.
+// Every XLA handler needs these: they make views of buffers, and errors of refusals.
 #pragma once
 
 #include <cstdint>

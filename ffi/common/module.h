@@ -19,12 +19,14 @@ inline nanobind::dict AsPython(std::initializer_list<Registrations> parts) {
     for (const TypeRegistration& type : part.types) {
       nb::dict entry;
       entry["type_id"] = nb::capsule(static_cast<void*>(type.id));
+      // A capsule holds no pointer to const. Nobody writes through it: XLA only reads what the type's functions are.
       entry["type_info"] = nb::capsule(const_cast<void*>(static_cast<const void*>(type.info)));
       types[type.name] = entry;
     }
     for (const HandlerRegistration& handler : part.handlers) {
       nb::dict stages;
       stages["execute"] = nb::capsule(reinterpret_cast<void*>(handler.execute));
+      // A stage that is named must exist, so one that a handler lacks is left out.
       if (handler.instantiate != nullptr) {
         stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(handler.instantiate));
       }

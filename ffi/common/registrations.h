@@ -13,7 +13,8 @@ struct HandlerRegistration {
   XLA_FFI_Handler* instantiate = nullptr;  // only where the call keeps a state per call site
 };
 
-// A state's type must be registered before the handlers that use it.
+// A state's type must be registered before the handlers that use it: XLA asks a handler for the type of its state when
+// it is registered, and refuses one that it does not know.
 struct TypeRegistration {
   const char* name;
   XLA_FFI_TypeId* id;

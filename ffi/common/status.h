@@ -1,4 +1,5 @@
-// Nothing, or what is wrong with the arguments: names the argument, the value and what was expected.
+// A status is nothing, or says what is wrong with the arguments: it names the argument, the value and what was
+// expected. It is no exception, because neither XLA nor CUDA lets one pass through a handler.
 #pragma once
 
 #include <optional>

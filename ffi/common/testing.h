@@ -1,4 +1,5 @@
-// Enough of a test framework: a failed expectation says where, and the process fails.
+// This is enough of a test framework: a failed expectation says where it is, and the process fails. Unlike `assert` it
+// also holds with NDEBUG, with which releases and the sanitizers' builds are compiled.
 #pragma once
 
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// Arrays that somebody else owns: what algorithms take, so that they know neither XLA nor Python.
+// Views of arrays that somebody else owns. Algorithms take these, so that they know neither XLA nor Python.
 #pragma once
 
 #include <cstddef>
@@ -6,6 +6,8 @@
 
 namespace moe_lb {
 
+// Entries are not checked against the size: an algorithm checks all its arguments before it reads any of them, and its
+// inner loops must not pay for it again.
 template <typename T>
 class View {
  public:
@@ -22,7 +24,7 @@ class View {
   size_t size_;
 };
 
-// Row-major. `matrix[row]` is a View, `matrix[row][column]` an entry.
+// A matrix is row-major, as XLA and NumPy have it. `matrix[row]` is a View, `matrix[row][column]` an entry.
 template <typename T>
 class MatrixView {
  public:

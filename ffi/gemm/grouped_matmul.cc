@@ -30,7 +30,7 @@ void AskForHugePages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes)
   if (bytes < 4 * kHuge) return;
   const auto start = reinterpret_cast<uintptr_t>(data);
   const uintptr_t first = (start + kHuge - 1) / kHuge * kHuge, last = (start + bytes) / kHuge * kHuge;
-  // A wish: where the kernel refuses nothing is lost.
+  // This is a wish: where the kernel of the system refuses it, nothing is lost but time.
   madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #endif
 }
@@ -44,7 +44,8 @@ struct Span {
   int64_t depth;
 };
 
-// Appends `num_rows` rows in spans of at most kMaxBlockRows.
+// Appends `num_rows` rows in spans of at most kMaxBlockRows, of nearly the same size: a last span of few rows would
+// read all weights for little work.
 void Cut(Span rows, std::vector<Span>& spans) {
   const int64_t parts = (rows.num_rows + kMaxBlockRows - 1) / kMaxBlockRows, first = rows.first;
   for (int64_t i = 0; i < parts; ++i) {
@@ -68,9 +69,12 @@ Status ForEachBlock(const std::vector<Span>& spans, int64_t num_columns, const P
   constexpr int64_t kTasksPerThread = 8;  // so that the last ones are short
   const auto num_spans = static_cast<int64_t>(spans.size());
   if (num_spans == 0 || num_columns == 0) return Ok();
+  // A task reads its rows anew for its columns, so columns are cut no further than the threads need, nor into pieces of
+  // less than four steps.
   const int64_t wanted = (kTasksPerThread * pool.num_threads + num_spans - 1) / num_spans;
   const int64_t most = (num_columns + 4 * kColumnStep - 1) / (4 * kColumnStep);
   const int64_t pieces = std::max<int64_t>(1, std::min(wanted, most));
+  // Whole steps make all panels but the last ones whole, which a kernel need not pad.
   const int64_t width = ((num_columns + pieces - 1) / pieces + kColumnStep - 1) / kColumnStep * kColumnStep;
   const int64_t chunks = (num_columns + width - 1) / width;
   const bool done = ForEachTask(pool, num_spans * chunks, [&](int64_t task) {
@@ -104,6 +108,8 @@ Status GroupedMatmul(MatrixView<const T> rows, View<const T> weights, bool trans
     end += group_sizes[g];
   }
   SortByWork(spans);
+  // What has no rows to multiply costs least and goes last. Its group is a placeholder: at depth 0 neither rows nor
+  // weights are read, and the kernel writes 0.
   Cut({0, end, num_rows - end, 0, 0}, spans);  // of no group: sums of nothing
   return ForEachBlock(spans, columns, pool, [&](const Span& span, int64_t first, int64_t last) {
     return Multiply(instructions, Block<T, T>{rows.flat().data() + span.first * depth, depth, 1,
@@ -130,11 +136,14 @@ Status GroupedOuter(MatrixView<const T> rows, MatrixView<const T> others, View<c
   std::vector<Span> spans;
   int64_t end = 0;
   for (size_t g = 0; g < group_sizes.size(); ++g) {
+    // An empty group has spans too, of depth 0: its gradient is 0, and nobody has written it yet.
     Cut({static_cast<int64_t>(g), static_cast<int64_t>(g) * width, width, end, group_sizes[g]}, spans);
     end += group_sizes[g];
   }
   SortByWork(spans);
   return ForEachBlock(spans, columns, pool, [&](const Span& span, int64_t first, int64_t last) {
+    // The rows of this product are columns of `rows`, which is read with its strides exchanged and never transposed in
+    // memory.
     const int64_t column = span.first - span.group * width;
     return Multiply(instructions,
                     Block<T, SumOf<T>>{rows.flat().data() + span.depth_first * width + column, 1, width,

@@ -15,6 +15,8 @@ namespace xf = xla::ffi;
 using Sizes = xf::Buffer<xf::S32>;
 using Result = xf::Result<xf::AnyBuffer>;
 
+// These are the threads on which XLA computes; a pool of the products' own would contend with them for the same cores.
+// The reference is used only while the handler runs.
 Pool PoolOf(xf::ThreadPool& threads) {
   return {threads.num_threads(), [&threads](std::function<void()> task) { threads.Schedule(std::move(task)); }};
 }
@@ -30,6 +32,7 @@ Status CheckShape(const char* name, const xf::AnyBuffer& buffer, xf::DataType dt
   const auto have = buffer.dimensions();
   size_t i = 0;
   bool same = have.size() == want.size();
+  // Indexing is safe: `same` is false from the start where the number of dimensions differs.
   for (const int64_t dimension : want) same = same && have[i++] == dimension;
   if (same) return Ok();
   std::ostringstream shape;
@@ -51,6 +54,8 @@ Status RunMatmul(xf::ThreadPool& threads, const xf::AnyBuffer& rows, const xf::A
                           Matrix<T>(out, num_rows, columns), PoolOf(threads), BestInstructions());
 }
 
+// All shapes are checked against those of `rows`, the result and `group_sizes`, because the algorithm gets plain
+// pointers and takes the sizes for granted.
 Status Matmul(xf::ThreadPool& threads, const xf::AnyBuffer& rows, const xf::AnyBuffer& weights, Sizes& sizes,
               const xf::AnyBuffer& out, int64_t transposed) {
   if (Status bad = CheckDimensions("rows", rows, 2)) return bad;
@@ -84,6 +89,7 @@ Status Outer(xf::ThreadPool& threads, const xf::AnyBuffer& rows, const xf::AnyBu
   if (Status bad = CheckDimensions("rows", rows, 2)) return bad;
   if (Status bad = CheckDimensions("others", others, 2)) return bad;
   const int64_t num_rows = rows.dimensions()[0], width = rows.dimensions()[1], columns = others.dimensions()[1];
+  // Gradients of bfloat16 weights are sums over many rows; they stay float32 here, and the caller rounds once.
   const xf::DataType dtype = rows.element_type(), sums = dtype == xf::BF16 ? xf::F32 : dtype;
   if (Status bad = CheckShape("others", others, dtype, {num_rows, columns})) return bad;
   const auto num_groups = static_cast<int64_t>(sizes.element_count());
@@ -94,6 +100,7 @@ Status Outer(xf::ThreadPool& threads, const xf::AnyBuffer& rows, const xf::AnyBu
   return Refuse("rows have an unknown dtype; expected float32, float64 or bfloat16");
 }
 
+// The device is named, because all devices make this call and only one of them may have a bad operand.
 xf::Error OnDevice(int32_t device, const Status& status) {
   return status ? ToError(Refuse("device ", device, ": ", *status)) : xf::Error::Success();
 }

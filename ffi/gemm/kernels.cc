@@ -27,6 +27,8 @@ using Accumulator = std::conditional_t<std::is_same_v<Elem, Pair>, float, Elem>;
 }  // namespace
 }  // namespace moe_lb
 
+// Tiles are as large as the registers allow: rows x vectors sums, the vectors of `b` and one value of `a`. The base set
+// has 16 registers of 16 bytes, of which 4 x 2 + 2 + 1 are used.
 #define MOE_LB_KERNEL base
 #define MOE_LB_VECTOR_BYTES 16
 #define MOE_LB_TILE_ROWS 4
@@ -39,6 +41,7 @@ using Accumulator = std::conditional_t<std::is_same_v<Elem, Pair>, float, Elem>;
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
+// 4 x 3 + 3 + 1 are all 16 registers.
 #define MOE_LB_KERNEL avx2
 #define MOE_LB_VECTOR_BYTES 32
 #define MOE_LB_TILE_ROWS 4
@@ -48,6 +51,8 @@ using Accumulator = std::conditional_t<std::is_same_v<Elem, Pair>, float, Elem>;
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
+// 8 x 3 + 3 + 1 of the 32 registers are used. GCC prefers vectors of 32 bytes on some of these processors, unless it is
+// told otherwise.
 #define MOE_LB_KERNEL avx512
 #define MOE_LB_VECTOR_BYTES 64
 #define MOE_LB_TILE_ROWS 8
@@ -69,7 +74,9 @@ using Accumulator = std::conditional_t<std::is_same_v<Elem, Pair>, float, Elem>;
 namespace moe_lb {
 namespace {
 
-// Memory of this thread, kept for its next block; null if there is none.
+// Returns memory of this thread, or null if there is none. It is kept for the thread's next block: XLA's threads come
+// back with every product, and fresh memory would have to be faulted in each time. It is aligned, so that no vector of
+// a packed operand lies across two cache lines.
 void* Scratch(size_t bytes) {
   struct Memory {
     ~Memory() { std::free(data); }
@@ -98,6 +105,7 @@ bool MultiplyWith(const Block<T, Out>& block) {
 
 Instructions BestInstructions() {
 #ifdef MOE_LB_X86_KERNELS
+  // All four are asked for, because the pragma above lets the compiler use any of them.
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (avx512) return __builtin_cpu_supports("avx512bf16") ? Instructions::kAvx512Bf16 : Instructions::kAvx512;

@@ -9,6 +9,7 @@ uint32_t Hottest(const Serving& serving, uint32_t rank) {
   const auto first = static_cast<uint32_t>(rank * serving.home_experts());
   uint32_t best = first;
   for (uint32_t expert = first + 1; expert < first + serving.home_experts(); ++expert) {
+    // Equal tokens are not enough, so that ties go to the lower expert.
     if (serving.tokens(expert) > serving.tokens(best)) best = expert;
   }
   return best;
@@ -68,7 +69,8 @@ uint32_t Chain::Most(Key key) const {
 }
 
 uint32_t Chain::PickGiver(const Serving& serving, int32_t limit, int32_t room, Giver rule) const {
-  // Two keys in one number, the first one above. Tokens are below 2^31, so their product with it fits int64.
+  // Two keys are packed into one number, the first one above. Tokens are below 2^31, so their product with it fits
+  // int64.
   constexpr int64_t kAbove = int64_t{1} << 31;  // above all tokens
   const auto hottest = [&](uint32_t rank) { return serving.tokens(hottest_[rank]); };
   const auto surplus = [&](uint32_t rank) { return serving.load(rank) - limit; };

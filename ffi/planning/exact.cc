@@ -70,6 +70,7 @@ Status Check(View<const int32_t> tokens, const ExactOptions& options, MatrixView
                   ", the home experts, to ", num_experts, ", all experts");
   }
   if (Status bad = CheckShape("quota", quota, num_experts, num_ranks)) return bad;
+  // A NaN fails the comparison, so it is refused too.
   if (!(options.eps >= 0) || std::isinf(options.eps)) {
     return Refuse("eps is ", options.eps, "; expected a finite number, at least 0");
   }
@@ -91,6 +92,7 @@ class Planner {
 
   const Serving& Plan(const ExactOptions& options) {
     max_load_ = best_.MaxLoad();
+    // Where no replica may be made homes serve everything.
     if (slots_ == 0 || fan_out_ == 0) return best_;
     FindBest();
     // No more can be useful than all tokens on one rank, and with this bound the limit fits int32 whatever eps is.
@@ -106,6 +108,7 @@ class Planner {
  private:
   void FindBest() {
     const auto ranks = static_cast<int32_t>(best_.num_ranks());
+    // No plan can be below the mean, rounded up, so whoever reaches it need not be improved.
     const int32_t mean = total_ / ranks + (total_ % ranks != 0);
     const int32_t enough = mean + mean / kCloseEnough;
     for (const Giver rule : {Giver::kSurplus, Giver::kUseful, Giver::kHottest}) {
@@ -126,6 +129,7 @@ class Planner {
     const int32_t load = now_.Level(mean);
     if (load >= max_load_) return;
     max_load_ = load;
+    // Nothing is copied: whoever uses `now_` next starts by resetting it.
     std::swap(best_, now_);
   }
 

@@ -23,8 +23,8 @@ Status NameNegative(MatrixView<const int32_t> counts) {
 
 Status CheckCounts(MatrixView<const int32_t> counts) {
   int64_t sum = 0;
-  // One pass without branches, which the compiler turns into vector instructions. The sum of 64 bits cannot overflow,
-  // and an int32 is negative in `signs` if one of them was.
+  // This is one pass without branches, which the compiler turns into vector instructions. The sum of 64 bits cannot
+  // overflow, and `signs` is negative if any of the counts is.
   int32_t signs = 0;
   for (const int32_t tokens : counts.flat()) {
     sum += tokens;
@@ -87,6 +87,7 @@ class Domain {
   }
 
   void Write(size_t first_rank, size_t first_expert, MatrixView<int32_t> placement, MatrixView<int32_t> quota) const {
+    // Only entries of this domain are written. All others have been set to "nothing" before the first domain.
     for (size_t rank = 0; rank < num_ranks_; ++rank) {
       for (size_t slot = 0; slot < slots_; ++slot) {
         const int32_t expert = placement_[rank * slots_ + slot];

@@ -49,6 +49,7 @@ class Shadows {
     for (size_t rank = 0; rank < placement.rows(); ++rank) {
       open_[rank] = std::count(placement[rank].begin(), placement[rank].end(), -1);
     }
+    // This is found once, as a copy changes nothing of any expert but the one that is copied.
     const Holders holders({placement.flat().data(), placement.rows(), placement.columns()}, quota.rows());
     for (size_t expert = 0; expert < quota.rows(); ++expert) {
       // CheckHomes has found every expert in a slot at home, so the list of its slots is never empty.
@@ -90,6 +91,7 @@ class Shadows {
       load_[rank] += tokens;
       load_[giver] -= tokens;
     }
+    // Its tokens are spread now, and every rank of the domain holds it.
     at_home_[expert] = false;
     return true;
   }
@@ -111,6 +113,7 @@ class Shadows {
     return best;
   }
 
+  // Loads are computed as they would be, because a copy that saves too little must not be made.
   int64_t HighestAfter(size_t expert, size_t giver, size_t first) const {
     int64_t highest = 0;
     int64_t left = load_[giver];

@@ -34,6 +34,7 @@ class Moves {
       for (size_t rank = 0; rank < quota.columns(); ++rank) load_[rank] += quota[expert][rank];
     }
     for (size_t rank = 0; rank < placement.rows(); ++rank) {
+      // A rank takes no more than the balancer allows it, even if it has more empty slots.
       open_[rank] =
           std::min<int64_t>(options.max_num_dyn, std::count(placement[rank].begin(), placement[rank].end(), -1));
       FindDynamic(rank);
@@ -104,6 +105,8 @@ class Moves {
   void Move(size_t expert, size_t giver, size_t taker) {
     const auto tokens = static_cast<int32_t>(Served(expert));
     *std::find(placement_[taker].begin(), placement_[taker].end(), -1) = static_cast<int32_t>(expert);
+    // The home slot stays and only serves nothing: parameters and optimizer state live there, and the next microbatch
+    // starts from home again.
     quota_[expert][giver] = 0;
     quota_[expert][taker] += tokens;
     load_[giver] -= tokens;

@@ -5,6 +5,8 @@
 namespace moe_lb {
 
 FlowJudge::FlowJudge(View<const int32_t> tokens, size_t num_ranks, size_t slots)
+    // There is room for as many removed replicas as for those that a placement can have, so that Compact runs only once
+    // in that many swaps.
     : capacity_(tokens.size() + 2 * num_ranks * slots), now_(tokens, num_ranks), trial_(now_) {
   int64_t total = 0;
   for (const int32_t some : tokens) total += some;

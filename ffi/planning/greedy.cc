@@ -23,6 +23,9 @@ struct Offer {
   int64_t tokens = 0;
 };
 
+// The moves of all domains. A plan is on the critical path of every microbatch, so what each turn asks for is kept up
+// to date instead of being computed anew: surplus and room of the ranks, the slots that hold an expert, and the experts
+// that a giver serves.
 class Moves {
  public:
   // Moves tokens in `placement` and `quota`, where they are.
@@ -93,6 +96,7 @@ class Moves {
       surplus_[giver] = 0;
       return;
     }
+    // The slot is noted before the tokens move there: the next turn may give more to it.
     if (make) {
       placement_.flat()[made.slot] = static_cast<int32_t>(made.expert);
       holders_.Add(made.expert, made.slot);
@@ -110,6 +114,7 @@ class Moves {
     Offer best;
     for (const size_t expert : serves_[giver]) {
       const int64_t served = quota_[expert][giver];
+      // An equal amount is looked at, since it may still win by a lower slot.
       if (served < best.tokens) continue;
       for (size_t slot = holders_.First(expert); slot != Holders::kEnd; slot = holders_.Next(slot)) {
         if (!IsInside(RankOf(slot), first)) continue;
@@ -130,6 +135,7 @@ class Moves {
     const size_t home_experts = quota_.rows() / num_ranks();
     for (const size_t expert : serves_[giver]) {
       const int64_t served = quota_[expert][giver];
+      // A second slot on a rank would serve nothing that the first could not.
       const bool allowed = IsInside(expert / home_experts, first) && !Holds(RankOf(slot), expert);
       if (allowed && served > best.tokens) best = {expert, slot, served};
     }
@@ -178,6 +184,7 @@ class Moves {
 Status Greedy(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain, int64_t min_tokens,
               MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
   if (Status bad = Check(placement, quota, domain, min_tokens, new_placement, new_quota)) return bad;
+  // The operands belong to XLA, which may use them again, so the plan is edited in the results.
   std::copy(placement.flat().begin(), placement.flat().end(), new_placement.flat().begin());
   std::copy(quota.flat().begin(), quota.flat().end(), new_quota.flat().begin());
   const auto members = static_cast<size_t>(domain);

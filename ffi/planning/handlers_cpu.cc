@@ -10,8 +10,7 @@ namespace xf = xla::ffi;
 
 xf::Error PlanNow(const PlannerCall& call, StatusResult& status) {
   if (status->element_count() != 1) return xf::Error::InvalidArgument("status is not of shape [1]");
-  // The word exists for GPUs, where a planner cannot return an error. Here it is always 0, and no result is left as it
-  // was.
+  // The word exists for GPUs, where a planner cannot return an error. Here a failure is one, and the word is always 0.
   status->typed_data()[0] = 0;
   return ToError(Attempt(call, call.operands, call.results));
 }

@@ -16,7 +16,7 @@ class Holders {
   Holders(MatrixView<const int32_t> placement, size_t num_experts)
       : first_(num_experts, kEnd), next_(placement.rows() * placement.columns(), kEnd) {
     const View<const int32_t> experts = placement.flat();
-    // From the last slot on, so that a list starts with the lowest.
+    // It goes from the last slot on, so that a list starts with the lowest.
     for (size_t slot = experts.size(); slot-- > 0;) {
       if (experts[slot] >= 0) Add(static_cast<size_t>(experts[slot]), slot);
     }

@@ -96,7 +96,7 @@ class PlannerRing {
 
   xf::Error Allocate(const char* name) {
     void* memory = nullptr;
-    // Pinned memory: with other memory these copies would make the launching thread wait for the stream.
+    // The memory is pinned, because with other memory these copies would make the launching thread wait for the stream.
     const cudaError_t allocated = cudaHostAlloc(&memory, kNumSlots * words_ * sizeof(int32_t), cudaHostAllocDefault);
     if (xf::Error bad = Check(allocated, name, "cudaHostAlloc"); bad.failure()) return bad;
     memory_ = static_cast<int32_t*>(memory);

@@ -79,6 +79,7 @@ class Localizer {
     serving_.MoveReplica(entry, to);
   }
 
+  // Loads change only when something moves, so that this is asked for then and not for every pair.
   void FindRoom() {
     room_ = 0;
     for (uint32_t rank = 0; rank < serving_.num_ranks(); ++rank) room_ = std::max(room_, limit_ - serving_.load(rank));

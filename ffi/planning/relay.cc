@@ -60,8 +60,8 @@ int64_t FloorSqrt(int64_t n) {
 size_t NumRelays(size_t num_replicas, const RelayOptions& options) {
   const auto n = static_cast<int64_t>(num_replicas);
   if (n < options.min_replicas) return 0;
-  // A root of n balances home, with k copies, against a relay, with (n - k) / k. Never are there more relays than other
-  // replicas, so each of them has somebody to forward to.
+  // The root of n about balances home, which sends k copies, and a relay, which sends (n - k) / k. There are never more
+  // relays than other replicas, so each of them has somebody to forward to.
   const int64_t k = std::min({FloorSqrt(n), options.max_relays, n - 1});
   const int64_t most = std::max(k, (n - k + k - 1) / k);
   return n - most >= options.min_gain ? static_cast<size_t>(k) : 0;
@@ -90,6 +90,7 @@ class Trees {
     for (size_t i = 0; i < num_relays; ++i) relays_some_[(*replicas)[i].rank] = 1;
     if (num_relays == 0) return;
     for (size_t i = num_relays; i < replicas->size(); ++i) {
+      // Each relay first gets one replica to forward to. A relay without any would be a longer way for nothing.
       const bool first = i - num_relays < num_relays;
       Copy(first ? (*replicas)[i - num_relays].rank : Idlest(*replicas, num_relays), (*replicas)[i]);
     }

@@ -61,8 +61,8 @@ void Search::KeepBest() {
 }
 
 uint32_t Search::Draw(uint32_t count) {
-  // A linear congruential generator: its low bits repeat soon, so only the upper half is used, scaled to the range. It
-  // is written out here because the standard's distributions differ between libraries.
+  // This is a linear congruential generator: its low bits repeat soon, so only the upper half is used, scaled to the
+  // range. It is written out here because the standard's distributions differ between libraries.
   random_ = random_ * 6364136223846793005u + 1442695040888963407u;
   return static_cast<uint32_t>(((random_ >> 32) * count) >> 32);
 }
@@ -107,6 +107,8 @@ bool Search::Propose() {
 uint32_t Search::DrawExpert(int32_t more_than) {
   for (int draw = 0; draw < 3; ++draw) {
     const size_t first = DrawRank(inside_) * home_experts_;
+    // Experts stand by their tokens, so those with more are the first ones. They are counted without leaving the loop
+    // early, which the compiler turns into vector instructions.
     uint32_t hotter = 0;
     for (size_t i = first; i < first + home_experts_; ++i) hotter += hot_tokens_[i] > more_than ? 1u : 0u;
     if (hotter == 0) continue;

@@ -30,6 +30,7 @@ Serving::Serving(View<const int32_t> tokens, size_t num_ranks)
 
 void Serving::Reset() {
   const size_t experts = num_experts();
+  // Vectors keep their memory: Chain fills one plan after the other.
   num_replicas_ = 0;
   tokens_.assign(all_tokens_.begin(), all_tokens_.end());
   rank_.resize(experts);
@@ -67,6 +68,8 @@ void Serving::Add(uint32_t expert, uint32_t rank, int32_t tokens) {
 void Serving::Link(uint32_t entry) {
   const uint32_t expert = expert_[entry];
   const uint32_t rank = rank_[entry];
+  // Lists grow at their end, so that searches visit replicas in the order in which they were added, and a plan depends
+  // on nothing else.
   (first_of_expert_[expert] == kNone ? first_of_expert_[expert] : next_of_expert_[last_of_expert_[expert]]) = entry;
   (first_of_rank_[rank] == kNone ? first_of_rank_[rank] : next_of_rank_[last_of_rank_[rank]]) = entry;
   last_of_expert_[expert] = entry;
@@ -82,6 +85,7 @@ std::vector<Replica> Serving::Replicas() const {
 }
 
 void Serving::MoveReplica(uint32_t entry, uint32_t to) {
+  // The lists of slots by rank keep the entry where it was, which is why nothing may be searched afterwards.
   load_[rank_[entry]] -= tokens_[entry];
   load_[to] += tokens_[entry];
   rank_[entry] = to;
@@ -112,6 +116,7 @@ void Serving::Save(Amounts* amounts) const {
 }
 
 void Serving::Restore(const Amounts& amounts, uint32_t removed) {
+  // A removed entry is only marked and is still in its lists, so taking the mark away brings it back.
   tokens_ = amounts.tokens;
   load_ = amounts.load;
   removed_[removed] = 0;

@@ -23,7 +23,8 @@ std::optional<size_t> SlotRing::Reserve(const Finished& finished, std::chrono::m
         const size_t slot = (next_ + i) % states_.size();
         if (states_[slot] != State::kFree) continue;
         states_[slot] = State::kReserved;
-        // Slots are taken round the ring, so that the oldest work, which is over first, is asked for first.
+        // The next search begins behind this slot. Work on a stream ends in the order in which it was queued, so that
+        // slot is the first to come free.
         next_ = slot + 1;
         return slot;
       }

@@ -54,7 +54,7 @@ class Rails {
     int64_t soonest = 0;
     for (size_t step = 0; step < ticks_.size(); ++step) {
       const size_t rail = (first_ + step) % ticks_.size();
-      // At most 2^31 rows times 2^15 ticks: the product fits.
+      // At most 2^31 rows are multiplied by less than 2^15 ticks, so the product fits.
       const int64_t done = (loads_[rail] + rows) * ticks_[rail];
       // A dead rail has no ticks and would look as if it were done at once. Equal times leave the rail that came first
       // in the cycle.
@@ -97,8 +97,8 @@ void Between(MatrixView<const int32_t> rows, View<const int32_t> ticks, size_t m
       if (left > 0) rests.push_back({left, from, to});
     }
   }
-  // Rests follow the chunks, none of them is larger than a chunk, and the largest goes first: what is uneven in the end
-  // is at most about one chunk.
+  // Rests follow the chunks, none of them is larger than a chunk, and the largest goes first: in the end rails of equal
+  // speed differ by about one chunk at most.
   std::stable_sort(rests.begin(), rests.end(), [](const Rest& a, const Rest& b) { return a.rows > b.rows; });
   for (const Rest& rest : rests) rails[rest.from][rest.to * num_rails + filling.Add(rest.rows)] += rest.rows;
 }

@@ -26,7 +26,8 @@ constexpr int64_t kMaxChunks = 4096;
 //
 //   rows: [R, R], from rank to rank, at least 0; their sum must fit int32.
 //   ticks: [N], of each rail, at most kMaxTicks; 0 for a dead one. N divides the members.
-//   domain: members of a domain; divides R.
+//   domain: members of a domain; divides R. A domain is a node here, the ranks that share network rails, which need not
+//     be those among which a plan moves expert weights.
 //   chunks: of each pair of domains on each rail, at least, where there are so many rows; at most kMaxChunks.
 //   rails: [R, R * N], rows from rank to rank on each rail.
 Status Spray(MatrixView<const int32_t> rows, View<const int32_t> ticks, int64_t domain, int64_t chunks,

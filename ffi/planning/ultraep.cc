@@ -14,6 +14,7 @@ namespace {
 Status Check(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain, float eps,
              int64_t min_tokens, MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
   if (Status bad = CheckPlan(placement, quota, domain, new_placement, new_quota)) return bad;
+  // A NaN fails both comparisons, so it is refused too.
   if (!(eps >= 0 && eps <= 1)) return Refuse("eps is ", eps, "; expected 0 to 1");
   if (min_tokens < 1) return Refuse("min_tokens is ", min_tokens, "; expected at least 1");
   return CheckHomes(placement, quota.rows() / placement.rows());

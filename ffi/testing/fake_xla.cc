@@ -11,7 +11,8 @@ struct XLA_FFI_Error {
   std::string message;
 };
 
-// Owned by both sides: the second of "it is over" and "call me when it is over" deletes it.
+// Both sides own it. Whichever comes second of "it is over" and "call me when it is over" deletes it, since only then
+// nobody else knows it any more.
 struct XLA_FFI_Future {
   std::mutex mutex;
   bool over = false;
@@ -44,6 +45,8 @@ XLA_FFI_Error* Failure(XLA_FFI_Error_Code code, std::string message) {
 
 XLA_FFI_Error* ErrorCreate(XLA_FFI_Error_Create_Args* args) { return Failure(args->errc, args->message); }
 
+// Newer headers hand the error's code out as well. The overload with int is chosen where the field exists, so that this
+// file compiles with the headers of every jaxlib.
 template <typename Args>
 auto SetCode(Args* args, int) -> decltype(args->errc, void()) {
   args->errc = args->error->code;
@@ -108,6 +111,8 @@ XLA_FFI_Error* PoolSchedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
       context.xla->Schedule([task = args->task, data = args->data] { task(data); });
       return nullptr;
     case PoolMode::kInline:
+      // XLA may run a task at once on the thread that schedules it. A handler that holds a lock meanwhile, or waits
+      // there for a task that it has not scheduled yet, hangs in this mode.
       args->task(args->data);
       return nullptr;
     case PoolMode::kNone:
@@ -136,6 +141,7 @@ void Finish(XLA_FFI_Future* future, XLA_FFI_Error* error) {
     future->error = error;
     then = future->then;
   }
+  // This runs without the lock: `then` may be the end of the execution, and the future dies before it.
   if (!then) return;
   delete future;
   then(error);
@@ -306,6 +312,8 @@ void Execution::Complete(XLA_FFI_Error* error) {
   Ending ending = EndingOf(error);
   ending.wrote_argument = !buffers_->ArgumentsHold();
   if (ending.ok) ending.rets = buffers_->Results();
+  // They die now, even if other devices of the call are not over: a copy that still uses them is found by the
+  // sanitizer.
   buffers_.reset();
   // Under the lock: whoever sees the ending may destroy this.
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -399,6 +407,7 @@ CallSite::CallSite(FakeXla& xla, const HandlerRegistration& handler, const Attri
 }
 
 CallSite::~CallSite() {
+  // XLA destroys the state with the executable, through the deleter of its registered type.
   if (state_ != nullptr) xla_.type_info(state_type_)->deleter(state_);
 }
 
@@ -416,6 +425,8 @@ std::shared_ptr<Execution> CallSite::Execute(const Operands& operands, int64_t r
   frame.rets.types = buffers.ret_types.data();
   frame.rets.rets = buffers.ret_pointers.data();
   frame.attrs = attributes_->frame();
+  // The execution owns all that the frame points to, as an asynchronous handler may use buffers after it has returned.
+  // The frame itself must not be used by then, and is gone.
   XLA_FFI_Error* const error = handler_.execute(&frame);
   if (frame.future == nullptr) {
     execution->Complete(error);
@@ -489,6 +500,7 @@ std::optional<std::string> FakeXla::Register(const Registrations& part) {
         return std::string(handler.name) + ": built against another version of the FFI";
       }
       const int64_t state = metadata.state_type_id.type_id;
+      // XLA cannot free a state of a type that was registered after the handler or not at all.
       if (instantiate && (state < 1 || state > static_cast<int64_t>(types_.size()))) {
         return std::string(handler.name) + ": its state has no registered type";
       }

@@ -51,6 +51,7 @@ MOE_LB_VISIBLE void __sanitizer_set_death_callback(void (*callback)()) __attribu
 namespace moe_lb::testing {
 namespace {
 
+// This is twice the time-out of valid calls, so that a handler has the time to report a rank that is missing.
 constexpr auto kLimit = std::chrono::seconds(60);  // a call that is not over by then hangs
 
 constexpr double kShortTimeout = 0.01;  // seconds
@@ -108,6 +109,7 @@ void OnSignal(int signal) {
 void WatchForDeath() {
   if (__sanitizer_set_death_callback != nullptr) __sanitizer_set_death_callback(PrintRunning);
   std::signal(SIGALRM, OnSignal);
+  // A sanitizer prints its own report of these signals, and it reserves more addresses than any limit would allow.
   if (kSanitized) return;
   for (const int signal : {SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL}) std::signal(signal, OnSignal);
   const rlimit memory = {size_t{6} << 30, size_t{6} << 30};
@@ -138,6 +140,8 @@ class Runner {
     pending.one = std::move(one);
     pending.site = MakeSite(pending.one);
     Execute(pending, *pending.site, random);
+    // Calls overlap on purpose: an earlier one is judged only when many are pending, so that the calls of other sites
+    // run beside it.
     Drain(max_pending_);
   }
 
@@ -198,6 +202,7 @@ class Runner {
     const std::vector<Operands>& devices = pending.one.call.devices;
     std::vector<size_t> order(devices.size());
     for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+    // Devices come in any order, since XLA starts them in any.
     for (size_t i = order.size(); i > 1; --i) {
       std::swap(order[i - 1], order[static_cast<size_t>(random.Below(static_cast<int64_t>(i)))]);
     }
@@ -213,6 +218,7 @@ class Runner {
           Fail(pending.one, std::string("the handler threw: ") + error.what());
         }
       };
+      // Without threads the first device would wait for ever for those that this loop has not called yet.
       if (blocks) {
         threads.emplace_back(execute);
       } else {
@@ -240,6 +246,7 @@ class Runner {
       for (const auto& [ret, arg] : before.wires) {
         const Array& from = ending->rets[ret];
         const bool unchanged = arg < args.size() && args[arg].bytes == Result(from.dtype, from.dims).bytes;
+        // An operand that a mutation has changed keeps its value: that is what the case is about.
         if (unchanged) args[arg].bytes = from.bytes;
       }
     }
@@ -308,14 +315,14 @@ Case MakeCase(const HandlerRegistration& handler, uint64_t number, Random& rando
     return one;
   }
   one.call = AllValidCalls().at(handler.name).make(random);
-  // Whoever is broken may leave the others waiting.
+  // A broken device may leave the others waiting until their time-out, and there are many such cases.
   if (kind != Kind::kValid) ShortenTimeout(one.call);
   if (kind == Kind::kMutated) Mutate(random, one.call);
   if (kind == Kind::kScrambled) Scramble(random, one.call);
   return one;
 }
 
-// The random numbers of one case.
+// The random numbers of one case. They depend on nothing that ran before, so that a case that failed can be run alone.
 Random RandomOf(uint64_t seed, uint64_t number) {
   return Random(seed * 0x9E3779B97F4A7C15u + number * 0xD1B54A32D192ED03u);
 }
@@ -341,6 +348,8 @@ int Fuzz(FakeXla& xla, const Registrations& part, uint64_t cases, uint64_t seed,
               << " succeeded, " << counts.refused << " were refused" << std::endl;
     all_seen = all_seen && counts.valid > 0 && counts.succeeded > 0 && counts.refused > 0;
   }
+  // A handler of which no broken call succeeds, or none is refused, is fuzzed by cases that never get past its first
+  // check, or never reach one.
   if (all_seen || only) return 0;
   std::cerr << "FAILED: a handler never succeeded, or never refused" << std::endl;
   return 1;
@@ -388,9 +397,11 @@ int Repeat(FakeXla& xla, const Registrations& part, uint64_t calls) {
     std::vector<Case> cases;
     Random random = RandomOf(0, 0);
     for (uint64_t number = 0; number < 100; ++number) cases.push_back(MakeCase(handler, number, random));
-    // Few at once: how many threads there were at most is not what is measured.
+    // Few calls are pending at once, as the highest number of threads so far is not what is measured.
     Runner runner(xla, part, 8);
-    CallMany(runner, cases, calls, random);  // what is allocated once
+    // Memory is compared after a first round, which also makes what is allocated once: threads, tables, the allocator's
+    // own arenas.
+    CallMany(runner, cases, calls, random);
     const Usage before = Measure();
     CallMany(runner, cases, calls, random);
     // Threads that have nothing to do end after a while.

@@ -51,6 +51,7 @@ std::string JudgePlacement(const Numbers& before, const Numbers& after, int64_t 
       if (expert == before.at(rank, slot)) continue;
       if (before.at(rank, slot) != -1) return Say("rank ", rank, ", slot ", slot, " was filled and has changed");
       if (expert < 0 || expert >= experts) return Say("rank ", rank, ", slot ", slot, " holds ", expert);
+      // Weights do not cross domains.
       if (expert / home / domain != rank / domain) return Say("expert ", expert, " left its domain for rank ", rank);
       for (int64_t other = 0; other < before.columns; ++other) {
         if (other != slot && after.at(rank, other) == expert) return Say("rank ", rank, " has got ", expert, " twice");
@@ -69,6 +70,8 @@ std::string JudgeServed(const std::vector<int64_t>& tokens, const Numbers& befor
       const int32_t quota = after.at(expert, rank);
       served += quota;
       if (quota < 0) return Say("quota of expert ", expert, ", rank ", rank, " is ", quota);
+      // A plan may come with tokens on ranks that do not hold the expert. A planner need not repair that, but it must
+      // not add any.
       if (quota > before.at(expert, rank) && !Holds(placement, rank, expert)) {
         return Say("rank ", rank, " shall serve ", quota, " of expert ", expert, ", which it does not hold");
       }
@@ -99,6 +102,7 @@ std::string JudgeLoads(const Numbers& before, const Numbers& after, int64_t doma
   };
   for (int64_t first = 0; first < before.columns; first += domain) {
     const int64_t was = highest(before, first), is = highest(after, first);
+    // Planners differ in how low they get. None may make the highest load worse than doing nothing.
     if (is > was) return Say("the highest load of the domain from rank ", first, " on rises from ", was, " to ", is);
   }
   return "";
@@ -154,6 +158,7 @@ std::string JudgeRelay(const Attributes& attributes, const Operands& call, const
       if (expert < 0) return Say("empty slot ", slot, " of rank ", rank, " copies from ", from);
       if (from < 0 || from >= placement.rows()) return Say("rank ", rank, ", slot ", slot, " copies from ", from);
       bool forwards = false;
+      // A relay must itself copy from home: trees have two levels, and a longer chain could be a circle.
       for (int64_t held = 0; held < placement.columns; ++held) {
         forwards = forwards || (placement.at(from, held) == expert && relay.at(from, held) == owner);
       }

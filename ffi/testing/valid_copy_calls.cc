@@ -98,6 +98,7 @@ class Peers {
   Call MakeCall(const std::function<Operands(const Array& place)>& operands) const {
     Call call;
     call.attributes = attributes_;
+    // Lanes are devices that come as the same rank with the same tables; each lane is a meeting of its own.
     const int64_t lanes = attributes_.at("num_lanes").bytes[0];
     for (int64_t device = 0; device < participants_ * lanes; ++device) {
       call.devices.push_back(operands(Ints({2}, {static_cast<int32_t>(device % participants_), 0})));
@@ -127,6 +128,7 @@ Call CopyJoin(Random& random) {
   Call call;
   for (const Operands& start : before->call.devices) {
     const std::vector<Array> slots(start.rets.begin() + 1, start.rets.end());
+    // The start's operands come along after its results, as in the program: they must live until the join.
     Operands join = {start.rets, slots, {}};
     join.args.insert(join.args.end(), start.args.begin() + 3, start.args.end());
     for (size_t kind = 0; kind < slots.size(); ++kind) {

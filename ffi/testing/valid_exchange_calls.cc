@@ -39,6 +39,8 @@ std::vector<Slices> MakeSlices(Random& random, size_t ranks, size_t per_pair) {
         Slices& to = all[receiver];
         const size_t out = receiver * per_pair + i;
         const int64_t size = random.Chance(25) ? 0 : random.Below(5);
+        // Gaps before a slice make its offset differ from the sum of the sizes before it, and leave rows on which
+        // nothing lands.
         from.operand_rows += random.Below(2);
         to.output_rows += random.Below(2);
         from.input_offsets[out] = static_cast<int32_t>(from.operand_rows);
@@ -90,6 +92,7 @@ Call Exchange(Random& random) {
           {{Filled(random, dtype, rows(operand_rows)), Filled(random, dtype, rows(output_rows)),
             ints(one.input_offsets), ints(one.send_sizes), ints(one.output_offsets), ints(one.recv_sizes), place},
            {Result(dtype, rows(output_rows))},
+           // XLA aliases the output to the result, or copies it where it cannot: a handler must work with both.
            random.Chance(70) ? std::map<size_t, size_t>{{1, 0}} : std::map<size_t, size_t>{}});
     }
   }

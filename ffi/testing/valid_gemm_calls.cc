@@ -45,6 +45,8 @@ class Groups {
   }
 
  private:
+  // Sizes are small, so that most of them end inside of a tile or a vector, where bounds matter; a few span several
+  // panels.
   static int64_t Dimension(Random& random) { return random.Chance(10) ? random.Below(90) : random.Below(20); }
 
   const XLA_FFI_DataType dtype_;

@@ -18,6 +18,7 @@ class Planned {
  public:
   explicit Planned(Random& random)
       : placement_(random),
+        // One device may stand for all ranks, as in programs without a mesh axis of ranks.
         ranks_here_(random.Chance(70) ? 1 : placement_.ranks),
         quota_(IntsBetween(random, {placement_.experts, placement_.ranks}, 0, 50)),
         domain_(Int(placement_.domain)) {
@@ -62,6 +63,7 @@ class Planned {
     auto before = std::make_shared<Before>();
     before->handler = "moe_lb_copy_post";
     before->call = Post(random);
+    // The second call has no attribute for it: its ranks meet at the site of the post.
     before->sets_timeout = true;
     Call call;
     call.attributes = options;

@@ -7,7 +7,9 @@
 namespace moe_lb {
 namespace {
 
-// Where the i-th slice to a receiver stands among the sender's, and that from a sender among the receiver's sizes.
+// Says where the i-th slice to a receiver stands among the sender's, and that from a sender among the receiver's sizes.
+// All ranks have equally many slices for each pair, as `lax.ragged_all_to_all` has it, so that one rank can find its
+// entry in the arrays of another.
 class Slices {
  public:
   explicit Slices(View<const ExchangeSide> sides)

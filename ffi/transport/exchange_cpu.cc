@@ -77,6 +77,7 @@ void ExchangeState::Exchange(View<Participant> participants, const Meeting::Fini
 xf::ErrorOr<std::unique_ptr<ExchangeState>> Instantiate(int64_t num_ranks, int64_t num_lanes, double timeout_s,
                                                         std::string_view site) {
   RendezvousOptions options{std::string(site), num_ranks, num_lanes, std::chrono::duration<double>(timeout_s)};
+  // A bad attribute fails here, before any device runs, and no rank waits for another.
   if (Status bad = CheckOptions(options)) return xf::Unexpected(ToError(bad));
   return std::make_unique<ExchangeState>(std::move(options));
 }

@@ -27,6 +27,7 @@ Status FindOrigin(MatrixView<const int32_t> wanted, MatrixView<const int32_t> re
                   wanted.rows() - 1, ", or -1 for the expert's home");
   }
   const size_t home = static_cast<size_t>(expert) / num_home;
+  // A relay that is the home itself means its home experts, which stand in no slot.
   if (from == -1 || static_cast<size_t>(from) == home) {
     *origin = {PeerSource::kHome, home, static_cast<size_t>(expert) % num_home, 0};
     return Ok();
@@ -156,7 +157,7 @@ struct Bf16 {
     // Rounding could make infinity or 0 of a NaN, and cutting it off infinity, if its payload is in the lower half
     // alone: hence the bit.
     if (std::isnan(value)) return static_cast<Stored>((bits >> 16) | 0x40u);  // quiet
-    // Half of the last bit less one, and one more where that bit is odd: ties go to even, as in XLA.
+    // This adds half of the last bit, less one where that bit is even: ties go to even, as in XLA.
     return static_cast<Stored>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
   }
 };
@@ -244,6 +245,7 @@ Status PlanPeerTasks(MatrixView<const int32_t> wanted, MatrixView<const int32_t>
       if (Status bad = FindOrigin(wanted, relay, weights.num_home, rank, slot, &origins[rank][slot])) return bad;
     }
   }
+  // Depths come after all origins, since a chain leads through the slots of other ranks.
   if (Status bad = FindDepths(&origins)) return bad;
   Pipeline(origins, weights, tasks).Plan();
   return Ok();

@@ -157,7 +157,7 @@ inline void WriteTicket(int64_t ticket, int32_t* out) {
 }
 
 inline int64_t ReadTicket(const int32_t* in) {
-  // Unsigned: a negative number may not be shifted.
+  // The high half is unsigned, because a negative number may not be shifted.
   const uint64_t high = static_cast<uint32_t>(in[1]);
   return static_cast<int64_t>(high << 32 | static_cast<uint32_t>(in[0]));
 }

@@ -26,7 +26,8 @@ inline Status Cuda(cudaError_t error, const char* what) {
     if (Status bad_ = Cuda((call), #call)) return bad_; \
   } while (false)
 
-// An event without times; destroyed with its owner.
+// An event that is destroyed with its owner. It takes no times, because nobody asks for them and events with times are
+// slower.
 class Event {
  public:
   Event() = default;
@@ -70,8 +71,11 @@ class Lane {
   // words: int32 that a turn has pinned.
   Status Make(size_t words) {
     words_ = words;
+    // Without the flag the stream would wait for the default stream, and with it for work that has nothing to do with
+    // the copies.
     MOE_LB_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     void* memory = nullptr;
+    // The memory is pinned, because a copy to other memory would make the launching thread wait for the stream.
     MOE_LB_CUDA(cudaHostAlloc(&memory, kNumTurns * words * sizeof(int32_t), cudaHostAllocPortable));
     host_ = static_cast<int32_t*>(memory);
     for (size_t i = 0; i < kNumTurns; ++i) {
@@ -83,6 +87,7 @@ class Lane {
     return Ok();
   }
 
+  // Needs no lock: XLA launches what runs on a device from one thread at a time.
   Turn* Next() { return &turns_[next_++ % kNumTurns]; }
   cudaStream_t stream() const { return stream_; }
   size_t words() const { return words_; }

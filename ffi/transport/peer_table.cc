@@ -40,6 +40,8 @@ Status CheckEqualWeights(size_t participant, const PeerWeights& here, const Peer
 }  // namespace
 
 PeerTable::PeerTable(std::vector<PeerShare> shares)
+    // The other members read `shares_`, which is therefore declared, and so initialised, first. All participants stand
+    // for the same number of ranks: the builder of a share has checked that they divide.
     : shares_(std::move(shares)),
       num_slots_(shares_[0].wanted.columns()),
       num_ranks_(shares_[0].wanted.rows()),

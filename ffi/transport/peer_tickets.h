@@ -30,6 +30,7 @@ class PeerTickets {
   // Under a number of the caller's choice; an open ticket of that number is replaced.
   void OpenAs(int64_t run_id, int64_t ticket, Note note) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    // The number is used only to tell how old a run is.
     ++last_;
     Insert(run_id, ticket, std::move(note));
   }
@@ -64,6 +65,7 @@ class PeerTickets {
 
   void Insert(int64_t run_id, int64_t ticket, Note note) {
     Run& run = runs_[run_id];
+    // Run ids are in no order that could be relied on, so a run is as old as its first ticket.
     if (run.notes.empty()) run.first = last_;
     run.notes.insert_or_assign(ticket, std::move(note));
     if (runs_.size() > kMaxRuns) DropOldest();

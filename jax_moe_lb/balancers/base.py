@@ -19,6 +19,16 @@ class Balancer(abc.ABC):
     are its hyper-parameters, and it is a static argument of `jax.jit`. All ranks call it with the same arguments and
     must get the same plan: integers in, integers out, and ties go to the lowest index. `rebalance` is all that it must
     have. The other methods say what it does not need, so that more can happen before there is a plan.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import Greedy, Topology, load, plain_plan
+        >>> counts = np.array([[8, 0, 1, 1], [8, 0, 1, 1]], np.int32)
+        >>> topology, balancer = Topology.flat(2), Greedy()
+        >>> start = plain_plan(counts, topology, slots=3)
+        >>> plan, state = balancer.rebalance(counts, start, topology, balancer.init(counts.shape))
+        >>> print(load(start), load(plan))
+        [16  4] [10 10]
     """
 
     def init(self, counts_shape: tuple[int, int]) -> State:

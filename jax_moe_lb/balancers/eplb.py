@@ -1,4 +1,4 @@
-"""EPLB: redundant experts placed by the load of the last steps, anew every few steps."""
+"""EPLB: redundant experts, placed anew every few steps by the load of the steps before."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ class _State:
     """What `EPLB` remembers.
 
     Args:
-        history: loads since the last plan.
-        held: whether a rank has a replica of an expert, under the last plan.
+        history: the loads since the last plan.
+        held: `[R, E]`, whether a rank has a replica of an expert, under the last plan.
     """
 
     history: History
@@ -33,24 +33,42 @@ class _State:
 
 @dataclass(frozen=True)
 class EPLB(Balancer):
-    """Replicas of the experts that were busiest, kept for `every` steps; tokens are split evenly over copies.
+    """Keeps replicas of the experts that were busiest, for `every` steps, and splits tokens evenly over copies.
 
-    DeepSeek's EPLB on top of fixed homes. Its first copy of every expert is the one at home, which never
-    moves; what is left of the algorithm is to replicate, for every slot beyond the home experts, the
-    expert of the highest load per copy, and to pack these replicas, heaviest first, onto the ranks
-    with the lowest load (`ops.eplb_plus`). Its two policies are a matter of domains: with one domain the
-    packing is global; with several it is hierarchical, each domain packed with its own experts, without
-    EPLB's first step, which would move groups of experts between domains. No rank gets two copies of
-    an expert. `jax_moe_lb.rebalance_experts` is EPLB's own algorithm, which packs all copies afresh.
+    Use it where the same experts stay hot for many steps, or as the baseline that most papers compare with. History
+    does not see the microbatch that it is used for: that is EPLB's weakness, where hot experts change from one to the
+    next.
 
-    A step is a call, that is one layer and microbatch. There is no replica until the first `every` steps
-    are over; then steps `every`, `2 * every`, ... begin with a new plan, from the mean load of the `every`
-    steps before. History does not see the microbatch that it is used for: that is EPLB's weakness.
+    It is DeepSeek's EPLB on top of fixed homes. Its first copy of every expert is the one at home, which never moves.
+    What is left of the algorithm is to replicate, for every slot beyond the home experts, the expert of the highest
+    load per copy, and to pack these replicas, heaviest first, onto the ranks with the lowest load
+    (`planners/eplb_plus.py`). Its two policies are a matter of domains: with one domain the packing is global; with
+    several it is hierarchical, each domain packed with its own experts, without EPLB's first step, which would move
+    groups of experts between domains. No rank gets two copies of an expert. `jax_moe_lb.rebalance_experts` is EPLB's
+    own algorithm, which packs all copies afresh.
+
+    A step is a call, that is one layer and microbatch. There is no replica until the first `every` steps are over; then
+    steps `every`, `2 * every`, ... begin with a new plan, from the mean load of the `every` steps before.
 
     Replicas that another balancer made (`Chain`) stay and count as copies; its quotas do not.
 
     Args:
-        every: steps between plans, and steps of history; 1 to 46340.
+        every: the steps between plans, which are the steps of history too; 1 to 46340. 3, the default, is what
+            UltraEP's paper uses for it in training; it uses 50 in prefill.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import EPLB, Topology, load, plain_plan
+        >>> topology, balancer = Topology.flat(num_ranks=4), EPLB(every=2)
+        >>> state = balancer.init((4, 4))
+        >>> for tokens in ([12, 2, 4, 2], [14, 2, 2, 2], [16, 0, 2, 2]):
+        ...     counts = np.array([tokens, [0] * 4, [0] * 4, [0] * 4], np.int32)
+        ...     start = plain_plan(counts, topology, slots=2)
+        ...     plan, state = balancer.rebalance(counts, start, topology, state)
+        ...     print(load(plan))
+        [12  2  4  2]
+        [14  2  2  2]
+        [5 4 5 6]
     """
 
     every: int = 3
@@ -59,11 +77,11 @@ class EPLB(Balancer):
         check_every(self.every)
 
     def init(self, counts_shape: tuple[int, int]) -> _State:
-        """No history, no replicas."""
+        """Returns the state before the first step: no history, and no replicas."""
         return _State(no_history(counts_shape[1]), np.zeros(counts_shape, bool))
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, _State]:
-        """The plan of the last planning step, with the quota of this microbatch.
+        """Returns the placement of the last planning step, with the quota of this microbatch; see `Balancer.rebalance`.
 
         Raises:
             ValueError: a state of another shape than that of `init`.
@@ -76,8 +94,10 @@ class EPLB(Balancer):
 
         def replan() -> Bool[AnyArray, "R E"]:
             placement, _ = eplb_plus(mean(state.history, self.every), before, plan.domain)
+            # Kept is who holds what, not in which slot: slots that another balancer fills may differ next time.
             return holds(placement, counts.shape[1]) & ~holds(before, counts.shape[1])
 
+        # A branch, so that the steps between two plans do not pay for one.
         held = _cond(state.history.steps >= self.every, replan, lambda: state.held)
         placement = _fill(before, held, plan.domain)
         after = replace(plan, placement=placement, quota=round_robin(tokens, placement))
@@ -102,6 +122,7 @@ def _fill(placement: Placement, held: Bool[AnyArray, "R E"], domain: int) -> Pla
     experts = xp.sort(xp.where(wanted, host_iota(num_experts)[None], np.int32(num_experts)), axis=1)
     experts = xp.concatenate([experts, xp.full_like(experts[:, :1], num_experts)], axis=1)
     empty = placement < 0
+    # Slots that are not empty are numbered too, and more slots may be empty than there are experts to put in.
     number = xp.clip(empty.cumsum(1, dtype=np.int32) - 1, 0, num_experts)
     chosen = xp.take_along_axis(experts, number, axis=1)
     return xp.where(empty & (chosen < num_experts), chosen, placement)

@@ -18,28 +18,41 @@ from jax_moe_lb.types import Counts, State
 class Exact(Balancer):
     """Minimises the maximum load of every domain, then the number of replicas.
 
-    Where slots abound the maximum is the mean, rounded up, which nothing can better. Where they are scarce it is that
-    of the best placement that a search of fixed length found; quotas are optimal for it, the placement need not be.
-    The same counts always give the same plan.
+    Use it by default where the custom calls are built, and above all where slots are scarce. Where slots abound the
+    maximum is the mean, rounded up, which nothing can better. Where they are scarce it is that of the best placement
+    that a search of fixed length found; quotas are optimal for it, the placement need not be. The same counts always
+    give the same plan.
 
-    It plans from the counts alone. After another balancer (`Chain`) the replicas of that one are dropped, with
-    their relays and rails: all slots are planned anew.
+    It plans from the counts alone. After another balancer (`Chain`) the replicas of that one are dropped, with their
+    relays and rails: all slots are planned anew.
 
     With a `cost` it declines what does not pay, and leaves the plan as it was: all domains together, since a layer
     takes as long as its slowest rank. It asks twice. Before planning: is the busiest rank so far above the mean that
-    bringing it there would make up for the planner and one replica? If not, the planner does not run. After it: are
-    the token copies that the busiest rank loses worth the replicas?
+    bringing it there would make up for the planner and one replica? If not, the planner does not run. After it: are the
+    token copies that the busiest rank loses worth the replicas?
 
     It exists in C++ alone, for CPUs and NVIDIA GPUs: elsewhere `rebalance` raises a RuntimeError, which says how to
     build it.
 
     Args:
-        eps: the maximum load may be higher by this fraction, where that saves replicas. 0 costs about one replica
+        eps: the fraction by which the maximum load may be higher, where that saves replicas. 0 costs about one replica
             per rank; 0.01, the default, a third less.
-        max_fan_out: replicas that may be made of the experts of one home rank, which sends their weights; `None`: any
-            number.
+        max_fan_out: how many replicas may be made of the experts of one home rank, which sends their weights. `None`,
+            the default, allows any number.
         localize: whether replicas change places, within the same maximum, so that more tokens stay on their rank.
-        cost: what a replica costs and a token copy saves, at the rates of the topology; `None`: it never declines.
+        cost: what a replica costs and a token copy saves, at the rates of the topology. With `None`, the default, it
+            never declines.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import Exact, Topology, load, plain_plan
+        >>> counts = np.array([[3, 4, 2, 1], [3, 4, 2, 1], [3, 4, 2, 2], [3, 3, 1, 2]], np.int32)
+        >>> topology = Topology.flat(num_ranks=4)
+        >>> plan, _ = Exact(eps=0.0).rebalance(counts, plain_plan(counts, topology, slots=2), topology, ())
+        >>> print(load(plan))  # of 12, 15, 7 and 6
+        [10 10 10 10]
+        >>> print(plan.placement[:, 1])  # the replicas: three are enough
+        [ 1 -1  0  1]
     """
 
     eps: float = 0.01
@@ -51,7 +64,7 @@ class Exact(Balancer):
         check_exact(self.eps, self.max_fan_out)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """One plan for all domains, each of which is planned for itself.
+        """Makes one plan for all domains, each of which is planned for itself; see `Balancer.rebalance`.
 
         Raises:
             ValueError: with a `cost`, the topology lacks a rate, or the plan has relays or rails.
@@ -68,6 +81,7 @@ class Exact(Balancer):
         return replace(plan, placement=placement, quota=quota, relay=None, rails=None)
 
     def _declining(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> Plan:
+        # All ranks take the same branch: counts and plan are equal on all of them, and thresholds are integers.
         may_pay = cost.may_pay(plan, topology)
         if is_on_host(counts, plan.placement, plan.quota):
             other = self._planned(counts, plan) if may_pay else plan
@@ -76,8 +90,10 @@ class Exact(Balancer):
         def weigh(counts: Counts, plan: Plan) -> Plan:
             other = self._planned(counts, plan)
             pays = cost.pays(plan, other, topology)
+            # The planner has run by now, so that there is nothing left to branch around.
             return jax.tree.map(lambda new, old: jnp.where(pays, new, old), other, plan)
 
+        # Both branches must return arrays that vary over the same mesh axes.
         counts, placement, quota = alike(counts, plan.placement, plan.quota)
         plan = replace(plan, placement=placement, quota=quota)
         return jax.lax.cond(may_pay, weigh, lambda counts, plan: plan, counts, plan)

@@ -13,16 +13,19 @@ from jax_moe_lb.types import Counts, State
 
 @dataclass(frozen=True)
 class FasterMoE(Balancer):
-    """Shadowing: every rank of the domain gets a replica of a hot expert and serves its own tokens of it.
+    """Shadows hot experts: every rank of the domain gets a replica and serves its own tokens of it.
+
+    Use it as FEPLB's baseline, or where few experts are hot on all ranks alike and dispatch is dear, since tokens of a
+    copied expert do not travel. Give it the sizes and rates of your own experts and machine.
 
     As long as it pays, the busiest expert of the busiest rank is copied. A step takes the time of the rank with the
     highest load, in the model of FasterMoE: three grouped FFNs (one forward, two backward) and four exchanges of its
-    tokens (there and back, forward and backward). A copy adds the time in which weights go out and gradients come
-    back, once, however many ranks there are. It pays if the highest load falls by more tokens than that time is worth.
+    tokens (there and back, forward and backward). A copy adds the time in which weights go out and gradients come back,
+    once, however many ranks there are. It pays if the highest load falls by more tokens than that time is worth.
 
     FasterMoE describes one expert on each rank, of which the busiest is on the busiest rank; its code sorts experts,
-    and stops at the first that does not pay. This is the same rule for ranks of several experts. Times are those of
-    the microbatch itself: nothing is predicted.
+    and stops at the first that does not pay. This is the same rule for ranks of several experts. Times are those of the
+    microbatch itself: nothing is predicted.
 
     Only experts that their home serves alone are copied; replicas of another balancer (`Chain`) stay as they are. A
     copy needs an empty slot on every other rank of the domain. Tokens of other domains are served at home.
@@ -31,12 +34,25 @@ class FasterMoE(Balancer):
     grouped FFN, and four fifths of NVLink's 450 GB/s in one direction. Both rates are assumptions.
 
     Args:
-        expert_bytes: weights of one expert, in bytes.
-        gradient_bytes: gradients of one expert, in bytes.
-        token_bytes: one token copy as it travels, in bytes.
-        token_flops: one token copy through its expert forward, in floating-point operations.
-        bytes_per_s: what a rank sends.
-        flops_per_s: what a rank computes.
+        expert_bytes: the weights of one expert, in bytes; 72 MiB for GLM-5's in bfloat16.
+        gradient_bytes: the gradients of one expert, in bytes; twice that in float32.
+        token_bytes: one token copy as it travels, in bytes: the model width times the size of a number.
+        token_flops: what one token copy costs in its expert forward, in floating-point operations: twice the expert's
+            parameters.
+        bytes_per_s: what a rank sends, in bytes per second.
+        flops_per_s: what a rank computes in the grouped FFN, in floating-point operations per second; well below its
+            peak.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import FasterMoE, Topology, load, plain_plan
+        >>> counts = np.tile(np.array([4000, 800, 700, 500], np.int32), (4, 1))
+        >>> topology = Topology.flat(num_ranks=4)
+        >>> FasterMoE().min_saved  # token copies that one replica must save
+        1068
+        >>> plan, _ = FasterMoE().rebalance(counts, plain_plan(counts, topology, slots=2), topology, ())
+        >>> print(load(plan))  # of 16000, 3200, 2800 and 2000
+        [4000 7200 6800 6000]
     """
 
     expert_bytes: float = 3 * 6144 * 2048 * 2
@@ -54,7 +70,7 @@ class FasterMoE(Balancer):
 
     @property
     def copy_s(self) -> float:
-        """Seconds that a copy costs: weights out and gradients back."""
+        """Seconds that a copy costs: its weights go out, and its gradients come back."""
         return (self.expert_bytes + self.gradient_bytes) / self.bytes_per_s
 
     @property
@@ -68,7 +84,7 @@ class FasterMoE(Balancer):
         return min_saved(self.copy_s, self.token_s)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """One plan for all domains, each of which is planned for itself."""
+        """Makes one plan for all domains, each of which is planned for itself; see `Balancer.rebalance`."""
         del topology
         placement, quota = fastermoe(plan.placement, plan.quota, counts, plan.domain, self.min_saved)
         return replace(plan, placement=placement, quota=quota), state

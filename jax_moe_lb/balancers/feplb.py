@@ -17,26 +17,41 @@ from jax_moe_lb.types import AnyArray, Counts, State, iota
 class FEPLB(Balancer):
     """Moves whole experts from the busiest rank of a domain to the idlest one, as long as that lowers the larger load.
 
-    The dynamic experts of a rank are the `num_dynamic` that it serves most of in this microbatch; the others are
-    static and never move. The rank with the highest load gives its busiest dynamic expert to the rank with the lowest
-    load that can take it: weights go into a replica slot, and all of its tokens go there. The home slot stays.
+    Use it with `PeerCopy` and `Staged`, as `feplb()` does, where copy engines can move weights beside products and a
+    rank has several experts, of which a few busy ones make it slow. One expert that makes its rank hot alone cannot
+    move.
 
-    The paper gives the order of moves, and leaves four rules open. Those here are the ones whose results on loads
-    with the published stragglers come closest to its numbers (`benchmarks/bench_feplb.py`):
+    The dynamic experts of a rank are the `num_dynamic` that it serves most of in this microbatch; the others are static
+    and never move. The rank with the highest load gives its busiest dynamic expert to the rank with the lowest load
+    that can take it: weights go into a replica slot, and all of its tokens go there. The home slot stays.
+
+    The paper gives the order of moves, and leaves four rules open. Those here are the ones whose results on loads with
+    the published stragglers come closest to its numbers (`benchmarks/bench_feplb.py`):
 
     - Which experts are dynamic: the busiest of this microbatch.
     - Which moves are useful: those after which the taker has less than the giver had before.
-    - What comes after a move that is not useful: nothing, the domain is done. With `skip` a smaller dynamic expert
-      of the same rank is tried instead: that balances better, and better than published.
+    - What comes after a move that is not useful: nothing, the domain is done. With `skip` a smaller dynamic expert of
+      the same rank is tried instead: that balances better, and better than published.
     - The threshold: none, `tau=1`.
 
     After another balancer (`Chain`), only what homes serve moves, and replicas that exist keep their slots and quota.
 
     Args:
-        num_dynamic: dynamic experts of each rank.
-        max_num_dyn: experts that a rank takes at most; the plan's empty slots limit it too.
-        tau: an expert of fewer tokens does not move.
+        num_dynamic: how many experts of each rank are dynamic; 4 by default, as in the paper, which studies 2, 4 and 8.
+        max_num_dyn: how many experts a rank takes at most; the plan's empty slots limit it too. 8, the default, is the
+            paper's.
+        tau: an expert of fewer tokens than this does not move. 1, the default, lets any move; the paper does not say.
         skip: whether a smaller dynamic expert of the giver moves where the busiest cannot.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import FEPLB, Topology, load, plain_plan
+        >>> counts = np.zeros((4, 12), np.int32)
+        >>> counts[0] = 6, 4, 3, 4, 1, 0, 2, 1, 0, 1, 1, 0
+        >>> topology = Topology.flat(num_ranks=4)
+        >>> plan, _ = FEPLB().rebalance(counts, plain_plan(counts, topology, slots=4), topology, ())
+        >>> print(load(plan))  # of 13, 5, 3 and 2
+        [7 5 4 7]
     """
 
     num_dynamic: int = 4
@@ -48,18 +63,19 @@ class FEPLB(Balancer):
         check_options(self.num_dynamic, self.max_num_dyn, self.tau)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """One plan for all domains, each of which is planned for itself."""
+        """Makes one plan for all domains, each of which is planned for itself; see `Balancer.rebalance`."""
         del counts, topology
         placement, quota = edit(self.native_planner(plan.domain), plan.placement, plan.quota)
         return replace(plan, placement=placement, quota=quota), state
 
     def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
-        """The busiest of each rank, and what replicas serve already."""
+        """Names the busiest experts of each rank, and those that replicas serve already; see `Balancer.dynamic`."""
         expert = iota(plan.num_experts)
         served = jnp.asarray(plan.quota)[expert, expert // plan.num_home]
         busiest = dynamic_experts(served.reshape(plan.num_ranks, -1), self.num_dynamic).reshape(-1)
+        # An expert with a replica has tokens elsewhere, so the static wave, which knows homes alone, cannot serve it.
         return busiest | (jnp.asarray(plan.quota).sum(1, dtype=jnp.int32) > served)
 
     def native_planner(self, domain: int) -> NativePlanner:
-        """See `planners/feplb.py`."""
+        """Returns the planner that `rebalance` applies, for domains of so many ranks."""
         return feplb_planner(domain, self.num_dynamic, self.max_num_dyn, self.tau, self.skip)

@@ -1,4 +1,4 @@
-"""In-graph quota balancer: surplus to deficit, one expert at a time."""
+"""A quota balancer inside the jitted program: surplus goes to deficit, one expert at a time."""
 
 from dataclasses import dataclass, replace
 
@@ -14,15 +14,29 @@ from jax_moe_lb.types import Counts, State
 class Greedy(Balancer):
     """Moves the surplus of the busiest ranks to idle ones, inside each domain, until slots or surplus run out.
 
-    A move takes from the busiest rank of a domain what it has above the domain's mean,
-    rounded up. Either an existing replica takes it, or the idlest rank with a free slot
-    gets a new replica of the hottest expert: whichever can take more, and on a tie the
-    former, which moves no weights. A rank that can give nothing more is left alone.
-    One pass, no search: at the mean when slots abound, above it when they are scarce.
+    Use it where the custom calls are not built, as on a TPU, or where a slot more costs little; elsewhere `Exact` needs
+    fewer slots for the same maximum.
+
+    A move takes from the busiest rank of a domain what it has above the domain's mean, rounded up. Either an existing
+    replica takes it, or the idlest rank with a free slot gets a new replica of the hottest expert: whichever can take
+    more, and on a tie the former, which moves no weights. A rank that can give nothing more is left alone. It is one
+    pass without search: it ends at the mean when slots abound, above it when they are scarce.
 
     Args:
-        min_tokens: a new replica must take at least so many tokens; bounds the weights that
-            move for little. 1, the default, always moves.
+        min_tokens: the least that a new replica must take, in tokens; it bounds the weights that move for little. 1,
+            the default, makes a replica for any.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import Greedy, Topology, load, plain_plan
+        >>> counts = np.array([[4, 0, 0, 0], [3, 1, 0, 0], [2, 1, 1, 0], [1, 0, 3, 0]], np.int32)
+        >>> topology = Topology.flat(num_ranks=4)
+        >>> plan = plain_plan(counts, topology, slots=2)
+        >>> print(load(plan))
+        [10  2  4  0]
+        >>> plan, _ = Greedy().rebalance(counts, plan, topology, ())
+        >>> print(load(plan))
+        [4 4 4 4]
     """
 
     min_tokens: int = 1
@@ -32,11 +46,11 @@ class Greedy(Balancer):
             raise ValueError(f"min_tokens is {self.min_tokens}; expected at least 1")
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """One plan for all domains, which are balanced side by side."""
+        """Makes one plan for all domains, which are balanced side by side; see `Balancer.rebalance`."""
         del counts, topology
         placement, quota = edit(self.native_planner(plan.domain), plan.placement, plan.quota)
         return replace(plan, placement=placement, quota=quota), state
 
     def native_planner(self, domain: int) -> NativePlanner:
-        """See `planners/greedy.py`."""
+        """Returns the planner that `rebalance` applies, for domains of so many ranks."""
         return greedy_planner(domain, self.min_tokens)

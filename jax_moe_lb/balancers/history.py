@@ -1,4 +1,4 @@
-"""Expert loads of the last steps, summed so that no sum overflows."""
+"""Expert loads of the last steps, for balancers that plan from history, summed so that no sum overflows."""
 
 from typing import Any
 
@@ -19,9 +19,9 @@ class History:
     """The load of every expert in the steps since the last plan; one step's sum must fit int32, that of all need not.
 
     Args:
-        steps: how many they are.
-        whole: `tokens // every`, summed over them.
-        rest: `tokens % every`, summed over them.
+        steps: how many steps they are.
+        whole: `[E]` int32, `tokens // every`, summed over the steps.
+        rest: `[E]` int32, `tokens % every`, summed over the steps.
     """
 
     steps: Int[AnyArray, "*D"]
@@ -36,18 +36,25 @@ def check_every(every: int) -> None:
 
 
 def no_history(num_experts: int) -> History:
-    """Before the first step."""
+    """Returns the history before the first step, for `E` experts."""
     zeros = np.zeros(num_experts, np.int32)
     return History(np.zeros((), np.int32), zeros, zeros)
 
 
 def mean(history: History, every: int) -> Int[AnyArray, "E"]:
-    """Tokens of each expert per step, rounded down, once there are `every` steps."""
+    """Returns the tokens of each expert per step, rounded down; call it once there are `every` steps."""
     return history.whole + history.rest // every
 
 
 def observe(history: History, tokens: Int[AnyArray, "E"], every: int) -> History:
-    """After one step more; the first after `every` steps starts anew."""
+    """Returns the history after one step more; the first step after `every` steps starts anew.
+
+    Args:
+        history: what was known before the step.
+        tokens: `[E]` int32, the load of the step.
+        every: the steps between two plans.
+    """
+    # A factor and not a branch: the same line runs on NumPy arrays and in a program.
     keep = (history.steps < every).astype(np.int32)
     whole, rest = history.whole * keep, history.rest * keep
     steps = namespace(keep).asarray(history.steps * keep + 1)
@@ -55,12 +62,12 @@ def observe(history: History, tokens: Int[AnyArray, "E"], every: int) -> History
 
 
 def checked(state: State, expected: Any, counts: Counts) -> State:
-    """The state, varying over the mesh axes of `counts`.
+    """Refuses a state that is not this balancer's, and lets it vary over the mesh axes of `counts`.
 
     Args:
-        state: what a balancer was given.
+        state: what the balancer was given.
         expected: what its `init` returns.
-        counts: `[R, E]`.
+        counts: `[R, E]`, of this microbatch.
 
     Raises:
         ValueError: a state of another kind, or a leaf of another shape or dtype; the message names it.
@@ -74,4 +81,5 @@ def checked(state: State, expected: Any, counts: Counts) -> State:
                 f"state{jax.tree_util.keystr(path)} is {leaf.dtype}{list(leaf.shape)}; "
                 f"expected {want.dtype}{list(want.shape)}, for counts {list(counts.shape)}"
             )
+    # Balancers return it through conditionals, whose branches must vary over the same mesh axes.
     return vary_like(state, counts)

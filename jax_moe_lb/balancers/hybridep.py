@@ -1,4 +1,4 @@
-"""HybridEP: every rank of a domain holds all experts of the domain."""
+"""HybridEP as a plan: every rank of an expert domain holds all experts of the expert domain."""
 
 from dataclasses import dataclass, replace
 
@@ -13,17 +13,31 @@ from jax_moe_lb.types import AnyArray, Counts, State
 
 @dataclass(frozen=True)
 class HybridEP(Balancer):
-    """Tokens go only to ranks of equal offset in other domains; experts only to the other ranks of their domain.
+    """Sends tokens only to ranks of equal offset, and experts only to the other ranks of their expert domain.
 
-    A token copy of rank `d M + o` for an expert at home in domain `d'` is served by rank `d' M + o`, which holds the
-    expert. The placement is the same for every microbatch, so experts can travel before tokens are known. It
-    saves bytes; loads may get worse or better.
+    Use it where links are slow, as between datacenters, and a rank sends more bytes of tokens than of experts. It saves
+    bytes; loads may get worse or better. `Migrate` does the same with mesh axes, and can encode the experts; this one
+    works on any mesh, in a `Chain` and in the command line.
 
-    The plan's domain becomes that of the experts, so a balancer after it (`Chain`) plans inside it.
+    A token copy of rank `d M + o` for an expert at home in expert domain `d'` is served by rank `d' M + o`, which holds
+    the expert. The placement is the same for every microbatch, so experts can travel before tokens are known.
+
+    The plan's domain becomes the expert domain, so a balancer after it (`Chain`) plans inside it.
 
     Args:
-        domain_size: `M`, ranks of a domain, a divisor of the plan's domain, with at least `L * M` slots on each rank;
-            `None`: the largest such number. `choose_expert_domains` models which is fastest.
+        domain_size: `M`, the ranks of an expert domain: a divisor of the plan's domain, with at least `L * M` slots on
+            each rank. `None`, the default, is the largest such number; `choose_expert_domains` models which is fastest.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import HybridEP, Topology, load, plain_plan
+        >>> counts = np.array([[4, 0, 0, 0], [3, 1, 0, 0], [2, 1, 1, 0], [1, 0, 3, 0]], np.int32)
+        >>> topology = Topology.flat(num_ranks=4)
+        >>> plan, _ = HybridEP(domain_size=2).rebalance(counts, plain_plan(counts, topology, slots=2), topology, ())
+        >>> print(plan.placement.tolist())
+        [[0, 1], [1, 0], [2, 3], [3, 2]]
+        >>> print(load(plan))
+        [7 5 1 3]
     """
 
     domain_size: int | None = None
@@ -33,7 +47,7 @@ class HybridEP(Balancer):
             raise ValueError(f"domain_size is {self.domain_size}; expected at least 1")
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """The same placement for all counts, and the quota that follows.
+        """Makes the same placement for all counts, and the quota that follows; see `Balancer.rebalance`.
 
         Raises:
             ValueError: the domain size does not divide the plan's domain, or a rank has too few slots.
@@ -41,7 +55,7 @@ class HybridEP(Balancer):
         del topology
         size = self._size(plan)
         placement = _placement(plan, size)
-        # What equal offsets want of a domain's experts, their rank in that domain serves.
+        # What ranks of an offset want of an expert domain's experts, the rank of this offset in that domain serves.
         num_domains = plan.num_ranks // size
         wanted = counts.reshape(num_domains, size, plan.num_experts).sum(0, dtype=np.int32).T
         served = wanted[:, None, :] * _at_home(plan, size)[:, :, None]
@@ -51,7 +65,7 @@ class HybridEP(Balancer):
 
     @property
     def needs_counts(self) -> bool:
-        """No: the placement is the same for every microbatch, and only the quota follows the load."""
+        """It is false: the placement is the same for every microbatch, and only the quota follows the load."""
         return False
 
     def _size(self, plan: Plan) -> int:
@@ -67,7 +81,7 @@ class HybridEP(Balancer):
 
 
 def _placement(plan: Plan, size: int) -> AnyArray:
-    """Home experts first, then those of the domain's other ranks in their order, then empty slots."""
+    """Home experts first, then those of the expert domain's other ranks in their order, then empty slots."""
     home, placement = plan.num_home, np.full(plan.placement.shape, -1, np.int32)
     experts = np.arange(plan.num_experts, dtype=np.int32).reshape(-1, home)
     for rank in range(plan.num_ranks):
@@ -78,6 +92,6 @@ def _placement(plan: Plan, size: int) -> AnyArray:
 
 
 def _at_home(plan: Plan, size: int) -> AnyArray:
-    """Whether an expert lives in a domain, `[E, R / M]`, as 0 and 1."""
+    """Whether an expert lives in an expert domain, `[E, R / M]`, as 0 and 1."""
     domains = np.arange(plan.num_experts, dtype=np.int32)[:, None] // (plan.num_home * size)
     return (domains == np.arange(plan.num_ranks // size, dtype=np.int32)[None]).astype(np.int32)

@@ -22,8 +22,8 @@ class _State:
     """What `LPLB` remembers.
 
     Args:
-        history: loads since the last plan.
-        load: tokens per step of each expert, of the last plan.
+        history: the loads since the last plan.
+        load: `[E]` int32, the tokens per step of each expert that the last plan was made for.
     """
 
     history: History
@@ -32,22 +32,33 @@ class _State:
 
 @dataclass(frozen=True)
 class LPLB(Balancer):
-    """At most one replica of an expert, on a graph of ranks that never changes; quotas of the least maximum load.
+    """Puts replicas on a graph of ranks that never changes, and splits tokens so that the maximum load is least.
 
-    After DeepSeek's LPLB. The k-th replica slot of a rank belongs to the rank at the k-th distance in its
-    domain, and holds that rank's k-th heaviest home expert by the load of the steps before the last
-    plan (before the first plan: its k-th expert). So an expert has one replica at most, and the graph
-    has an edge for each. For every microbatch a linear program splits the tokens of each expert between
-    home and replica so that the largest load of each domain is least; HiGHS solves it on the host, in a
-    callback (`spread`). LPLB also moves home experts between ranks every so often; here homes stay.
+    Use it as a baseline. Its program is solved on the host, in a callback, which takes milliseconds; and since an
+    expert has one replica at most, it does worse under extreme skew than balancers that give one expert several.
 
-    Under extreme skew it does worse than balancers that give one expert several replicas.
+    After DeepSeek's LPLB. The k-th replica slot of a rank belongs to the rank at the k-th distance in its domain, and
+    holds that rank's k-th heaviest home expert by the load of the steps before the last plan (before the first plan:
+    its k-th expert). So the graph has an edge for each expert that has a replica. For every microbatch a linear program
+    splits the tokens of each expert between home and replica so that the largest load of each domain is least; HiGHS
+    solves it on the host (`spread`). LPLB also moves home experts between ranks every so often; here homes stay.
 
     Args:
-        every: steps between two rankings of the experts, and steps of history; 1 to 46340.
-        distances: rank `r`'s k-th replica slot copies from the rank `distances[k]` further on in its
-            domain, cyclically; slots beyond them, and those at a multiple of the domain's size, stay
-            empty. `None`: 1, 2, 4, ... below the domain's size, then the rest of 1, 2, 3, ...
+        every: the steps between two rankings of the experts, which are the steps of history too; 1 to 46340, 3 by
+            default.
+        distances: rank `r`'s k-th replica slot copies from the rank `distances[k]` further on in its domain,
+            cyclically; slots beyond them, and those at a multiple of the domain's size, stay empty. `None`, the
+            default, is 1, 2, 4, ... below the domain's size, then the rest of 1, 2, 3, ...
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import LPLB, Topology, load, plain_plan
+        >>> counts = np.array([[3, 1, 1, 0], [3, 1, 1, 1], [3, 0, 1, 1], [3, 0, 1, 0]], np.int32)
+        >>> topology, balancer = Topology.flat(num_ranks=4), LPLB()
+        >>> start = plain_plan(counts, topology, slots=2)
+        >>> plan, state = balancer.rebalance(counts, start, topology, balancer.init(counts.shape))
+        >>> print(load(plan))  # of 12, 2, 4 and 2
+        [6 2 6 6]
     """
 
     every: int = 3
@@ -60,11 +71,13 @@ class LPLB(Balancer):
                 raise ValueError(f"distances of slot {k} is {distance}; expected at least 1")
 
     def init(self, counts_shape: tuple[int, int]) -> _State:
-        """No history."""
+        """Returns the state before the first step: no history."""
         return _State(no_history(counts_shape[1]), np.zeros(counts_shape[1], np.int32))
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, _State]:
-        """Replicas of the last plan, and the quotas of this microbatch's linear program.
+        """Returns the replicas of the last ranking, with the quotas of this microbatch's linear program.
+
+        See `Balancer.rebalance`.
 
         Raises:
             ValueError: a state of another shape than that of `init`.
@@ -107,15 +120,15 @@ def _add_edges(
 
 
 def spread(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
-    """The quota of the least maximum load of every domain that the placement allows; a planner for `HostBalancer`.
+    """Finds the quota of the least maximum load of every domain that the placement allows.
 
-    Two linear programs per domain. The first finds the least maximum load. The second holds it, rounded up, and
-    serves as many tokens at home as it can; it is a flow from experts to ranks with whole-numbered
-    bounds, so that the vertex that the simplex method returns is whole-numbered too: the maximum load is
-    the least of all integer quotas.
+    Use it as a planner for `HostBalancer`, behind any balancer whose placement is to have its best quota. It solves two
+    linear programs per domain. The first finds the least maximum load. The second holds it, rounded up, and serves as
+    many tokens at home as it can; it is a flow from experts to ranks with whole-numbered bounds, so that the vertex
+    that the simplex method returns is whole-numbered too: the maximum load is the least of all integer quotas.
 
     Args:
-        counts: `[R, E]`.
+        counts: `[R, E]` int32, NumPy's.
         plan: any legal one; its placement stays, its quota is replaced.
         topology: not used; the plan names its domain.
     """
@@ -133,6 +146,7 @@ def _spread_domain(tokens: np.ndarray, placement: np.ndarray, first: int, quota:
     expert = placement[rank, slot]
     shared = (np.bincount(expert, minlength=len(tokens)) > 1) & (tokens > 0)
     alone = ~shared[expert]
+    # An expert with one copy leaves no choice, and the programs get smaller without it.
     quota[expert[alone], first + rank[alone]] = tokens[expert[alone]]
     rank, expert, slot = rank[~alone], expert[~alone], slot[~alone]
     if not rank.size:
@@ -154,11 +168,11 @@ def _least_maximum(
     """Tokens of each copy, whole numbers but for rounding errors.
 
     Args:
-        tokens: `[E]`.
-        expert: of each copy of an expert with several.
-        rank: of each of these copies.
-        is_replica: whether it is none at home.
-        fixed: load of each rank that has no choice.
+        tokens: `[E]`, the tokens of each expert.
+        expert: the expert of each copy, of experts that have several.
+        rank: the rank of each of these copies.
+        is_replica: whether each of them is a replica, and not at home.
+        fixed: the load of each rank that leaves no choice.
     """
     copies, ranks = np.arange(len(expert)), len(fixed)
     numbers, row = np.unique(expert, return_inverse=True)

@@ -12,32 +12,43 @@ Indices = Int[np.ndarray, "..."]
 def rebalance_experts(
     weight: Any, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int, *, distinct: bool = False
 ) -> tuple[Indices, Indices, Indices]:
-    """Which expert each physical expert is, as DeepSeek's `eplb.rebalance_experts` computes it.
+    """Says which expert each physical expert is, as DeepSeek's `eplb.rebalance_experts` computes it.
 
-    Hierarchical if the groups divide evenly into nodes: groups are packed onto nodes, each node's experts are
-    replicated there, and its copies packed onto its GPUs. Else global: all experts are one group on
-    one node. To pack is to put items, heaviest first, into the lightest bin that is not full; where
-    a bin holds one item, items keep their order. To replicate is to give one copy more to the expert of
-    the highest load per copy. Arithmetic is float32, and ties go to the lower index.
+    Use it to compare with EPLB, or to place experts of a serving system that may move all of them. It moves home
+    experts too, so that a `Plan` cannot express it: `EPLB` keeps homes.
 
-    The packing moves home experts too, so that a `Plan` cannot express it: `EPLB` keeps homes.
+    It is hierarchical if the groups divide evenly into nodes: groups are packed onto nodes, each node's experts are
+    replicated there, and its copies packed onto its GPUs. Else it is global: all experts are one group on one node. To
+    pack is to put items, heaviest first, into the lightest bin that is not full; where a bin holds one item, items keep
+    their order. To replicate is to give one copy more to the expert of the highest load per copy. Arithmetic is
+    float32, and ties go to the lower index.
 
     Args:
-        weight: load of each expert in each layer, `[layers, E]`, finite and at least 0.
-        num_replicas: physical experts of a layer, a multiple of `num_gpus`.
-        num_groups: expert groups; divides `E`.
-        num_nodes: nodes.
-        num_gpus: GPUs of all nodes; a multiple of `num_nodes` in the hierarchical case.
-        distinct: no GPU gets two copies of one expert, which EPLB allows although the second one is wasted. An
-            expert then has at most one copy per GPU of its node, and where only GPUs that have the
-            expert are left, it changes places with the item of a full GPU that comes nearest in load.
+        weight: `[layers, E]`, the load of each expert in each layer, finite and at least 0.
+        num_replicas: how many physical experts a layer has, copies included; a multiple of `num_gpus`.
+        num_groups: how many expert groups there are, as the router has them; divides `E`.
+        num_nodes: how many nodes there are.
+        num_gpus: how many GPUs all nodes have; a multiple of `num_nodes` in the hierarchical case.
+        distinct: whether no GPU may get two copies of one expert, which EPLB allows although the second one is wasted.
+            An expert then has at most one copy per GPU of its node, and where only GPUs that have the expert are left,
+            it changes places with the item of a full GPU that comes nearest in load.
 
     Returns:
-        The expert of each physical expert, `[layers, num_replicas]`; the physical experts of each expert,
-        `[layers, E, X]`, -1 where it has fewer than `X` copies; and their number, `[layers, E]`. All int64.
+        The expert of each physical expert, `[layers, num_replicas]`; the physical experts of each expert, `[layers, E,
+        X]`, -1 where it has fewer than `X` copies; and their number, `[layers, E]`. All are int64.
 
     Raises:
         ValueError: a load or a number that does not fit; the message names it.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import rebalance_experts
+        >>> weight = np.array([[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]])
+        >>> experts, _, copies = rebalance_experts(weight, num_replicas=16, num_groups=4, num_nodes=2, num_gpus=8)
+        >>> print(experts[0])
+        [ 5  6  5  7  8  4  3  4 10  9 10  2  0  1 11  1]
+        >>> print(copies[0])
+        [1 2 1 1 2 2 1 1 1 1 2 1]
     """
     weight = _checked_weight(weight)
     if num_nodes >= 1 and num_groups % num_nodes:
@@ -56,6 +67,7 @@ def _checked_weight(weight: Any) -> np.ndarray:
     weight = np.asarray(weight)
     if weight.ndim != 2 or 0 in weight.shape:
         raise ValueError(f"weight has shape {weight.shape}; expected [layers, E], both at least 1")
+    # As EPLB computes: in float64 other ties would be ties.
     weight = weight.astype(np.float32)
     bad = ~np.isfinite(weight) | (weight < 0)
     if bad.any():
@@ -117,6 +129,7 @@ def _replicate(load: Weights, num_items: int, limit: int) -> tuple[Indices, Indi
 def _pack(weight: Weights, num_bins: int, label: Indices | None = None) -> tuple[Indices, Indices]:
     """Bin of each item and its place there; every bin gets as many items, no label twice."""
     capacity = len(weight) // num_bins
+    # EPLB returns here before it sorts, and its results are what callers compare with.
     if capacity == 1:
         return np.arange(num_bins), np.zeros(num_bins, np.int64)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
@@ -124,6 +137,7 @@ def _pack(weight: Weights, num_bins: int, label: Indices | None = None) -> tuple
     for item in np.argsort(-weight, kind="stable").tolist():
         full = np.array([len(held) == capacity for held in bins])
         taken = np.zeros(num_bins, bool) if label is None else _having(bins, label, int(label[item]))
+        # The first of equal ones, as EPLB takes it.
         best = int(np.argmin(np.where(full | taken, np.inf, load)))
         if full[best] or taken[best]:
             _exchange(bins, load, weight, label, item, ~full, taken)

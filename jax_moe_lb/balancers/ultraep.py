@@ -14,14 +14,18 @@ from jax_moe_lb.types import Counts, State
 class UltraEP(Balancer):
     """Brings every rank of a domain under one limit, as near to the domain's mean as its search gets.
 
-    Homes above the limit give tokens of their busiest experts to new replicas on the ranks furthest below it. The
-    limit starts at `1 + eps` times the mean and is raised twice, by a hundredth of the largest load each, if the
-    surplus does not fit into the empty slots; then a search takes over whose replicas are of at least `min_tokens`.
+    Use it in large domains with fast links and two slots or more on each rank, and where `Exact` is not built. Do not
+    use it with few slots, few ranks or small microbatches as it stands: where the first attempts fail, `min_tokens` is
+    a hard floor.
+
+    Homes above the limit give tokens of their busiest experts to new replicas on the ranks furthest below it. The limit
+    starts at `1 + eps` times the mean and is raised twice, by a hundredth of the largest load each, if the surplus does
+    not fit into the empty slots; then a search takes over whose replicas are of at least `min_tokens`.
 
     This is the planner of the authors' released code. Algorithm 1 as printed in the paper differs: it demands
-    `min_tokens` of every replica, so that the last tokens of a rank rarely fit anywhere and most limits fail. Here
-    a replica can be smaller than `min_tokens`: during the first three attempts it must take its share of what is
-    still to be moved, no more.
+    `min_tokens` of every replica, so that the last tokens of a rank rarely fit anywhere and most limits fail. Here a
+    replica can be smaller than `min_tokens`: during the first three attempts it must take its share of what is still to
+    be moved, no more.
 
     Tokens are split as the authors do, up to rounding: here quotas come out exactly. It deviates in that it does not
     interleave which of a source's tokens of an expert go where: they travel sorted by destination anyway.
@@ -29,11 +33,22 @@ class UltraEP(Balancer):
     After another balancer (`Chain`), replicas that exist keep their slots and quota, and count in their ranks' loads.
 
     Args:
-        eps: what the first limit is above the mean, 0 to 1.
-        min_tokens: the least that a replica takes in the search.
-        tier: how tokens are split over the ranks that serve their expert: in proportion to what they serve, as the
-            authors do, or `nearest`; see `Split`.
+        eps: what the first limit is above the mean, as a fraction, 0 to 1; 0.01 by default.
+        min_tokens: the least that a replica takes in the search, in tokens. 1024, the default, is the paper's for 8192
+            tokens on a rank: scale it with yours.
+        tier: how tokens are split over the ranks that serve their expert. `"proportional"`, the default, is in
+            proportion to what they serve, as the authors do; `"nearest"` sends most of a source's tokens to one rank.
+            See `Split`.
         locality: whether tokens go to their own rank first.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import Topology, UltraEP, load, plain_plan
+        >>> counts = 1000 * np.array([[4, 0, 0, 0], [3, 1, 0, 0], [2, 1, 1, 0], [1, 0, 3, 0]], np.int32)
+        >>> topology = Topology.flat(num_ranks=4)
+        >>> plan, _ = UltraEP().rebalance(counts, plain_plan(counts, topology, slots=2), topology, ())
+        >>> print(load(plan))  # of 10000, 2000, 4000 and 0; the limit is 4040
+        [4040 3920 4000 4040]
     """
 
     eps: float = 0.01
@@ -48,7 +63,7 @@ class UltraEP(Balancer):
         Split(self.tier, self.locality)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """One plan for all domains, each of which is planned for itself."""
+        """Makes one plan for all domains, each of which is planned for itself; see `Balancer.rebalance`."""
         del counts, topology
         placement, quota = ultraep(plan.placement, plan.quota, plan.domain, self.eps, self.min_tokens)
         return replace(plan, placement=placement, quota=quota, split=Split(self.tier, self.locality)), state

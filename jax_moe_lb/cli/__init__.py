@@ -1,3 +1,3 @@
-"""The command line, `jax-moe-lb`: plans for recorded counts, and what runs on this machine."""
+"""The command line, `jax-moe-lb`, plans for recorded counts, simulates training steps and says what runs here."""
 
 from jax_moe_lb.cli.app import main as main

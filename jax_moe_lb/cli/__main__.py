@@ -1,4 +1,4 @@
-"""`python -m jax_moe_lb.cli`."""
+"""`python -m jax_moe_lb.cli` is `jax-moe-lb` where the program is not on the path."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The extension modules of this installation: which are there, and whether this jaxlib takes them."""
+"""`build_states` says which extension modules this installation has, and whether this jaxlib takes them."""
 
 import importlib
 import importlib.util
@@ -11,11 +11,11 @@ from jax_moe_lb import _custom_calls
 
 IN_A_CHECKOUT = "in a checkout, `pip install .` where there is a C++17 compiler"
 HOW_TO_BUILD = {"cpu": IN_A_CHECKOUT, "cuda": f"{IN_A_CHECKOUT} and the CUDA toolkit"}
-"""How to get the custom calls of each platform."""
+"""It says how to get the custom calls of each platform."""
 
 
 def build_states() -> dict[str, str]:
-    """Each extension module, and in words whether it is there."""
+    """Says of each extension module in words whether it is there."""
     modules = {_custom_calls.MODULES[platform]: how for platform, how in HOW_TO_BUILD.items()} | {
         _custom_calls.PLANNING_MODULE: IN_A_CHECKOUT
     }
@@ -23,6 +23,7 @@ def build_states() -> dict[str, str]:
 
 
 def _state(module: str, how_to_build: str) -> str:
+    # A module that is missing is another fault than one that is there and cannot be loaded.
     if importlib.util.find_spec(module) is None:
         return f"missing; to get it: {how_to_build}"
     try:
@@ -35,13 +36,18 @@ def _state(module: str, how_to_build: str) -> str:
 def _registrations_state(registrations: dict) -> str:
     built, accepted = registrations["api_version"], newest_api_version()
     state = f"built, {len(registrations['handlers'])} custom calls, XLA FFI {_dotted(built)}"
+    # XLA takes handlers of its own version or older ones.
     if built > accepted:
         return f"{state}; this jaxlib takes at most {_dotted(accepted)}: build it again"
     return state
 
 
 def newest_api_version() -> tuple[int, int]:
-    """Version of XLA's foreign function interface that the installed jaxlib has; it takes older ones too."""
+    """Reads the version of XLA's foreign function interface that the installed jaxlib has; it takes older ones too.
+
+    Raises:
+        ValueError: the headers of jaxlib do not say it.
+    """
     header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
     major, minor = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR"))
     if major is None or minor is None:

@@ -1,6 +1,7 @@
-"""What this machine does, measured through the library's own calls: the numbers that the simulator reads.
+"""`measure` finds out what this machine does, through the library's own calls, for the simulator to read.
 
-Medians of a few calls each. Ranks of one CPU share its cores, so what they measure there is what they take at once.
+Every number is the median of a few calls. Ranks of one CPU share its cores, so what they measure there is what they
+take at once.
 """
 
 import contextlib
@@ -28,29 +29,29 @@ from jax_moe_lb.virtual_devices import use_virtual_cpu_devices
 
 HIDDEN, INNER, GROUPS = 256, 512, 4
 ROWS = (1, 4, 16, 64, 256, 1024)
-"""Of each expert, at which the curve is measured."""
+"""The curve is measured at so many rows of each expert."""
 
 FEW_ROWS, MANY_ROWS = 8, 8192
-"""Of an exchange: the first shows latency, the second bandwidth."""
+"""Of exchanges of so many rows the first shows latency, the second bandwidth."""
 
 REPEATS = 7
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of this machine.
+    """These are the measurements of one machine.
 
     Args:
         machine: its name and its devices, in words.
-        date: of the measurement.
-        ranks: devices.
-        rows: of the GEMM curve.
-        flops_per_s: at each of them, all ranks computing at once.
-        dense_flops_per_s: of one large product on every rank.
-        exchange_bytes_per_s: of one rank, each way.
-        exchange_latency_s: of an exchange of few rows.
-        copy_bytes_per_s: of weights into one rank.
-        planner_s: of `Greedy` on the host.
+        date: the day of the measurement, as `2026-01-31`.
+        ranks: the devices that took part.
+        rows: the points of the GEMM curve, rows of an expert.
+        flops_per_s: the rate of one rank at each point, all ranks computing at once, in operations per second.
+        dense_flops_per_s: the rate of one large product on every rank, in operations per second.
+        exchange_bytes_per_s: what one rank sends in an exchange, each way, in bytes per second.
+        exchange_latency_s: the seconds of an exchange of few rows.
+        copy_bytes_per_s: what copies of weights bring into one rank, in bytes per second.
+        planner_s: the seconds of `Greedy` on the host.
     """
 
     machine: str
@@ -66,27 +67,33 @@ class Measured:
 
 
 def measure(ranks: int) -> Measured:
-    """Everything, on all accelerators or on so many virtual CPU devices.
+    """Measures everything, on all accelerators or on virtual CPU devices.
+
+    Args:
+        ranks: virtual devices to make where there is only a CPU, at least 2.
 
     Raises:
-        ValueError: fewer than two ranks: there is nothing to exchange.
+        ValueError: there are fewer than two ranks, so there is nothing to exchange.
     """
     if ranks < 2:
         raise ValueError(f"--ranks is {ranks}; expected at least 2, as there is nothing to exchange otherwise")
-    # It is too late where devices are up already.
+    # Where devices are up already it is too late to make more, and those have to do.
     with contextlib.suppress(RuntimeError):
         use_virtual_cpu_devices(ranks)
     devices = jax.devices() if jax.default_backend() != "cpu" else jax.devices()[:ranks]
     mesh = jax.sharding.Mesh(np.array(devices), ("expert",), axis_types=(AxisType.Auto,))
     few_s, many_s = (_exchange_s(mesh, rows) for rows in (FEW_ROWS, MANY_ROWS))
+    # What a rank sends to itself passes no link.
     travelling = MANY_ROWS * HIDDEN * 4 * (len(devices) - 1) / len(devices)
     return Measured(
         machine=f"{platform.node()}, {len(devices)} x {devices[0].device_kind}",
         date=datetime.date.today().isoformat(),
         ranks=len(devices),
         rows=tuple(map(float, ROWS)),
+        # Three matrices of a gated expert, with two operations for each of their numbers.
         flops_per_s=tuple(GROUPS * rows * 6.0 * HIDDEN * INNER / _ffn_s(mesh, rows) for rows in ROWS),
         dense_flops_per_s=2.0 * 1024 * 1024 * 1024 / _product_s(mesh),
+        # The difference of both times leaves latency out; on a noisy machine it may be 0.
         exchange_bytes_per_s=travelling / max(many_s - few_s, 1e-9),
         exchange_latency_s=few_s,
         copy_bytes_per_s=3.0 * HIDDEN * INNER * 4 * GROUPS / _copy_s(mesh),
@@ -95,7 +102,7 @@ def measure(ranks: int) -> Measured:
 
 
 def to_yaml(found: Measured) -> str:
-    """A file for `simulate`: this machine as a cluster, and a small model."""
+    """Writes a file for `simulate`: this machine as a cluster, and a small model as an example."""
     cluster = {
         "levels": [
             {
@@ -121,7 +128,7 @@ def to_yaml(found: Measured) -> str:
 
 
 def _on_ranks(mesh: jax.sharding.Mesh, one_rank: Callable, *arrays: np.ndarray) -> Callable[[], Any]:
-    """A compiled call of `one_rank` on all ranks, each with the same arrays."""
+    """Compiles a call of `one_rank` on all ranks, each with the same arrays."""
     spec = PartitionSpec("expert")
     run = jax.jit(jax.shard_map(one_rank, mesh=mesh, in_specs=(spec,) * len(arrays), out_specs=spec))
     sharding = jax.sharding.NamedSharding(mesh, spec)
@@ -162,8 +169,9 @@ def _exchange_s(mesh: jax.sharding.Mesh, rows: int) -> float:
 
 
 def _copy_s(mesh: jax.sharding.Mesh) -> float:
-    """Every rank copies the experts of the next one."""
+    """Times copies in which every rank takes the experts of the next one."""
     experts = np.arange(GROUPS * mesh.size, dtype=np.int32).reshape(mesh.size, GROUPS)
+    # Each rank sends and receives equally much, so the time of all is that of one.
     placement = np.concatenate([experts, np.roll(experts, -1, 0)], 1)
     topology = Topology.from_mesh(mesh)
 

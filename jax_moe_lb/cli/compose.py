@@ -1,4 +1,4 @@
-"""Systems by name, and what `+` makes of them: `ultraep`, `hybridep+exact`, `ultraep+rails`."""
+"""`compose` makes systems by name, and of what `+` joins: `ultraep`, `hybridep+exact`, `ultraep+rails`."""
 
 import inspect
 from dataclasses import replace
@@ -15,14 +15,14 @@ from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.spray import Spray
 
 GATHERED, SPRAYED = "hybridep", "rails"
-"""What may stand before a system, and what may stand behind it."""
+"""The first may stand before a system, the second behind it."""
 
 ADVISED = ("plain", "greedy", "ultraep", "exact", "eplb_plus", "fastermoe", "feplb")
-"""Systems that need no history."""
+"""These systems need no history, so one step shows what they do."""
 
 
 def system_names() -> list[str]:
-    """The functions of `systems.py`."""
+    """Lists the functions of `systems.py` that make a system."""
     return sorted(
         name
         for name, value in vars(systems).items()
@@ -38,21 +38,22 @@ def compose(
     replica_slots: int | None = None,
     migration: Migration = Migration(),
 ) -> Candidate:
-    """What a name stands for on a cluster.
+    """Makes what a name stands for on a cluster.
 
     Args:
-        name: one of `system_names()`, `hybridep+` before it, `+rails` behind it. `hybridep` gathers experts in domains,
-            as `Migrate` does.
-        model: for the domains that `hybridep` chooses.
-        cluster: likewise.
-        step: likewise.
-        replica_slots: of systems that have some; theirs by default.
-        migration: its domains, if it has some, instead of the chosen ones; its codec in any case.
+        name: one of `system_names()`, with `hybridep+` before it and `+rails` behind it if wanted. `hybridep` gathers
+            experts in expert domains, as `Migrate` does.
+        model: the model for which `hybridep` chooses expert domains.
+        cluster: the machine for which it does.
+        step: the passes for which it does.
+        replica_slots: slots of a rank beyond its home experts, for systems that have replicas; `None` takes theirs.
+        migration: its expert domains, if it has some, replace the chosen ones; its codec is used in any case.
 
     Raises:
-        ValueError: no such system, or parts that do not fit together; the message says what there is.
+        ValueError: there is no such system, or its parts do not fit together; the message says what there is.
     """
     parts = name.split("+")
+    # `True` counts as 1: this is the name without its first part, if that is hybridep.
     middle = parts[parts[0] == GATHERED :]
     sprayed = middle[-1:] == [SPRAYED]
     middle = middle[: len(middle) - sprayed]
@@ -67,21 +68,33 @@ def compose(
         system = _sprayed(name, system)
     if parts[0] == GATHERED and not migration.domain_sizes:
         chosen = chosen_migration(model, cluster, migration.codec, step)
+        # A user may ask to gather again where memory would allow to keep, not the reverse.
         again = migration.gather_again or chosen.gather_again
         migration = replace(migration, domain_sizes=chosen.domain_sizes, gather_again=again)
+    # It raises for sizes that do not fit the cluster, before anything is simulated.
     migration.sizes(cluster)
     return Candidate(name, system, migration)
 
 
 def candidates(model: ModelShape, cluster: Cluster, step: Step, codec: Codec) -> list[Candidate]:
-    """All that may help here: systems, and their compositions with domains and rails where there are some."""
+    """Lists all that may help here: systems, and compositions with expert domains and rails where there are some.
+
+    Args:
+        model: the model to train.
+        cluster: the machine.
+        step: the passes of a step.
+        codec: what experts are encoded with where they are gathered.
+    """
     names = [name for name in ADVISED if name != "exact" or has_planning_module()]
+    # `exact` exists in C++ alone.
     best = "exact" if has_planning_module() else "greedy"
     topology = cluster.topology()
+    # Rows take rails only between nodes, and one rail leaves no choice.
     if topology.num_ranks > topology.ranks_per_node and topology.rails_per_node > 1:
         names += [SPRAYED, f"ultraep+{SPRAYED}", f"{best}+{SPRAYED}"]
     migration = Migration(codec=codec)
     gathered = compose(GATHERED, model, cluster, step, None, migration)
+    # Where no level gathers hybridep is plain, and would stand in the table twice.
     if max(gathered.migration.domain_sizes) > 1:
         names += [GATHERED, f"{GATHERED}+ultraep", f"{GATHERED}+{best}"]
     return [

@@ -36,6 +36,7 @@ def _balancer_class(file_name: str) -> type[Balancer] | None:
     """Finds the concrete balancer called like its file (`eplb_plus`: `EPLBPlus`) that needs no arguments."""
     module = importlib.import_module(f"{balancers.__name__}.{file_name}")
     for name, value in vars(module).items():
+        # Class names keep the papers' capitals, so only their lower case can be compared.
         if name.lower() == file_name.replace("_", "") and _is_usable(value):
             return value
     return None
@@ -44,5 +45,6 @@ def _balancer_class(file_name: str) -> type[Balancer] | None:
 def _is_usable(value: object) -> bool:
     if not (isinstance(value, type) and issubclass(value, Balancer)) or inspect.isabstract(value):
         return False
+    # The command line has no way to give a balancer its arguments.
     parameters = inspect.signature(value).parameters.values()
     return all(parameter.default is not inspect.Parameter.empty for parameter in parameters)

@@ -1,4 +1,4 @@
-"""What is installed here, and which implementation of each operation the layers will run."""
+"""`diagnosis` says what is installed here, and which implementation of each operation the layers will run."""
 
 import platform
 from dataclasses import asdict, dataclass
@@ -15,16 +15,16 @@ from jax_moe_lb.ops.grouped_ffn import has_tokamax
 
 PACKAGES = ("jax_moe_lb", "jax", "jaxlib", "flax", "numpy")
 CUSTOM_CALL_PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
-"""Where custom calls exist, by JAX's name of the backend."""
+"""Custom calls exist on these platforms, by JAX's name of the backend."""
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """What an operation runs on one backend.
+    """This is what an operation runs on one backend.
 
     Args:
-        op: the operation.
-        implementation: what it is made of.
+        op: the operation's name.
+        implementation: what it is made of, in words.
         why: the reason for this one.
         faster: how to get a faster one; `None` where there is none.
     """
@@ -37,15 +37,15 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Operation:
-    """What an operation can be made of.
+    """This is what an operation can be made of.
 
     Args:
-        name: of the operation.
-        plain: in plain JAX, on backends that have nothing better.
+        name: the operation's name.
+        plain: its form in plain JAX, on backends that have nothing better.
         why: the reason for that form.
         on_accelerators: what XLA has for it on GPUs and TPUs.
         target: its custom call, without the prefix.
-        backends: where it uses the custom call, if that was built.
+        backends: the backends where it uses the custom call, if that was built.
         instead: what else there is, for an operation that has no form in plain JAX.
     """
 
@@ -65,8 +65,6 @@ def _planner(name: str) -> Operation:
 NO_RAGGED = "XLA:CPU cannot run lax.ragged_all_to_all"
 DENSE = "lax.ragged_dot on a CPU multiplies every row with every expert"
 OPERATIONS = (
-    _planner("lpt"),
-    _planner("quota"),
     _planner("greedy"),
     _planner("eplb_plus"),
     _planner("feplb"),
@@ -102,7 +100,7 @@ OPERATIONS = (
 
 
 def version(package: str) -> str:
-    """The installed version of a package, or that it is not installed."""
+    """Tells the installed version of a package, or that it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -110,7 +108,7 @@ def version(package: str) -> str:
 
 
 def implementations(backend: str) -> list[Implementation]:
-    """What each operation runs on `backend`, one of JAX's platform names."""
+    """Tells what each operation runs on `backend`, one of JAX's platform names."""
     return [_implementation(operation, backend) for operation in OPERATIONS]
 
 
@@ -118,6 +116,7 @@ def _implementation(op: Operation, backend: str) -> Implementation:
     platform = CUSTOM_CALL_PLATFORMS[backend] if backend in op.backends else None
     if platform and _custom_calls.is_built(platform):
         return Implementation(op.name, f"custom call moe_lb_{op.target}", f"built for {platform}", None)
+    # XLA has CPU forms of these names, which are slower than this package's or do not run.
     if op.on_accelerators and backend != "cpu":
         return _on_accelerators(op, backend, HOW_TO_BUILD[platform] if platform else None)
     if platform:
@@ -139,7 +138,7 @@ def _ragged_dot(op: str) -> Implementation:
 
 
 def diagnosis() -> dict:
-    """Versions, extension modules, devices and implementations, as JSON holds them."""
+    """Collects versions, extension modules, devices and implementations, as JSON holds them."""
     backend = jax.default_backend()
     return {
         "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
@@ -151,7 +150,7 @@ def diagnosis() -> dict:
 
 
 def facts_table(found: dict) -> Table:
-    """Versions, extension modules and devices."""
+    """Makes a table of versions, extension modules and devices."""
     table = Table(show_header=False, box=SIMPLE_HEAD)
     for part in ("versions", "build"):
         for name, value in found[part].items():
@@ -163,7 +162,7 @@ def facts_table(found: dict) -> Table:
 
 
 def ops_table(found: dict) -> Table:
-    """One row per operation."""
+    """Makes a table with one row per operation."""
     table = Table(box=SIMPLE_HEAD, show_lines=True)
     for header in ("op", "implementation", "why", "how to get a faster one"):
         table.add_column(header, overflow="fold", no_wrap=header == "op")

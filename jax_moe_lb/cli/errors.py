@@ -1,4 +1,4 @@
-"""Whatever is wrong with what a user gave: one line on stderr, and an exit code."""
+"""Whatever is wrong with what a user gave becomes one line on stderr, and an exit code."""
 
 import os
 import sys
@@ -25,5 +25,5 @@ def one_line_errors() -> Iterator[None]:
 
 
 def print_error(message: str) -> None:
-    """One line on stderr."""
+    """Prints one line on stderr."""
     typer.echo(f"error: {' '.join(message.split())}", err=True)

@@ -1,4 +1,4 @@
-"""Planning for recorded counts, layer by layer and step by step, off any mesh."""
+"""`Planner` plans for recorded counts, layer by layer and step by step, off any mesh."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -20,17 +20,17 @@ from jax_moe_lb.types import Counts, State
 
 @dataclass(frozen=True)
 class Effect:
-    """What a plan does, or the mean over several.
+    """An effect says what a plan does, or what several do on average.
 
     Args:
         imbalance_before: `max / mean` of the load under plain expert parallelism.
         imbalance_after: `max / mean` of the load under the plan.
-        straggler_before: `max - mean` of the load in token copies, likewise.
-        straggler_after: see above.
-        replicas: slots that hold an expert of another rank.
-        max_fan_out: most copies of expert weights that one rank sends.
-        planner_us: wall-clock time of the planner, in microseconds: in C++ on the host, or, where that was not built,
-            of the compiled loop on the default device.
+        straggler_before: `max - mean` of the load under plain expert parallelism, in token copies.
+        straggler_after: `max - mean` of the load under the plan, in token copies.
+        replicas: the slots that hold an expert of another rank.
+        max_fan_out: the most copies of expert weights that one rank sends.
+        planner_us: the wall-clock time of the planner, in microseconds: in C++ on the host, or, where that was not
+            built, of the compiled loop on the default device.
     """
 
     imbalance_before: float
@@ -43,7 +43,7 @@ class Effect:
 
 
 class Planned(NamedTuple):
-    """A legal plan of one layer, its effect, and what the balancer remembers of it."""
+    """This is a legal plan of one layer, with its effect and what the balancer remembers of it."""
 
     plan: Plan
     effect: Effect
@@ -52,11 +52,11 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class Planner:
-    """A balancer for one machine.
+    """A planner runs one balancer for one machine.
 
     Args:
         balancer: edits the plans.
-        topology: ranks and domains.
+        topology: the ranks and domains of the machine.
         slots: `S`, slots per rank.
     """
 
@@ -65,16 +65,20 @@ class Planner:
     slots: int
 
     def replay(self, counts: Int[np.ndarray, "steps layers R E"]) -> Iterator[list[Planned]]:
-        """The plans of each step's layers; every layer's state is carried from step to step.
+        """Yields the plans of each step's layers; every layer's state is carried from step to step.
+
+        Args:
+            counts: `[steps, layers, R, E]` int32.
 
         Raises:
-            ValueError: slots or domains that do not fit the counts, or an illegal plan.
+            ValueError: the slots or domains do not fit the counts, or a plan is illegal.
         """
         _, num_layers, *counts_shape = counts.shape
         state = self.balancer.init(tuple(counts_shape))
         if not has_planning_module():
             state = jax.device_put(state)
-            self._timed(counts[0, 0], plain_plan(counts[0, 0], self.topology, self.slots), state)  # compiles
+            # It compiles here, outside what is reported.
+            self._timed(counts[0, 0], plain_plan(counts[0, 0], self.topology, self.slots), state)
         states = [state] * num_layers
         for step in counts:
             planned = [self._plan(layer, state) for layer, state in zip(step, states, strict=True)]
@@ -111,7 +115,7 @@ _compiled = jax.jit(_on_host, static_argnums=(0, 1))
 
 
 def mean_effect(effects: Sequence[Effect]) -> Effect:
-    """Every number averaged."""
+    """Averages every number."""
     rows = [asdict(effect) for effect in effects]
     return Effect(**{key: float(np.mean([row[key] for row in rows])) for key in rows[0]})
 

@@ -1,4 +1,4 @@
-"""What the commands print: a table for people, one JSON object for programs."""
+"""The commands print a table for people, or one JSON object for programs."""
 
 import json
 import time
@@ -16,10 +16,10 @@ from rich.table import Table
 from jax_moe_lb.cli.planning import Effect, mean_effect
 
 BAR_AFTER_S = 2.0
-"""Seconds without a word that a user is asked to bear."""
+"""A user is asked to bear so many seconds without a word."""
 
 TABLE_COLUMNS = 100
-"""What the widest table of numbers needs."""
+"""The widest table of numbers needs so many."""
 
 Head = dict[str, str | int]
 """It has the balancer and the sizes, which hold for all rows."""
@@ -35,15 +35,15 @@ def print_effects(
     expert_bytes: int | None,
     as_json: bool,
 ) -> None:
-    """A row per layer or step, and their mean.
+    """Prints a row per layer or step, and their mean.
 
     Args:
         index: what the rows are, "layer" or "step".
-        numbers: of the rows.
-        effects: one per row.
+        numbers: the number of each row.
+        effects: the effect of each row.
         head: what holds for all rows.
-        expert_bytes: size of one expert's weights; `None` leaves out what replicas cost.
-        as_json: one object instead of a table.
+        expert_bytes: the bytes of one expert's weights; `None` leaves out what replicas cost.
+        as_json: whether to print one object instead of a table.
     """
     mean = mean_effect(effects)
     if as_json:
@@ -61,19 +61,19 @@ def print_effects(
 
 
 def print_json(value: dict) -> None:
-    """One object on one line of stdout."""
+    """Prints one object on one line of stdout."""
     typer.echo(json.dumps(value))
 
 
 def print_table(table: Table, least_width: int = 0) -> None:
-    """On stdout, in no fewer than `least_width` columns, however narrow the terminal: numbers are not cut."""
+    """Prints a table on stdout, in at least `least_width` columns, however narrow the terminal: numbers are not cut."""
     console = Console()
     console.width = max(console.width, least_width)
     console.print(table)
 
 
 def with_progress(items: Iterable[Item], num_items: int, what: str = "planning") -> Iterator[Item]:
-    """The same items, with a bar on a terminal's stderr once they take longer than `BAR_AFTER_S`."""
+    """Yields the same items, with a bar on a terminal's stderr once they take longer than `BAR_AFTER_S`."""
     console = Console(stderr=True)
     progress = Progress(console=console, transient=True)
     task, start, shown = progress.add_task(what, total=num_items), time.monotonic(), False
@@ -81,6 +81,7 @@ def with_progress(items: Iterable[Item], num_items: int, what: str = "planning")
         for item in items:
             yield item
             progress.advance(task)
+            # A bar in a file or a pipe would be noise.
             if not shown and console.is_terminal and time.monotonic() - start > BAR_AFTER_S:
                 progress.start()
                 shown = True

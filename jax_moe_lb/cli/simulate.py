@@ -1,4 +1,4 @@
-"""The commands of the simulator."""
+"""These are the commands of the simulator."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -127,6 +127,7 @@ def calibrate(
         found = measure(positive("--ranks", ranks) or 2)
         text = to_yaml(found)
         out.write_text(text)
+        # It is read again at once: what `simulate` would refuse is found here.
         load_config("OUT", str(out) if out.suffix in (".yaml", ".yml") else f"./{out}")
         if as_json:
             print_json({"out": str(out), **asdict(found)})
@@ -163,10 +164,11 @@ def _counts(config: Config, model: ModelShape, cluster: Cluster, trace: Path | N
 
 
 def _as_recorded(model: ModelShape, counts: Counts, trace: Path | None) -> ModelShape:
-    """The model with as many tokens as the rank of a trace that has most."""
+    """Gives the model as many tokens as the rank of a trace that has most."""
     if trace is None:
         return model
     tokens = -(-int(counts.sum(3).max()) // model.per_token)
+    # A trace may hold no tokens at all, a model has at least one.
     return replace(model, tokens=max(tokens, 1))
 
 

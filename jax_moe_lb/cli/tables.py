@@ -1,4 +1,4 @@
-"""What the simulator's commands print."""
+"""These functions make what the simulator's commands print."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,7 +14,7 @@ from jax_moe_lb.sim.advise import SWEPT_TOKENS, WORTH_IT, Outcome, Verdict
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """All numbers of a report, without its timeline."""
+    """Collects all numbers of a report, without its timeline."""
     stages = {name: asdict(stage) | {"hidden_s": stage.hidden_s} for name, stage in report.stages.items()}
     return {
         "step_s": report.step_s,
@@ -28,7 +28,7 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def layer_table(head: dict[str, Any], report: Report) -> Table:
-    """A line for every stage, and the step."""
+    """Makes a table with a line for every stage, and one for the step."""
     title = ", ".join(f"{name} {value}" for name, value in head.items())
     moved = ", ".join(f"{name} {decimal(round(total))}" for name, total in report.level_bytes.items())
     parts = ", ".join(f"{name} {decimal(round(value))}" for name, value in asdict(report.memory).items())
@@ -42,6 +42,7 @@ def layer_table(head: dict[str, Any], report: Report) -> Table:
         table.add_column(header, justify="right", no_wrap=True)
     for name, stage in report.stages.items():
         times = (f"{value * 1e3:.3f}" for value in (stage.busy_s, stage.exposed_s, stage.hidden_s))
+        # Of a step that takes no time there are no shares.
         share = f"{stage.exposed_s / report.step_s:.1%}" if report.step_s else "-"
         table.add_row(name, *times, share, decimal(round(stage.bytes)) if stage.bytes else "-")
     table.add_section()
@@ -50,7 +51,8 @@ def layer_table(head: dict[str, Any], report: Report) -> Table:
 
 
 def advice_table(title: str, found: Sequence[Outcome]) -> Table:
-    """A line for every candidate."""
+    """Makes a table with a line for every candidate."""
+    # `verdict` has refused before if plain could not run.
     plain = next(one.report.step_s for one in found if one.candidate.name == "plain" and one.report)
     table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD)
     table.add_column("system", no_wrap=True)
@@ -75,7 +77,7 @@ def advice_table(title: str, found: Sequence[Outcome]) -> Table:
 
 
 def verdict_lines(answer: Verdict, tokens: int) -> list[str]:
-    """What to do, in words."""
+    """Says in words what to do."""
     if answer.leave_off:
         lines = [f"Leave balancing off: nothing saves {WORTH_IT:.0%} of a step at {tokens} tokens per rank."]
     else:

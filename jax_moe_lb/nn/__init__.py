@@ -1,4 +1,4 @@
-"""Flax modules."""
+"""These Flax modules hold the parameters of a layer; `jax_moe_lb.moe` is the same without Flax."""
 
 from jax_moe_lb.nn.moe import MoE as MoE
 from jax_moe_lb.nn.moe import as_linen as as_linen

@@ -1,7 +1,7 @@
-"""The Flax layer: holds parameters and the balancer's state, calls `pipeline.moe`."""
+"""The Flax layer holds parameters and the balancer's state, and calls `pipeline.moe`."""
 
-import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,60 +25,95 @@ LogicalAxisRules = tuple[tuple[str, tuple[str, ...] | str | None], ...]
 
 
 class BalancerState(nnx.Variable):
-    """What the balancer remembers between steps; not a parameter, so no optimizer touches it."""
+    """This variable holds what the balancer remembers between steps. It is no parameter: no optimizer touches it."""
 
 
 class RouterBias(nnx.Variable):
-    """The routing bias of each expert; moved by `MoE.update_bias`, never by gradients."""
+    """This variable holds the routing bias of each expert, `[E]`. `MoE.update_bias` moves it, never gradients."""
 
 
 class ExpertHomes(nnx.Variable):
-    """The place of each expert, int32 `[E]`; moved by `relocate`, never by gradients."""
+    """This variable holds the place of each expert, int32 `[E]`. `relocate` moves it, never gradients."""
 
 
 class RunningLoads(nnx.Variable):
-    """The running mean of each expert's load, float32 `[E]`; moved by `MoE.update_loads`."""
+    """This variable holds the running mean of each expert's load, float32 `[E]`. `MoE.update_loads` moves it."""
 
 
 class KnownWeights(nnx.Variable):
-    """What ranks have decoded of their domains' experts, `[E * M, ...]`; moved by every call, never by gradients."""
+    """This variable holds what ranks have decoded of their expert domains, `[E * domain_size, ...]`.
+
+    Every call of the layer moves it, never gradients.
+    """
 
 
 def logical_axis_rules(topology: Topology, migrate: Migrate | None = None) -> LogicalAxisRules:
-    """The default table: experts over the expert axes, their weights whole.
+    """Makes the default table of logical axes: experts over the expert axes, their weights whole.
 
-    Replace entries to shard `embed` or `mlp` over further axes (FSDP): the layer gathers what it needs.
+    Replace entries to shard `embed` or `mlp` over further axes (FSDP), and give the table to `MoE` as `rules`: the
+    layer gathers what it needs.
+
+    Args:
+        topology: the layer's topology.
+        migrate: the layer's `Migrate`, if it has one.
+
+    Examples:
+        >>> from jax.sharding import AbstractMesh
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.nn import logical_axis_rules
+        >>> logical_axis_rules(Topology.from_mesh(AbstractMesh((2, 8), ("data", "expert"))))
+        (('exp', ('expert',)), ('embed', None), ('mlp', None))
     """
     return (("exp", expert_axes(topology, migrate)), ("embed", None), ("mlp", None))
 
 
 class MoE(nnx.Module):
-    """A mixture-of-experts layer that stays balanced and drops nothing.
+    """This mixture-of-experts layer stays balanced and drops nothing.
+
+    Put it where a transformer has its feed-forward network. It takes the tokens of all ranks, outside `jax.shard_map`,
+    and keeps parameters, routing bias and the balancer's state; the expert weights are sharded over the expert axes.
 
     Args:
-        embed_dim: `H`.
-        mlp_dim: `F`, inner width of an expert.
+        embed_dim: `H`, the width of the model.
+        mlp_dim: `F`, the inner width of an expert.
         num_experts: `E`, a multiple of the number of ranks.
-        router: `TopK`, `ForceBalanced` or a callable like them.
-        mesh: of the expert and data axes; Auto or Explicit.
-        topology: of `Topology.from_mesh(mesh, ...)`; with `migrate` its `domains.between`.
-        system: the strategies.
-        migrate: gathers the experts of expert domains first; `None`: experts stay at home. With it `mesh` is one of
-            `hybrid_mesh`.
-        gated: SwiGLU experts; plain GELU ones otherwise.
-        shared_mlp_dim: inner width of the shared expert, which every token passes; 0: none.
-        use_bias: keep a `RouterBias` (auxiliary-loss-free balancing).
-        relocatable: keep `ExpertHomes` and `RunningLoads`, so that experts can move between ranks (`relocate`).
+        router: chooses the experts of a token: `TopK`, `ForceBalanced` or a callable like them.
+        mesh: the mesh of the expert and data axes, which may be Auto or Explicit.
+        topology: what `Topology.from_mesh(mesh, ...)` reads; with `migrate` its `domains.between`.
+        system: the strategies, such as `jax_moe_lb.exact()`; plain expert parallelism by default.
+        migrate: gathers the experts of expert domains first, over a mesh of `hybrid_mesh`. With `None`, the usual
+            choice inside one datacenter, experts stay at home.
+        gated: whether experts are SwiGLU, which is usual, or plain GELU.
+        shared_mlp_dim: the inner width of the shared expert, which every token passes; 0 for none.
+        use_bias: whether to keep a `RouterBias` (balancing without an auxiliary loss); then call `update_bias`.
+        relocatable: whether to keep `ExpertHomes` and `RunningLoads`, so that experts can move between ranks; then call
+            `update_loads`, and `relocate` every so many steps.
         losses: coefficients of the router losses, whose sum is `Stats.loss`.
-        dtype: of the experts' arithmetic and of replicated weights; `None`: that of the input.
-        param_dtype: of the parameters.
-        kernel_init: of all kernels.
-        rules: logical to mesh axes; `logical_axis_rules(topology)` by default.
+        dtype: the dtype of the experts' arithmetic and of replicated weights, usually bfloat16 on accelerators; `None`
+            takes that of the input.
+        param_dtype: the dtype of the parameters, usually float32.
+        kernel_init: the initializer of all kernels.
+        rules: the table from logical to mesh axes; `None` takes `logical_axis_rules(topology, migrate)`.
         rngs: random numbers for the parameters.
 
     Raises:
         ValueError: `num_experts` is no multiple of the ranks, the topology is not the mesh's, or a `relocatable` layer
             has a balancer that remembers where experts are.
+
+    Examples:
+        Two ranks, of which each has half of the tokens and half of the experts:
+
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from jax.sharding import AxisType
+        >>> from jax_moe_lb import TopK, Topology
+        >>> from jax_moe_lb.nn import MoE
+        >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> layer = MoE(8, 16, 4, TopK(2), mesh=mesh, topology=Topology.from_mesh(mesh), rngs=nnx.Rngs(0))
+        >>> y, stats = layer(jnp.ones((6, 8)))
+        >>> y.shape, int(stats.counts.sum())
+        ((6, 8), 12)
     """
 
     def __init__(
@@ -132,6 +167,7 @@ class MoE(nnx.Module):
         self.bias = RouterBias(jnp.zeros((num_experts,), jnp.float32)) if use_bias else None
         self.homes = ExpertHomes(jnp.arange(num_experts, dtype=jnp.int32)) if relocatable else None
         self.loads = RunningLoads(jnp.zeros((num_experts,), jnp.float32)) if relocatable else None
+        # Every group on the data axes has a state of its own, as each plans for its own tokens.
         state = system.balancer.init((topology.num_ranks, num_experts))
         if relocatable and jax.tree.leaves(state):
             raise ValueError(
@@ -146,20 +182,24 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "*B H"], mask: Bool[Array, "*B"] | None = None
     ) -> tuple[Float[Array, "*B H"], Stats]:
-        """Tokens through their experts.
+        """Sends tokens through their experts.
 
         Args:
-            x: the tokens in all leading dimensions together are a multiple of the shards, `D * R`;
-                with three dimensions or more the last but one is the sequence.
-            mask: false for padding tokens.
+            x: `[..., H]`. The tokens in all leading dimensions together are a multiple of the shards, `D * R`; with
+                three dimensions or more the last but one is the sequence.
+            mask: `[...]`, false for padding tokens; `None` if there are none.
 
         Returns:
             The outputs, placed like `x`, and statistics stacked over the `D` groups.
+
+        Raises:
+            ValueError: the tokens are no multiple of the shards.
         """
         shards = self._num_groups() * self.topology.num_ranks
         num_tokens = math.prod(x.shape[:-1])
         if num_tokens % shards:
             raise ValueError(f"x has {num_tokens} tokens; expected a multiple of the {shards} shards of the mesh")
+        # Weights and tokens are cast before they travel, so that bfloat16 halves what travels.
         x = x if self.dtype is None else x.astype(self.dtype)
         tokens = x.reshape(num_tokens, x.shape[-1])
         mask = jnp.ones((num_tokens,), bool) if mask is None else mask.reshape(num_tokens)
@@ -186,13 +226,14 @@ class MoE(nnx.Module):
             self.state.set_value(state)
         for weights, now in zip(self.known, jax.tree.leaves(known), strict=True):
             weights.set_value(now)
+        # The caller finds the outputs where the input was.
         y = place(y.reshape(x.shape), jax.typeof(x).sharding, self.mesh)
         if self.has_shared:
             y = y + dense_ffn(x, jax.tree.map(lambda w: w.astype(x.dtype), self._shared()))
         return y, stats
 
     def tell_domains(self) -> None:
-        """Sends all experts of a domain to all its ranks, whole, where a codec remembers them.
+        """Sends all experts of an expert domain to all its ranks, whole, where a codec remembers them.
 
         A layer begins with that. Call it after loading other weights, or moving experts; without, the codec makes up
         for it little by little.
@@ -204,6 +245,10 @@ class MoE(nnx.Module):
     def update_bias(self, stats: Stats, rate: float = 1e-3) -> None:
         """Moves the router's bias against the load of one step (see `updated_bias`); call it after the optimizer.
 
+        Args:
+            stats: the statistics that the step's call of this layer returned.
+            rate: the step of the bias, usually 1e-3.
+
         Raises:
             ValueError: the layer was made without `use_bias`.
         """
@@ -213,6 +258,10 @@ class MoE(nnx.Module):
 
     def update_loads(self, stats: Stats, decay: float = 0.9) -> None:
         """Lets the running loads forget by `decay` and adds those of one step; call it after the optimizer.
+
+        Args:
+            stats: the statistics that the step's call of this layer returned.
+            decay: what is kept of the earlier loads; 0.9, the usual one, is a mean over about ten steps.
 
         Raises:
             ValueError: the layer was made without `relocatable`, or `decay` is out of range.
@@ -225,6 +274,7 @@ class MoE(nnx.Module):
         self.loads[...] = decay * self.loads[...] + (1 - decay) * load
 
     def _load_by_expert(self, stats: Stats) -> Int[Array, "E"]:
+        # Counts are numbered by place once experts have moved, loads and bias by expert.
         load = stats.counts.reshape(-1, stats.counts.shape[-1]).sum(0, dtype=jnp.int32)
         return load if self.homes is None else load[self.homes[...]]
 
@@ -244,11 +294,25 @@ class MoE(nnx.Module):
         return math.prod(self.mesh.shape[axis] for axis in self.topology.data_axes)
 
 
-as_linen = functools.partial(nnx.bridge.to_linen, MoE)
-"""`MoE` as a Linen module, from the same arguments but `rngs`.
+def as_linen(*args: Any, **kwargs: Any) -> nnx.bridge.ToLinen:
+    """Makes `MoE` as a Linen module, from the same arguments but `rngs`.
 
-State and bias are in collections of their own, `BalancerState` and `RouterBias`.
-"""
+    Use it in a Linen model. State and bias are in collections of their own, `BalancerState` and `RouterBias`; make them
+    mutable where the layer has them.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from jax.sharding import AxisType
+        >>> from jax_moe_lb import TopK, Topology
+        >>> from jax_moe_lb.nn import as_linen
+        >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> layer = as_linen(8, 16, 4, TopK(2), mesh=mesh, topology=Topology.from_mesh(mesh))
+        >>> (y, stats), variables = layer.init_with_output(jax.random.key(0), jnp.ones((6, 8)))
+        >>> y.shape, sorted(variables["params"])
+        ((6, 8), ['down', 'gate', 'kernel', 'up'])
+    """
+    return nnx.bridge.to_linen(MoE, *args, **kwargs)
 
 
 def _check_domains(topology: Topology, migrate: Migrate | None) -> None:

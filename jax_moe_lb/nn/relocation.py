@@ -1,4 +1,4 @@
-"""Moving experts between ranks, with all that belongs to them, between two steps."""
+"""`relocate` moves experts between ranks, with all that belongs to them, between two steps."""
 
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -15,30 +15,41 @@ OptState = TypeVar("OptState")
 Path = tuple[str, ...]
 
 WEIGHTS = ("up", "down", "gate")
-"""Parameters of an `MoE` with one line per place; those of its router keep the order of experts."""
+"""These parameters of an `MoE` have one line per place; those of its router keep the order of experts."""
 
 HOMES = "homes"
 
 
 def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "layers E"]) -> tuple[Params, OptState]:
-    """Parameters and optimizer state with the experts at their new places; what they compute is the same.
+    """Moves the experts to new places, in parameters and optimizer state; what the model computes stays the same.
 
-    `MoE` layers are found by their paths: `kernel` `[H, E]` beside `up` and `down` `[E, ...]`. What is permuted: `up`,
-    `down` and `gate`, and in the optimizer state every leaf whose path ends like that of one of them. `homes`
-    follows, so the router's kernel, bias and running loads stay as they are.
+    Call it every so many steps with what `plan_relocation` returned. `MoE` layers are found by their paths: `kernel`
+    `[H, E]` beside `up` and `down` `[E, ...]`. It permutes `up`, `down` and `gate`, and in the optimizer state every
+    leaf whose path ends like that of one of them. `homes` follows, so the router's kernel, bias and running loads stay
+    as they are.
 
     It is arithmetic on arrays, for `jax.jit`: give it `out_shardings` equal to the shardings of its arguments and
     donate them, and the compiler exchanges the experts between devices.
 
     Args:
-        params: state of a model, or a tree that holds one: its `MoE` layers are `relocatable`.
-        opt_state: that of any optimizer that keeps one array per parameter.
-        permutation: of `plan_relocation`; layers in the order of their paths in `params`. What is traced is not checked
-            here, but homes are where the layer uses them.
+        params: the state of a model, or a tree that holds one, whose `MoE` layers are `relocatable`.
+        opt_state: the state of any optimizer that keeps one array per parameter.
+        permutation: `[layers, E]` integers, layers in the order of their paths in `params`. What is traced is not
+            checked here, but homes are where the layer uses them.
 
     Raises:
-        ValueError: no layers, layers without homes, a permutation of another shape, or optimizer state of another shape
-            than its parameter.
+        ValueError: there are no layers, one has no homes, the permutation has another shape, or optimizer state has
+            another shape than its parameter.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import numpy as np
+        >>> from jax_moe_lb.nn import relocate
+        >>> params = {"kernel": jnp.zeros((1, 2)), "up": jnp.array([[[1.0]], [[2.0]]]), "down": jnp.zeros((2, 1, 1))}
+        >>> params |= {"homes": jnp.array([0, 1], jnp.int32)}
+        >>> moved, _ = relocate(params, (), np.array([[1, 0]]))
+        >>> moved["up"].ravel().tolist(), moved["homes"].tolist()
+        ([2.0, 1.0], [1, 0])
     """
     layers = list(_layers(params))
     shapes = _shapes(params)
@@ -60,6 +71,7 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
 
     def moved_state(key_path: Any, leaf: Any) -> Any:
         path = _names(key_path)
+        # An optimizer nests copies of the parameters' tree: the longest end of the path that is a parameter's counts.
         owner = next((path[i:] for i in range(len(path)) if path[i:] in orders), None)
         if owner is None:
             return leaf
@@ -74,6 +86,7 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
         if path not in orders:
             return leaf
         if path[-1] == HOMES:
+            # The argsort of a permutation is its inverse: where goes what was at place `p`.
             return jnp.argsort(orders[path]).astype(leaf.dtype)[leaf]
         return leaf[orders[path]]
 
@@ -81,19 +94,34 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
 
 
 def expert_bytes(params: Any, opt_state: Any) -> int:
-    """Bytes that one expert of a layer has in parameters and optimizer state: what moving it costs, on average."""
+    """Counts the bytes that one expert of a layer has in parameters and optimizer state, on average over layers.
+
+    Multiply it by `moved_experts` to see what a relocation costs.
+
+    Args:
+        params: the state of a model with `MoE` layers.
+        opt_state: the state of its optimizer; `()` counts the parameters alone.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax_moe_lb.nn import expert_bytes
+        >>> layer = {"kernel": jnp.zeros((8, 4)), "up": jnp.zeros((4, 8, 16)), "down": jnp.zeros((4, 16, 8))}
+        >>> expert_bytes(layer, ())
+        1024
+    """
     layers = list(_layers(params))
     owners = {(*layer, name) for layer in layers for name in WEIGHTS}
     total = 0
     for key_path, leaf in jax.tree.leaves_with_path((params, opt_state)):
         path = _names(key_path)
         if any(path[i:] in owners for i in range(len(path))):
+            # Moments that an optimizer keeps travel with the weights, in their own dtype.
             total += leaf.size // leaf.shape[0] * leaf.dtype.itemsize
     return total // max(1, len(layers))
 
 
 def _layers(tree: Any) -> Iterator[Path]:
-    """Paths of the `MoE` layers in it, in its order."""
+    """Finds the paths of the `MoE` layers in a tree, in its order."""
     shapes = _shapes(tree)
     for path, shape in shapes.items():
         layer, up, down = path[:-1], shapes.get((*path[:-1], "up")), shapes.get((*path[:-1], "down"))
@@ -106,6 +134,6 @@ def _shapes(tree: Any) -> dict[Path, tuple[int, ...]]:
 
 
 def _names(path: Any) -> Path:
-    """A path as words, without the `value` in which Flax ends that of a variable."""
+    """Writes a path as words, without the `value` in which Flax ends that of a variable."""
     names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
     return names[:-1] if names[-1:] == ("value",) else names

@@ -1,4 +1,4 @@
-"""`moe` and the gather of expert domains over the arrays of all ranks, compiled."""
+"""These functions run `moe` and the gather of expert domains over the arrays of all ranks, compiled."""
 
 import functools
 from typing import Any
@@ -18,7 +18,7 @@ from jax_moe_lb.types import State
 
 
 def expert_axes(topology: Topology, migrate: Migrate | None) -> tuple[str, ...]:
-    """The mesh axes that home experts are sharded over."""
+    """Tells over which mesh axes home experts are sharded."""
     return topology.expert_axes if migrate is None else migrate.domains.expert_axes
 
 
@@ -46,8 +46,9 @@ def sharded_moe(
     losses: Losses,
     sequence_length: int | None,
 ) -> tuple[Float[Array, "C H"], Stats, State, Experts | None]:
-    """`moe` over the tokens of all ranks; statistics and state have one entry per group."""
+    """Runs `moe` over the tokens of all ranks; statistics and state have one entry per group."""
     by_expert = PartitionSpec(expert_axes(topology, migrate))
+    # Data axes stand outermost: tokens of one group lie side by side.
     by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
     by_group = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
 
@@ -61,6 +62,7 @@ def sharded_moe(
         state: State,
         known: Experts | None,
     ) -> tuple[Array, Stats, State, Experts | None]:
+        # A balancer knows nothing of other groups: inside, its state has no dimension for them.
         state = jax.tree.map(lambda leaf: leaf[0], state)
         if migrate is not None and known is not None:
             experts, known = migrate.update(experts, known)
@@ -91,14 +93,14 @@ def sharded_moe(
 
 @functools.partial(jax.jit, inline=True, static_argnames=("migrate", "mesh"))
 def sharded_known(experts: Experts, *, migrate: Migrate, mesh: Mesh) -> Experts:
-    """`migrate.known` of all ranks."""
+    """Runs `migrate.known` on all ranks."""
     spec = PartitionSpec(migrate.domains.expert_axes)
     placed = place(experts, NamedSharding(mesh, spec), mesh)
     return jax.shard_map(migrate.known, mesh=mesh, in_specs=spec, out_specs=spec)(placed)
 
 
 def place(tree: Any, sharding: jax.sharding.Sharding, mesh: Mesh) -> Any:
-    """Reshards where the mesh has Explicit axes; where they are Auto, the compiler does."""
+    """Reshards a tree where the mesh has Explicit axes; where they are Auto, the compiler does."""
     if AxisType.Explicit not in mesh.axis_types:
         return tree
     return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)

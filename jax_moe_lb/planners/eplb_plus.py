@@ -93,7 +93,7 @@ def _check(num_experts: int, placement: tuple[int, ...], domain: int) -> None:
     num_ranks, slots = placement
     if num_ranks < 1 or slots < 1:
         raise ValueError(f"placement has shape {placement}; expected [R, S], both at least 1")
-    home_experts_per_rank(num_experts, num_ranks, "the number of experts of tokens")
+    home_experts_per_rank(num_experts, num_ranks, "tokens")
     check_domain(domain, num_ranks)
 
 

@@ -77,7 +77,7 @@ def check_shapes(counts: AnyArray, num_slots: int, domain: int) -> None:
     if not jnp.issubdtype(counts.dtype, jnp.integer):
         raise ValueError(f"counts has dtype {counts.dtype}; expected integers")
     num_ranks, num_experts = counts.shape
-    home = home_experts_per_rank(num_experts, num_ranks, "the number of experts of counts")
+    home = home_experts_per_rank(num_experts, num_ranks, "counts")
     if num_slots < home:
         raise ValueError(f"num_slots is {num_slots}; expected at least the {home} home experts")
     check_domain(domain, num_ranks)

@@ -58,7 +58,7 @@ def greedy_reference(placement: Placement, quota: Quota, domain: int, min_tokens
 def check_greedy(placement: tuple[int, ...], quota: tuple[int, ...], domain: int, min_tokens: int) -> None:
     """Refuses shapes that do not fit, and options out of range."""
     num_experts, num_ranks = quota
-    home_experts_per_rank(num_experts, num_ranks, "the number of experts of quota")
+    home_experts_per_rank(num_experts, num_ranks, "quota")
     if placement[0] != num_ranks or placement[1] < 1:
         raise ValueError(f"placement has shape {placement}; expected [{num_ranks}, S] with S at least 1")
     check_domain(domain, num_ranks)

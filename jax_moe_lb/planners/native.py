@@ -107,7 +107,9 @@ def run_planner(
     def otherwise(*operands: jax.Array) -> tuple[jax.Array, ...]:
         if isinstance(reference, Refused):
             return refuse(*operands, results=_results(shapes, operands), explain=reference.explain)
-        planned = _as_tuple(reference(*operands, **options))
+        # Custom calls tell 32-bit numbers apart; a reference takes Python's.
+        numbers = {name: value.item() if isinstance(value, np.generic) else value for name, value in options.items()}
+        planned = _as_tuple(reference(*operands, **numbers))
         return tuple(result.reshape(shape) for result, shape in zip(planned, shapes, strict=True))
 
     return by_platform(*alike(*operands), native=native, reference=otherwise)
@@ -179,7 +181,7 @@ def check_plan_shapes(placement: Shape, quota: Shape, domain: int) -> None:
         ValueError: names the array, and says what was expected of it.
     """
     num_experts, num_ranks = quota
-    home = home_experts_per_rank(num_experts, num_ranks, "the number of experts of quota")
+    home = home_experts_per_rank(num_experts, num_ranks, "quota")
     if placement[0] != num_ranks or placement[1] < home:
         raise ValueError(f"placement has shape {placement}; expected [{num_ranks}, S] with S >= {home}")
     check_domain(domain, num_ranks)

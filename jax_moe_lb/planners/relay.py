@@ -1,5 +1,7 @@
 """UltraEP's relays (arXiv 2606.04101): which replicas forward the weights of an expert that has many."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -32,7 +34,12 @@ def relay(placement: Placement, num_home: int, min_replicas: int, max_relays: in
     if not 1 <= num_home <= placement.shape[1]:
         raise ValueError(f"num_home is {num_home}; expected 1 to the {placement.shape[1]} slots of a rank")
     check_relay(min_replicas, max_relays, min_gain)
-    options = {"num_home": num_home, "min_replicas": min_replicas, "max_relays": max_relays, "min_gain": min_gain}
+    options: dict[str, Any] = {
+        "num_home": num_home,
+        "min_replicas": min_replicas,
+        "max_relays": max_relays,
+        "min_gain": min_gain,
+    }
     return run_planner("relay", (placement.shape,), placement, reference=relay_reference, **options)[0]
 
 

@@ -17,17 +17,20 @@ Rails = Int[AnyArray, "R R N"]
 
 
 def spray(rows: RowsBetween, ticks: Ticks, domain: int, chunks: int) -> Rails:
-    """The rows from rank to rank on each rail; the rule to the letter stands in `ffi/planning/spray.h`.
+    """Puts the rows from rank to rank on rails; the rule to the letter stands in `ffi/planning/spray.h`.
 
-    Every sending node is planned from its own rows alone, for each receiving node on its own: what it sends there
-    is cut into chunks, which go one after the other to the rail that is done with them first. Of rails of equal
-    speed none carries more than its share and one chunk less an `N`-th of it.
+    `RailS` calls it; call it yourself to plan an exchange of something else than tokens. Every sending node is planned
+    from its own rows alone, for each receiving node on its own: what it sends there is cut into chunks, which go one
+    after the other to the rail that is done with them first. Of rails of equal speed none carries more than its share
+    and one chunk less an `N`-th of it.
 
     Args:
-        rows: from rank to rank, at least 0; their sum must stay below `2**31`.
-        ticks: time per row of each rail, 1 to `MAX_TICKS`; 0 for a dead one, which gets nothing, but not for all.
-        domain: ranks of a node.
-        chunks: of each pair of nodes on each rail, where there are so many rows, or a little more; 1 to `MAX_CHUNKS`.
+        rows: `[R, R]` int32, the rows from rank to rank, at least 0; their sum must stay below `2**31`.
+        ticks: `[N]` int32, the time per row of each rail, 1 to `MAX_TICKS`; 0 for a dead one, which gets nothing, but
+            not for all. `ticks_of` makes them of speeds.
+        domain: how many ranks a node has.
+        chunks: how many chunks to make of each pair of nodes on each rail, where there are so many rows, or a little
+            more; 1 to `MAX_CHUNKS`, 16 in `RailS`.
 
     Returns:
         `[R, R, N]` int32, which adds up to `rows`. Rows inside a node are put on the rail of the receiver. Bad values
@@ -43,15 +46,14 @@ def spray(rows: RowsBetween, ticks: Ticks, domain: int, chunks: int) -> Rails:
         raise ValueError(f"ticks has {num_rails} rails; expected a divisor of the {domain} ranks of a node")
     if not 1 <= chunks <= MAX_CHUNKS:
         raise ValueError(f"chunks is {chunks}; expected 1 to {MAX_CHUNKS}")
-    options = {"domain": domain, "chunks": chunks}
     # The custom call's result is a matrix.
     flat = ((num_ranks, num_ranks * num_rails),)
-    (rails,) = run_planner("spray", flat, rows, ticks, reference=spray_reference, **options)
+    (rails,) = run_planner("spray", flat, rows, ticks, reference=spray_reference, domain=domain, chunks=chunks)
     return rails.reshape(num_ranks, num_ranks, num_rails)
 
 
 def spray_reference(rows: RowsBetween, ticks: Ticks, domain: int, chunks: int) -> Rails:
-    """`spray` as a loop over chunks and rests, all pairs of nodes side by side."""
+    """Computes `spray` as a loop over chunks and rests, all pairs of nodes side by side."""
     rows, ticks = alike(rows, ticks)
     num_ranks, num_rails = rows.shape[0], ticks.shape[0]
     num_nodes = num_ranks // domain
@@ -60,6 +62,7 @@ def spray_reference(rows: RowsBetween, ticks: Ticks, domain: int, chunks: int) -
     number = iota(num_nodes)
     first = ((number[:, None] + number[None]) % num_rails).reshape(-1)
     near = (number[:, None] == number[None]).reshape(-1, 1)
+    # Pairs inside a node take part as pairs without rows, which keeps the shape of the batch.
     far = jnp.where(near, 0, pairs)
     sprayed = jax.vmap(_between, in_axes=(0, None, 0, None))(far, ticks, first, chunks)
     receiver = jnp.tile(iota(domain), domain) * num_rails // domain
@@ -75,6 +78,7 @@ def _between(rows: Int[Array, "P"], ticks: Int[Array, "N"], first: Int[Array, ""
     chunk = jnp.maximum(rows.sum(dtype=jnp.int32) // num_rails // chunks, 1)
     ends = (rows // chunk).cumsum(dtype=jnp.int32)
     rest = rows % chunk
+    # Stable, so that of equal rests the lower pair goes first, as in the C++ planner.
     by_size = jnp.argsort(rest, descending=True, stable=True).astype(jnp.int32)
     num_rests = (rest > 0).sum(dtype=jnp.int32)
 
@@ -94,11 +98,14 @@ def _between(rows: Int[Array, "P"], ticks: Int[Array, "N"], first: Int[Array, ""
 def _soonest(load: Int[Array, "N"], ticks: Int[Array, "N"], first: Int[Array, ""]) -> Int[Array, ""]:
     """The rail of the smallest `load * ticks`, in halves of 31 bits; of equal ones the first from `first` on."""
     num_rails = ticks.shape[0]
+    # A load times ticks may need 46 bits, and JAX has 32 by default.
     low = (load & 0xFFFF) * ticks
     high = (load >> 16) * ticks + (low >> 16)
     low = low & 0xFFFF
     far = jnp.iinfo(jnp.int32).max
     high = jnp.where(ticks > 0, high, far)
     low = jnp.where(high == high.min(), low, far)
+    # The first rail in turn, from node to node: if ties always went to rail 0, what is left over of small flows would
+    # gather there.
     turn = (iota(num_rails) - first) % num_rails
     return jax.lax.argmin(jnp.where(low == low.min(), turn, num_rails), 0, jnp.int32)

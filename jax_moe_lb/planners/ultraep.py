@@ -39,10 +39,17 @@ def ultraep(placement: Placement, quota: Quota, domain: int, eps: float, min_tok
     """
     _check(placement.shape, quota.shape, domain, min_tokens)
     check_eps(eps)
-    shapes, options = (placement.shape, quota.shape), {"domain": domain, "min_tokens": min_tokens}
+    shapes = placement.shape, quota.shape
     # The C++ takes a 32-bit eps, so that it rounds like the reference.
     placement, quota = run_planner(
-        "ultraep", shapes, placement, quota, reference=ultraep_reference, eps=np.float32(eps), **options
+        "ultraep",
+        shapes,
+        placement,
+        quota,
+        reference=ultraep_reference,
+        domain=domain,
+        eps=np.float32(eps),
+        min_tokens=min_tokens,
     )
     return placement, quota
 

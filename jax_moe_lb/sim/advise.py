@@ -1,4 +1,4 @@
-"""Which system is fastest here, and from how many tokens on it is."""
+"""`verdict` says which system is fastest here, and from how many tokens on it is."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from jax_moe_lb.systems import System
 from jax_moe_lb.transport.codec import Codec
 
 SWEPT_TOKENS = tuple(2**power for power in range(4, 18))
-"""Tokens per rank at which `pays_from` looks."""
+"""`pays_from` looks at so many tokens per rank."""
 
 WORTH_IT = 0.01
 """Gains below this fraction of a step are no reason for a more complicated system."""
@@ -26,12 +26,12 @@ Trace = Int[np.ndarray, "steps layers R E"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something to compare.
+    """A candidate is a system to compare with others.
 
     Args:
-        name: in the table.
+        name: its name in the table.
         system: its strategies.
-        migration: experts that are gathered before.
+        migration: the expert domains in which it gathers experts; none by default.
     """
 
     name: str
@@ -41,7 +41,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A candidate and its mean step; or why it cannot run here."""
+    """An outcome is a candidate with its mean step, or with the reason why it cannot run here.
+
+    Args:
+        candidate: what was simulated.
+        report: its mean step; `None` if it cannot run.
+        refused: the reason then, in words.
+    """
 
     candidate: Candidate
     report: Report | None
@@ -50,12 +56,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do.
+    """A verdict says what to do.
 
     Args:
-        best: the fastest.
-        gain: of a step of the baseline, that it saves.
-        pays_from: tokens per rank from which on it is faster than the baseline; `None`: at none that was tried.
+        best: the fastest candidate.
+        gain: what it saves, as a fraction of a step of the baseline.
+        pays_from: tokens per rank from which on it is faster than the baseline; `None` if at none that was tried.
     """
 
     best: Candidate
@@ -64,14 +70,20 @@ class Verdict:
 
     @property
     def leave_off(self) -> bool:
-        """Whether the baseline will do."""
+        """Tells whether the baseline will do."""
         return self.gain < WORTH_IT
 
 
 def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: Step) -> Migration:
-    """HybridEP with the domains that `choose_expert_domains` finds best.
+    """Chooses HybridEP's expert domains, by `choose_expert_domains`.
 
     The backward pass gathers again if all layers' gathered experts would take more than half of a rank's memory.
+
+    Args:
+        model: the sizes of the layers.
+        cluster: the machine.
+        codec: what experts are encoded with.
+        step: the passes of a step; gradients count where it has a backward pass.
     """
     pre_expert_s, home = model.before_experts_s(cluster), model.experts // cluster.num_ranks
     work = Work(
@@ -82,6 +94,7 @@ def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: St
         backward_s=2 * pre_expert_s,
     )
     chosen = Migration(choose_expert_domains(work, cluster.topology()).domain_sizes, codec)
+    # The other half is for parameters, optimizer and activations.
     kept_bytes = model.layers * chosen.gathered_bytes(model, cluster)
     again = cluster.memory_bytes is not None and kept_bytes > cluster.memory_bytes / 2
     return replace(chosen, gather_again=again)
@@ -90,7 +103,15 @@ def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: St
 def outcomes(
     candidates: Sequence[Candidate], model: ModelShape, cluster: Cluster, trace: Trace, step: Step
 ) -> Iterator[Outcome]:
-    """Each candidate's mean step over the trace, in the order of the candidates."""
+    """Yields each candidate's mean step over the trace, in the order of the candidates.
+
+    Args:
+        candidates: the systems to compare.
+        model: the sizes of the layers.
+        cluster: the machine.
+        trace: `[steps, layers, R, E]` int32, the counts of every step.
+        step: the passes of a step.
+    """
     for candidate in candidates:
         try:
             reports = replay(candidate.system, model, cluster, trace, migration=candidate.migration, step=step)
@@ -109,7 +130,15 @@ def _fitting(candidate: Candidate, report: Report, cluster: Cluster) -> Outcome:
 def verdict(
     found: Sequence[Outcome], baseline: Candidate, model: ModelShape, cluster: Cluster, trace: Trace, step: Step
 ) -> Verdict:
-    """The fastest of those that can run, and where it begins to pay.
+    """Finds the fastest of those that can run, and where it begins to pay.
+
+    Args:
+        found: the outcomes of all candidates.
+        baseline: the candidate that others have to beat, usually plain expert parallelism.
+        model: the sizes of the layers.
+        cluster: the machine.
+        trace: `[steps, layers, R, E]` int32, the counts of every step.
+        step: the passes of a step.
 
     Raises:
         ValueError: the baseline is not among them, or cannot run.
@@ -126,13 +155,26 @@ def verdict(
 def pays_from(
     candidate: Candidate, baseline: Candidate, model: ModelShape, cluster: Cluster, trace: Trace, step: Step
 ) -> int | None:
-    """The fewest tokens per rank, of powers of two, from which on `candidate` is faster, with routing in proportion.
+    """Finds the fewest tokens per rank, of powers of two, from which on `candidate` is faster.
 
-    One layer's work, that of the first step, is asked; `None`: it is not faster at the most that is tried.
+    Routing is scaled in proportion, and one layer of the first step is simulated.
+
+    Args:
+        candidate: the system that should pay.
+        baseline: the system that it is compared with.
+        model: the sizes of the layers.
+        cluster: the machine.
+        trace: `[steps, layers, R, E]` int32, the counts of every step.
+        step: the passes of a step.
+
+    Returns:
+        The tokens; `None` if it is not faster at the most that is tried.
     """
     found = None
+    # From the most tokens down, as it may be slower in between: what counts is from where on it stays faster.
     for tokens in reversed(SWEPT_TOKENS):
         scaled = replace(model, layers=1, tokens=tokens, pre_expert_s=_scaled_s(model, cluster, tokens))
+        # Rounding keeps the skew, up to a token of every entry.
         counts = np.rint(trace[:1, :1].astype(np.float64) * (tokens / model.tokens)).astype(np.int32)
         times = [
             next(replay(one.system, scaled, cluster, counts, migration=one.migration, step=step)).step_s

@@ -1,4 +1,4 @@
-"""The machine that is simulated: levels of links, and how fast a rank computes and copies."""
+"""A cluster is the machine that is simulated: levels of links, and how fast a rank computes and copies."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from jax_moe_lb.topology import LEVEL_NAMES, Level, Topology
 
 @dataclass(frozen=True)
 class Links:
-    """One level: its members, and the links that each of them has to the others.
+    """Links describe one level: its members, and the links that each of them has to the others.
 
     A member is all that is inside it: of level `node` a node with all its GPUs. Its ranks share its links. With
     as many links as ranks each rank has one of its own (rails); with one link all ranks share it (the line of a
@@ -18,9 +18,21 @@ class Links:
     Args:
         name: `"dc"`, `"node"` or `"gpu"`.
         size: members inside one member of the next outer level.
-        bytes_per_s: of one link, each way, in bytes per second.
-        links: of one member.
-        latency_s: one way, in seconds.
+        bytes_per_s: what one link carries each way, in bytes per second: 50e9 for an interface of 400 Gbit/s, 360e9 for
+            what an H100 reaches over NVLink.
+        links: the links of one member; usually 8 for a node, one per GPU, and 1 for a GPU or a datacenter.
+        latency_s: the time of one way, in seconds: usually 3e-6 inside a node, 10e-6 between nodes, milliseconds
+            between datacenters.
+
+    Raises:
+        ValueError: the name is unknown, or a number is out of range.
+
+    Examples:
+        Sixteen nodes, each with eight interfaces of 400 Gbit/s:
+
+        >>> from jax_moe_lb.sim import Links
+        >>> Links("node", 16, bytes_per_s=50e9, links=8, latency_s=10e-6).links
+        8
     """
 
     name: str
@@ -43,16 +55,30 @@ class Links:
 
 @dataclass(frozen=True)
 class Cluster:
-    """An expert-parallel group of ranks, numbered row-major over the levels.
+    """A cluster is an expert-parallel group of ranks, numbered row-major over the levels.
+
+    Describe your machine with it for `simulate` and `replay`; `sim/presets` has some, and `jax-moe-lb calibrate` writes
+    that of the machine it runs on.
 
     Args:
-        levels: outermost first.
-        gemm: how long experts take.
-        flops_per_s: of everything before the experts, on one rank, in floating-point operations per second.
-        copy_bytes_per_s: what a rank's copy engines move each way; `None`: as much as its links.
-        planner_s: seconds of a planner that reads the counts, from counts to plan.
-        domain_level: the outermost level inside a domain, in which expert weights may move; the innermost by default.
-        memory_bytes: of one rank; `None`: not known.
+        levels: the links of every level, outermost first.
+        gemm: says how long experts take.
+        flops_per_s: the rate of everything before the experts, on one rank, in floating-point operations per second;
+            usually a half to two thirds of the experts' peak.
+        copy_bytes_per_s: what a rank's copy engines move each way, in bytes per second; `None` takes as much as its
+            links.
+        planner_s: the seconds from counts to plan of a planner that reads the counts; usually 60e-6 to 100e-6.
+        domain_level: the outermost level inside a domain, in which expert weights may move; `None` takes the innermost.
+        memory_bytes: the memory of one rank, in bytes; `None` if unknown, and then nothing is refused for it.
+
+    Raises:
+        ValueError: the levels are out of order, or a number is out of range.
+
+    Examples:
+        >>> from jax_moe_lb.sim import Cluster, Links
+        >>> cluster = Cluster((Links("node", 16, 50e9, links=8), Links("gpu", 8, 360e9)))
+        >>> cluster.num_ranks, cluster.ranks_per_domain, cluster.topology().rails_per_node
+        (128, 8, 8)
     """
 
     levels: tuple[Links, ...]
@@ -76,6 +102,7 @@ class Cluster:
         if not 0 <= self.planner_s < math.inf:
             raise ValueError(f"Cluster.planner_s is {self.planner_s}; expected at least 0")
         for level, inner in zip(self.levels, self.inner, strict=True):
+            # A rank uses one link, and all links are shared by equally many.
             if inner % level.links:
                 raise ValueError(
                     f"Links({level.name!r}).links is {level.links}; "
@@ -84,18 +111,18 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        """`R`."""
+        """Counts the ranks of the group, `R`."""
         return math.prod(level.size for level in self.levels)
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """Ranks inside one member of every level."""
+        """Counts the ranks inside one member of every level, outermost first."""
         sizes = [level.size for level in self.levels]
         return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
 
     @property
     def ranks_per_domain(self) -> int:
-        """`M`."""
+        """Counts the ranks of a domain, `M`."""
         return math.prod(level.size for level in self.levels[self._first_inside :])
 
     @property
@@ -104,13 +131,14 @@ class Cluster:
         return len(names) - 1 if self.domain_level is None else names.index(self.domain_level)
 
     def topology(self, sizes: tuple[int, ...] | None = None) -> Topology:
-        """What balancers see.
+        """Makes the topology that balancers see.
 
         Args:
-            sizes: of the levels, where a group has fewer ranks than the machine; `None`: all.
+            sizes: the sizes of the levels, where a group has fewer ranks than the machine; `None` takes all.
         """
         sizes = tuple(level.size for level in self.levels) if sizes is None else sizes
         levels = tuple(
+            # A rank gets its share of the links, as if all ranks of a member sent at once.
             Level(level.name, size, level.bytes_per_s * level.links / inner, level.latency_s)
             for level, size, inner in zip(self.levels, sizes, self.inner, strict=True)
         )

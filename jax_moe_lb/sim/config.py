@@ -1,4 +1,4 @@
-"""Files that describe a machine, a model and a system, and the presets among them.
+"""`load_config` reads files that describe a machine, a model and a system, and the presets among them.
 
 A file is YAML with `version: 1` and some of `cluster`, `model`, `system`, `migration`, `routing`, `step`. `cluster` and
 `model` may name a preset instead. `docs/simulator.md` has the format.
@@ -21,7 +21,7 @@ from jax_moe_lb.sim.work import Migration
 from jax_moe_lb.transport.codec import Codec, CodecBase
 
 VERSION = 1
-"""Of the format. Files of another version are refused."""
+"""The format has this version. Files of another one are refused."""
 
 Size = Annotated[float, BeforeValidator(units.size)]
 Rate = Annotated[float, BeforeValidator(units.rate)]
@@ -31,13 +31,13 @@ Count = Annotated[int, Field(strict=True, ge=1)]
 
 
 class _Section(BaseModel):
-    """Keys that are not known are refused."""
+    """A section refuses keys that it does not know."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class LevelSection(_Section):
-    """One level of links; see `Links`."""
+    """This section has one level of links; see `Links`."""
 
     name: Literal["dc", "node", "gpu"]
     size: Count
@@ -47,7 +47,7 @@ class LevelSection(_Section):
 
 
 class GemmSection(_Section):
-    """A curve (`rows` and `speeds`) or the analytic model (`peak` and `half_rows`)."""
+    """This section has a curve (`rows` and `speeds`) or the analytic model (`peak` and `half_rows`)."""
 
     rows: tuple[float, ...] | None = None
     speeds: tuple[Speed, ...] | None = None
@@ -56,7 +56,11 @@ class GemmSection(_Section):
     launch: Time = 0.0
 
     def build(self) -> Gemm:
-        """The curve, or the analytic model."""
+        """Makes the curve, or the analytic model.
+
+        Raises:
+            ValueError: the section has neither, or both.
+        """
         if self.rows is not None and self.speeds is not None and self.peak is None:
             return MeasuredGemm(self.rows, self.speeds, self.launch)
         if self.peak is not None and self.rows is None and self.speeds is None:
@@ -65,7 +69,7 @@ class GemmSection(_Section):
 
 
 class ClusterSection(_Section):
-    """A machine; see `Cluster`."""
+    """This section has a machine; see `Cluster`."""
 
     levels: tuple[LevelSection, ...]
     gemm: GemmSection
@@ -76,14 +80,14 @@ class ClusterSection(_Section):
     memory: Size | None = None
 
     def build(self) -> Cluster:
-        """The machine."""
+        """Makes the machine."""
         levels = tuple(Links(at.name, at.size, at.rate, at.links, at.latency) for at in self.levels)
         gemm = self.gemm.build()
         return Cluster(levels, gemm, self.compute, self.copy_engines, self.planner, self.domain_level, self.memory)
 
 
 class ModelSection(_Section):
-    """A model; see `ModelShape`."""
+    """This section has a model; see `ModelShape`."""
 
     layers: Count
     hidden: Count
@@ -99,13 +103,13 @@ class ModelSection(_Section):
     other: Time = 0.0
 
     def build(self) -> ModelShape:
-        """The model."""
+        """Makes the model."""
         fields = self.model_dump()
         return ModelShape(**fields | {"pre_expert_s": fields.pop("pre_expert"), "other_s": fields.pop("other")})
 
 
 class MigrationSection(_Section):
-    """Gathers of expert domains; see `Migration`."""
+    """This section has the gathers of expert domains; see `Migration`."""
 
     domain_sizes: tuple[Count, ...] = ()
     ratio: float = 1.0
@@ -113,24 +117,24 @@ class MigrationSection(_Section):
     gather_again: bool = False
 
     def build(self) -> Migration:
-        """The migration."""
+        """Makes the migration."""
         return Migration(self.domain_sizes, Codec(self.ratio, self.base), self.gather_again)
 
 
 class StepSection(_Section):
-    """Which passes a step has; see `Step`."""
+    """This section says which passes a step has; see `Step`."""
 
     backward: bool = True
     recompute: bool = True
     exchange_counts: bool = True
 
     def build(self) -> Step:
-        """The passes."""
+        """Makes the passes."""
         return Step(**self.model_dump())
 
 
 class RoutingSection(_Section):
-    """Counts that are drawn where no trace is given; see `loads.skewed_counts`."""
+    """This section says which counts are drawn where no trace is given; see `skewed_counts`."""
 
     imbalance: float = Field(default=1.0, ge=1.0)
     seed: int = 0
@@ -138,7 +142,7 @@ class RoutingSection(_Section):
 
 
 class Config(_Section):
-    """A whole file."""
+    """A config is a whole file."""
 
     version: int
     cluster: ClusterSection | None = None
@@ -151,20 +155,20 @@ class Config(_Section):
 
 
 def preset_names() -> list[str]:
-    """The files that come with the package."""
+    """Lists the files that come with the package, without `.yaml`."""
     found = (resources.files(__package__) / "presets").iterdir()
     return sorted(file.name.removesuffix(".yaml") for file in found if file.name.endswith(".yaml"))
 
 
 def load_config(argument: str, source: str) -> Config:
-    """A file, or a preset by its name.
+    """Reads a file, or a preset by its name.
 
     Args:
         argument: what messages call it.
         source: a path that ends in `.yaml` or `.yml`, or contains a `/`; else the name of a preset.
 
     Raises:
-        ValueError: no such file or preset, or what it says is not understood; the message names the key.
+        ValueError: there is no such file or preset, or what it says is not understood; the message names the key.
     """
     data = _read(argument, source)
     for section in ("cluster", "model"):
@@ -172,6 +176,7 @@ def load_config(argument: str, source: str) -> Config:
             data = data | {section: _of_preset(argument, source, section, data[section])}
     try:
         config = Config.model_validate(data)
+        # What the sections make checks more than their types: mistakes shall be found before anything runs.
         for part in (config.cluster, config.model, config.migration):
             if part is not None:
                 part.build()
@@ -196,6 +201,7 @@ def _read(argument: str, source: str) -> dict[str, Any]:
         raise ValueError(f"{argument} is {source!r}, no preset and no .yaml file; near ones are {', '.join(near)}")
     try:
         text = (Path(source) if is_file else resources.files(__package__) / "presets" / f"{source}.yaml").read_text()
+        # Other loaders of YAML run code that the file names.
         data = yaml.safe_load(text)
     except OSError as error:
         raise ValueError(f"{argument} is {source}: {error.strerror or error}; expected a .yaml file") from error
@@ -209,7 +215,7 @@ def _read(argument: str, source: str) -> dict[str, Any]:
 
 
 def _first(error: ValidationError) -> str:
-    """What is wrong first, in one line with the key's path."""
+    """Says what is wrong first, in one line with the key's path."""
     found = error.errors()[0]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"]).lstrip(".")
     if found["type"] == "extra_forbidden":

@@ -1,4 +1,4 @@
-"""Tasks on streams: a task starts when what it depends on is done and its streams are free."""
+"""Tasks run on streams: a task starts when what it depends on is done and its streams are free."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -10,22 +10,22 @@ from jaxtyping import Float
 from jax_moe_lb.sim.network import Flow
 
 PerRank = Float[np.ndarray, "R"]
-"""One entry for every rank, or a single one where all ranks do the same."""
+"""It has one entry for every rank, or a single one where all ranks do the same."""
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What happens on every rank, from `start` to `end`.
+    """A task happens on every rank, from `start` to `end`.
 
     Args:
-        stage: what it is called in reports.
-        layer: which one's; -1 for none.
-        streams: that it occupies.
-        start: seconds since the step began.
-        end: likewise.
-        before: tasks that it waited for, dependencies and what its streams did before.
-        together: whether no rank starts before all can.
-        flow: bytes on links, if it sends any.
+        stage: its name in reports.
+        layer: the layer that it belongs to; -1 for none.
+        streams: the streams that it occupies.
+        start: when it starts on each rank, in seconds since the step began.
+        end: when it ends on each rank, in seconds since the step began.
+        before: the tasks that it waited for: dependencies, and what its streams did before.
+        together: whether no rank starts before all can, as in an exchange.
+        flow: the bytes on links, if it sends any.
     """
 
     stage: str
@@ -39,17 +39,17 @@ class Task:
 
     @property
     def seconds(self) -> float:
-        """On the rank that it takes longest on."""
+        """Tells the seconds on the rank that it takes longest on."""
         return float((self.end - self.start).max())
 
 
 @dataclass
 class Timeline:
-    """All tasks of a step, in the order in which streams take them.
+    """A timeline has all tasks of a step, in the order in which streams take them.
 
     Args:
-        num_ranks: length of the arrays.
-        tasks: so far.
+        num_ranks: the length of the arrays of tasks: `R`, or 1 where all ranks do the same.
+        tasks: the tasks so far.
     """
 
     num_ranks: int
@@ -67,16 +67,16 @@ class Timeline:
         together: bool = False,
         flow: Flow | None = None,
     ) -> Task:
-        """A task behind all those that its streams have.
+        """Adds a task behind all those that its streams have.
 
         Args:
-            stage: see `Task`.
-            streams: see there.
+            stage: its name in reports.
+            streams: the streams that it occupies.
             seconds: how long it takes: a number, or one for every rank.
-            after: what must be done before.
-            layer: see `Task`.
-            together: see there.
-            flow: see there.
+            after: the tasks that must be done before.
+            layer: the layer that it belongs to; -1 for none.
+            together: whether no rank starts before all can.
+            flow: the bytes on links, if it sends any.
         """
         before = (*after, *(self._last[stream] for stream in streams if stream in self._last))
         start: PerRank = np.zeros(self.num_ranks)
@@ -91,17 +91,18 @@ class Timeline:
 
     @property
     def end_s(self) -> float:
-        """When the last task is done."""
+        """Tells the seconds from the start of the step until the last task is done."""
         return max((float(task.end.max()) for task in self.tasks), default=0.0)
 
     def critical_path(self) -> list[tuple[Task, int]]:
-        """Tasks that the end waited for, the first one first, each with the rank that was last; they leave no gap."""
+        """Finds the tasks that the end waited for, in order and without a gap, each with the rank that was last."""
         if not self.tasks:
             return []
         task = max(self.tasks, key=lambda task: task.end.max())
         path = [(task, int(np.argmax(task.end)))]
         while task.before:
             rank = path[-1][1]
+            # Where ranks start together the last of them all was waited for, else the same rank's own last task.
             if task.together:
                 task = max(task.before, key=lambda one: one.end.max())
                 rank = int(np.argmax(task.end))
@@ -111,14 +112,14 @@ class Timeline:
         return path[::-1]
 
     def exposed_s(self) -> dict[str, float]:
-        """Seconds of each stage on the critical path. They add up to the time of the step."""
+        """Sums up the seconds of each stage on the critical path. They add up to the time of the step."""
         exposed: dict[str, float] = defaultdict(float)
         for task, rank in self.critical_path():
             exposed[task.stage] += float(task.end[rank] - task.start[rank])
         return dict(exposed)
 
     def busy_s(self) -> dict[str, float]:
-        """Seconds of each stage, those of its tasks added up, each on its slowest rank."""
+        """Sums up the seconds of each stage's tasks, each on its slowest rank."""
         busy: dict[str, float] = defaultdict(float)
         for task in self.tasks:
             busy[task.stage] += task.seconds

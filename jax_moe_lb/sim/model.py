@@ -1,4 +1,4 @@
-"""The model that is simulated: what one layer computes and moves."""
+"""A model shape says what one layer of the simulated model computes and moves."""
 
 import math
 from dataclasses import dataclass
@@ -12,30 +12,41 @@ from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.transport.codec import Codec
 
 DTYPES = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32}
-"""Numbers of so many bytes; only their size matters."""
+"""These dtypes have so many bytes; only their size matters."""
 
 ATTENTION_PRODUCTS = 4
-"""Products with an `H x H` matrix for every token: queries, keys, values and output."""
+"""Every token is multiplied with so many `H x H` matrices: for queries, keys, values and output."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Layers that are all alike, one microbatch per step.
+    """A model shape has the sizes of layers that are all alike, with one microbatch per step.
+
+    Fill it in for `simulate`, `replay` and `skewed_counts`; `sim/presets` has some models.
 
     Args:
-        layers: MoE layers.
-        hidden: `H`.
-        inner: `F`.
-        experts: `E`.
-        per_token: `K`.
-        tokens: `T`, tokens of each rank.
-        itemsize: bytes of a number, in weights and in tokens as they travel.
-        gradient_itemsize: bytes of a number of the experts' gradients.
-        gated: whether experts have three matrices (SwiGLU) instead of two.
-        pre_expert_s: seconds between the experts of one layer and the router's result of the next, forward; `None`:
-            from the floating-point operations of attention.
-        sequence: tokens that attend to each other, where `pre_expert_s` is `None`.
-        other_s: seconds of a step outside these layers: optimizer, embedding, output.
+        layers: the MoE layers of the model.
+        hidden: `H`, the width of the model.
+        inner: `F`, the inner width of an expert.
+        experts: `E`, the experts of a layer.
+        per_token: `K`, the experts of a token, usually 1 to 8.
+        tokens: `T`, the tokens of each rank, 4096 to 8192 in the presets.
+        itemsize: the bytes of a number, in weights and in tokens as they travel; usually 2, for bfloat16.
+        gradient_itemsize: the bytes of a number in the experts' gradients; usually 4, for float32.
+        gated: whether experts have three matrices (SwiGLU), which is usual, or two.
+        pre_expert_s: the seconds between the experts of one layer and the router's result of the next, forward; `None`
+            computes them from the floating-point operations of attention.
+        sequence: the tokens that attend to each other, where `pre_expert_s` is `None`.
+        other_s: the seconds of a step outside these layers: optimizer, embedding, output.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Examples:
+        >>> from jax_moe_lb.sim import ModelShape
+        >>> model = ModelShape(layers=58, hidden=7168, inner=2048, experts=256, per_token=8, tokens=4096)
+        >>> model.row_bytes, model.expert_bytes
+        (14336, 88080384)
     """
 
     layers: int
@@ -66,31 +77,36 @@ class ModelShape:
 
     @property
     def matrices(self) -> int:
-        """Of one expert."""
+        """Counts the matrices of one expert."""
         return 3 if self.gated else 2
 
     @property
     def row_bytes(self) -> int:
-        """One token copy as it travels."""
+        """Counts the bytes of one token copy as it travels."""
         return self.hidden * self.itemsize
 
     @property
     def row_flops(self) -> int:
-        """One token copy through its expert, forward."""
+        """Counts the floating-point operations of one token copy through its expert, forward."""
         return 2 * self.matrices * self.hidden * self.inner
 
     @property
     def expert_bytes(self) -> int:
-        """Weights of one expert."""
+        """Counts the bytes of one expert's weights."""
         return self.matrices * self.hidden * self.inner * self.itemsize
 
     @property
     def expert_gradient_bytes(self) -> int:
-        """Gradients of one expert."""
+        """Counts the bytes of one expert's gradients."""
         return self.matrices * self.hidden * self.inner * self.gradient_itemsize
 
     def encoded_bytes(self, codec: Codec, num_experts: int) -> int:
-        """So many experts as they travel through a codec, which is asked with shapes alone."""
+        """Counts the bytes of experts as they travel through a codec, which is asked with shapes alone.
+
+        Args:
+            codec: what they are encoded with.
+            num_experts: how many travel together.
+        """
         up = jax.ShapeDtypeStruct((num_experts, self.hidden, self.inner), DTYPES[self.itemsize])
         down = jax.ShapeDtypeStruct((num_experts, self.inner, self.hidden), DTYPES[self.itemsize])
         found = []
@@ -98,11 +114,12 @@ class ModelShape:
         def ask(*weights: Array) -> None:
             found.append(codec.encoded_bytes(Experts(*weights)))
 
+        # Nothing is allocated so, however large the experts are.
         jax.eval_shape(ask, *((up, down, up) if self.gated else (up, down)))
         return found[0]
 
     def before_experts_s(self, cluster: Cluster) -> float:
-        """Attention and router of one layer, forward, on one rank."""
+        """Computes the seconds of attention and router of one layer, forward, on one rank."""
         if self.pre_expert_s is not None:
             return self.pre_expert_s
         products = 2 * ATTENTION_PRODUCTS * self.hidden**2 + 2 * self.hidden * self.experts

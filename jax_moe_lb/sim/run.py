@@ -79,7 +79,7 @@ class Report:
         rounds: most rounds of any layer.
         memory: of one rank.
         timeline: all tasks.
-        states: of the balancers, for the next step.
+        states: those of the balancers, for the next step.
     """
 
     step_s: float
@@ -103,19 +103,30 @@ def simulate(
     step: Step = Step(),
     states: States | None = None,
 ) -> Report:
-    """One step, planned by the system's own balancer for these counts.
+    """Simulates one step, planned by the system's own balancer for these counts.
+
+    Use it to see what a system would do on a machine that you do not have, and what of a step it would hide.
 
     Args:
-        system: balancer and transports, as `moe` takes it.
-        model: sizes of its layers.
+        system: the strategies, as `moe` takes them.
+        model: the sizes of its layers.
         cluster: the machine.
         counts: `[X, R, E]`, of `X` layers, or `[R, E]`. Layer `i` of the model has those of `i % X`.
-        migration: experts that are gathered in domains before: HybridEP.
-        step: which passes.
-        states: of the report of the step before, for balancers that keep history.
+        migration: which experts are gathered in expert domains before (HybridEP); none by default.
+        step: which passes it has; forward and backward by default.
+        states: those of the report of the step before, for balancers that keep history.
 
     Raises:
         ValueError: counts of another shape, or what the balancer refuses.
+
+    Examples:
+        >>> from jax_moe_lb import greedy
+        >>> from jax_moe_lb.sim import Cluster, Links, ModelShape, skewed_counts
+        >>> model = ModelShape(layers=2, hidden=1024, inner=2048, experts=16, per_token=2, tokens=1024)
+        >>> cluster = Cluster((Links("gpu", 8, 450e9),))
+        >>> report = simulate(greedy(), model, cluster, skewed_counts(model, 8, 2.0, 1, 0))
+        >>> report.imbalance_after < 1.05 < report.imbalance_before, list(report.stages)[:3]
+        (True, ['attention', 'counts', 'weights'])
     """
     counts = _checked(counts, model, cluster)
     works, after = [], []
@@ -138,7 +149,28 @@ def replay(
     migration: Migration = Migration(),
     step: Step = Step(),
 ) -> Iterator[Report]:
-    """`simulate` for every step of a trace; balancers that keep history carry it along."""
+    """Simulates every step of a trace; balancers that keep history carry it along.
+
+    Use it with the counts that a training run recorded.
+
+    Args:
+        system: the strategies.
+        model: the sizes of its layers.
+        cluster: the machine.
+        trace: `[steps, X, R, E]` or `[steps, R, E]`, the counts of every step.
+        migration: which experts are gathered before; see `simulate`.
+        step: which passes a step has.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import eplb
+        >>> from jax_moe_lb.sim import Cluster, Links, ModelShape, skewed_counts
+        >>> model = ModelShape(layers=1, hidden=64, inner=128, experts=16, per_token=2, tokens=256)
+        >>> trace = np.stack([skewed_counts(model, 8, 2.0, 1, 0)] * 4)
+        >>> reports = list(replay(eplb(), model, Cluster((Links("gpu", 8, 450e9),)), trace))
+        >>> [report.imbalance_after < report.imbalance_before for report in reports]  # EPLB plans from three steps
+        [False, False, False, True]
+    """
     states: States | None = None
     for counts in trace:
         report = simulate(system, model, cluster, counts, migration=migration, step=step, states=states)
@@ -147,7 +179,18 @@ def replay(
 
 
 def mean_report(reports: Sequence[Report]) -> Report:
-    """Times, bytes and imbalances averaged over steps; the most rounds; the last step's timeline and states."""
+    """Averages times, bytes and imbalances over steps, with the most rounds, and the last step's timeline and states.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import plain
+        >>> from jax_moe_lb.sim import Cluster, Links, ModelShape, skewed_counts
+        >>> model = ModelShape(layers=1, hidden=64, inner=128, experts=16, per_token=2, tokens=256)
+        >>> trace = np.stack([skewed_counts(model, 8, imbalance, 1, 0) for imbalance in (1.0, 3.0)])
+        >>> reports = list(replay(plain(), model, Cluster((Links("gpu", 8, 450e9),)), trace))
+        >>> min(r.step_s for r in reports) < mean_report(reports).step_s < max(r.step_s for r in reports)
+        True
+    """
 
     def mean(values: Iterable[float]) -> float:
         return float(np.mean(list(values)))
@@ -176,9 +219,17 @@ def mean_report(reports: Sequence[Report]) -> Report:
 def simulate_uniform(
     model: ModelShape, cluster: Cluster, *, migration: Migration = Migration(), step: Step = Step()
 ) -> Report:
-    """One step of plain expert parallelism, or HybridEP, under uniform routing, of any number of ranks.
+    """Simulates a step of plain expert parallelism, or HybridEP, under uniform routing, on any number of ranks.
 
-    See `uniform.py` for what that assumes.
+    Use it where nobody could hold the counts of all ranks; `uniform.py` says what it assumes.
+
+    Examples:
+        >>> from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape
+        >>> model = ModelShape(layers=4, hidden=1024, inner=4096, experts=8000, per_token=2, tokens=4096)
+        >>> cluster = Cluster((Links("dc", 1000, 1.25e9), Links("gpu", 8, 100e9)))
+        >>> plain, hybrid = (simulate_uniform(model, cluster, migration=Migration(s)) for s in ((), (10, 1)))
+        >>> plain.level_bytes["dc"] > 0 and "gather" in hybrid.stages
+        True
     """
     work = uniform_work(model, cluster, migration)
     memory = _memory(System(), model, cluster, migration)

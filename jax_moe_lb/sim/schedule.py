@@ -1,12 +1,16 @@
-"""The tasks of a step, in the order of the library's executor (`pipeline.py`, `transport/waves.py`).
+"""`Scheduler` makes the tasks of a step, in the order of the library's executor (`pipeline.py`, `transport/waves.py`).
 
-Forward, for each layer: attention and router, the exchange of counts, the planner, weights into slots, token copies to
-their ranks, experts, outputs back. Gathers of expert domains begin with the layer and hide under attention. With two
-waves the first starts without plan and weights, which hide under it. Backward, from the last layer to the first:
-weights again, upstream gradients to the ranks, experts, gradients of tokens back, then attention, under which
-the gradients of replicas go home.
+Forward, each layer has these stages: `attention` (with the router), `counts` (their exchange), `plan`, `weights` (into
+slots), `dispatch` (token copies to the ranks that serve them), `experts`, `combine` (outputs back). `gather`, that of
+expert domains, begins with the layer and hides under attention. With two waves the first starts without plan and
+weights, which hide under it.
 
-Streams: `compute`, `host` (the planner), `copy` (copy engines), and the links of each level.
+Backward, from the last layer to the first, their names end with ` (backward)`: weights again, upstream gradients to the
+ranks, experts, gradients of tokens back, then attention, under which the `gradients` of replicas and of gathered
+experts go home. `other` is what the step does outside these layers.
+
+Tasks run on the streams `compute`, `host` (the planner), `copy` (copy engines), and `dc links`, `node links` and
+`gpu links`, one for each level that there is.
 """
 
 from dataclasses import dataclass
@@ -19,13 +23,14 @@ from jax_moe_lb.sim.network import Flow, seconds
 from jax_moe_lb.sim.work import LayerWork, Wave
 
 BACKWARD = " (backward)"
-STAGES = ("attention", "gather", "counts", "plan", "weights", "dispatch", "experts", "combine")
-"""Of the forward pass; those of the backward pass have its mark, and `gradients` of replicas and gathered experts."""
+"""The names of the backward pass's stages end with it."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step consists of.
+    """A step says which passes are simulated.
+
+    Give it to `simulate` and `replay` where something else than this library's training step is wanted.
 
     Args:
         backward: whether there is a backward pass; without it this is inference.
@@ -33,6 +38,11 @@ class Step:
             library does; else it has kept both.
         exchange_counts: whether ranks tell each other their counts, as this library does in every layer. HybridEP's
             model leaves that out.
+
+    Examples:
+        >>> from jax_moe_lb.sim import Step
+        >>> Step(backward=False)
+        Step(backward=False, recompute=True, exchange_counts=True)
     """
 
     backward: bool = True
@@ -41,7 +51,7 @@ class Step:
 
 
 class _Served(NamedTuple):
-    """The experts of a wave, and the last task that brings back what they put out."""
+    """These are the experts of a wave, and the last task that brings back what they put out."""
 
     experts: tuple[Task, ...]
     back: tuple[Task, ...]
@@ -49,13 +59,13 @@ class _Served(NamedTuple):
 
 @dataclass
 class Scheduler:
-    """Puts layers on a timeline.
+    """A scheduler puts layers on a timeline.
 
     Args:
-        model: the layers.
-        cluster: rates.
-        step: which passes.
-        timeline: all tasks so far.
+        model: the sizes of the layers.
+        cluster: the machine, with its rates.
+        step: the passes of a step.
+        timeline: all tasks so far, to which it adds.
     """
 
     model: ModelShape
@@ -64,7 +74,11 @@ class Scheduler:
     timeline: Timeline
 
     def run(self, layers: list[LayerWork]) -> None:
-        """Forward over all layers, and backward."""
+        """Runs forward over all layers, and backward if the step does.
+
+        Args:
+            layers: the work of each layer, in the order of the forward pass.
+        """
         ready: tuple[Task, ...] = ()
         for at, work in enumerate(layers):
             ready = self._forward(work, at, ready)
@@ -83,6 +97,7 @@ class Scheduler:
         counted = (routed, *self._exchanges("counts", self._if_counted(work.counts), at, (routed,)))
         planned = counted
         if work.planner_s:
+            # The planner runs on the host, so that computing may go on beside it.
             planned = (self.timeline.add("plan", ("host",), work.planner_s, counted, layer=at),)
         served: tuple[Task, ...] = ()
         if len(work.waves) > 1:
@@ -113,6 +128,7 @@ class Scheduler:
         if work.return_home is not None:
             home = self._exchanges("gradients" + BACKWARD, (work.return_home,), at, served.experts, work.engine)
         home += self._exchanges("gradients" + BACKWARD, work.gather_home, at, served.experts)
+        # A backward pass has two products for each one of the forward pass.
         before_s = 2 * self.model.before_experts_s(self.cluster)
         done = self.timeline.add("attention" + BACKWARD, ("compute",), before_s, served.back, layer=at)
         # The slots are the same memory in every layer: their gradients must be gone before the next one's come.
@@ -129,7 +145,7 @@ class Scheduler:
         return self._exchanges(stage, flows, at, after, messages=sends * wave.rounds) or after
 
     def _serve(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> _Served:
-        """Experts, and what they put out on its way back."""
+        """Adds experts, and what they put out on its way back."""
         experts_s = self.cluster.gemm.seconds(wave.rows, factor * self.model.row_flops, max(wave.rounds, 1))
         computed = (self.timeline.add("experts" + mark, ("compute",), experts_s, after, layer=at),)
         back = tuple(flow.reversed for flow in reversed(wave.dispatch))
@@ -146,7 +162,7 @@ class Scheduler:
         engine: bool = False,
         messages: int = 1,
     ) -> tuple[Task, ...]:
-        """One after the other; the last of them, or nothing if nothing travels."""
+        """Adds flows one after the other; returns the last of them, or nothing if nothing travels."""
         last: tuple[Task, ...] = ()
         for flow in flows:
             if flow.is_empty:

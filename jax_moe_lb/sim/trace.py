@@ -1,4 +1,4 @@
-"""A simulated step to look at: a trace for Perfetto or Chrome, and a picture."""
+"""These functions show a simulated step: as a trace for Perfetto or Chrome, and as a picture."""
 
 import json
 from pathlib import Path
@@ -7,17 +7,20 @@ from typing import Any
 from jax_moe_lb.sim.events import Task, Timeline
 
 SHOWN_RANKS = 8
-"""The trace of every rank of a large cluster would not open."""
+"""A trace shows so many ranks: that of every rank of a large cluster would not open."""
 
 LINKS = 1_000_000
-"""The process under which a trace shows links, which all ranks share."""
+"""A trace shows links, which all ranks share, under a process of this number, which no rank has."""
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """Events in the format that `ui.perfetto.dev` and `chrome://tracing` open.
+    """Makes events in the format that `ui.perfetto.dev` and `chrome://tracing` open.
 
     A process is a rank, a thread one of its streams; the links are a process of their own. Of many ranks it shows the
     first ones and the one that ends last. Times are in microseconds, as the format wants.
+
+    Args:
+        timeline: the step, usually `Report.timeline`.
     """
     critical = {id(task): rank for task, rank in timeline.critical_path()}
     ranks = _shown(timeline)
@@ -25,6 +28,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     for task in timeline.tasks:
         for stream in task.streams:
             of_links = stream.endswith("links")
+            # All ranks share the links, which are shown once.
             for rank in ranks[:1] if of_links else ranks:
                 process = LINKS if of_links else rank
                 is_critical = id(task) in critical and (of_links or critical[id(task)] == rank)
@@ -40,9 +44,16 @@ def write_trace(path: Path, timeline: Timeline) -> None:
 def write_png(path: Path, timeline: Timeline, title: str, layers: int = 2) -> None:
     """Draws the forward pass of the first layers, and their backward pass, on the rank that ends last.
 
+    Args:
+        path: the PNG file to write.
+        timeline: the step, usually `Report.timeline`.
+        title: the picture's title.
+        layers: how many layers to draw; more than a few are too small to read.
+
     Raises:
         ImportError: matplotlib is not installed.
     """
+    # It is optional, and slow to import.
     from matplotlib.figure import Figure
 
     tasks = [task for task in timeline.tasks if task.layer < layers]
@@ -77,7 +88,7 @@ def _shown(timeline: Timeline) -> list[int]:
 
 
 def _slowest(timeline: Timeline) -> int:
-    """The rank that computes longest."""
+    """Finds the rank that computes longest."""
     busy = sum((task.end - task.start for task in timeline.tasks if "compute" in task.streams), start=0.0)
     return int(busy.argmax()) if timeline.tasks else 0  # type: ignore[union-attr]
 

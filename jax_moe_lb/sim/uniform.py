@@ -1,6 +1,6 @@
-"""A layer whose routing is uniform, by symmetry: for clusters whose `[R, E]` counts nobody could hold.
+"""`uniform_work` makes a layer whose routing is uniform, for clusters whose `[R, E]` counts nobody could hold.
 
-The assumption: every rank sends the same number of token copies to every expert, so that plain expert parallelism is
+It assumes that every rank sends the same number of token copies to every expert, so that plain expert parallelism is
 level and no balancer has anything to do. Then all ranks do the same, all links of a level carry the same, and
 one rank stands for all: arrays have one entry. Levels are exchanged as they are in `work.py`, whose result for even
 counts this equals. Nothing is sampled, nothing extrapolated.
@@ -19,12 +19,17 @@ from jax_moe_lb.transport.direct import Direct
 
 
 def uniform_work(model: ModelShape, cluster: Cluster, migration: Migration = Migration()) -> LayerWork:
-    """Plain expert parallelism, or with a migration HybridEP, under uniform routing.
+    """Computes the work of a layer under uniform routing, of plain expert parallelism or, with a migration, HybridEP.
+
+    Args:
+        model: the sizes of the layer.
+        cluster: the machine.
+        migration: the expert domains in which experts are gathered; none by default.
 
     Raises:
         ValueError: the experts are no multiple of the ranks.
     """
-    home_experts_per_rank(model.experts, cluster.num_ranks, "experts")
+    home_experts_per_rank(model.experts, cluster.num_ranks, "model")
     inside = tuple(level.size // size for level, size in zip(cluster.levels, migration.sizes(cluster), strict=True))
     copies = model.tokens * model.per_token
     held = model.experts // int(np.prod(inside))

@@ -1,4 +1,4 @@
-"""Quantities with their unit, as files state them: `400 Gbit/s`, `50 GB/s`, `5 us`, `600 TFLOP/s`.
+"""Files state quantities with their unit, as in `400 Gbit/s`, `50 GB/s`, `5 us`, `600 TFLOP/s`.
 
 Bits and bytes are told apart by their names, and a number without a unit is refused: nothing is guessed. Prefixes are
 decimal; `KiB`, `MiB` and `GiB` are binary.
@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 DECIMAL = {prefix: Fraction(1000) ** power for power, prefix in enumerate(("", "k", "M", "G", "T", "P"))}
-"""Exact, so that `10 us` is the number nearest to it."""
+"""They are exact, so that `10 us` is the number nearest to it."""
 
 BYTES = {f"{prefix}B": factor for prefix, factor in DECIMAL.items()} | {
     f"{prefix}iB": Fraction(1024) ** power for power, prefix in enumerate("KMG", 1)
@@ -17,44 +17,45 @@ BYTES = {f"{prefix}B": factor for prefix, factor in DECIMAL.items()} | {
 BITS = {f"{prefix}bit": factor / 8 for prefix, factor in DECIMAL.items()}
 
 RATES = {f"{unit}/s": factor for unit, factor in (BYTES | BITS).items()}
-"""In bytes per second."""
+"""These units are in bytes per second."""
 
 SIZES = BYTES
-"""In bytes."""
+"""These units are in bytes."""
 
 TIMES = {unit: Fraction(1, 1000**power) for power, unit in enumerate(("s", "ms", "us", "ns"))}
-"""In seconds."""
+"""These units are in seconds."""
 
 SPEEDS = {f"{prefix}FLOP/s": factor for prefix, factor in DECIMAL.items()}
-"""In floating-point operations per second."""
+"""These units are in floating-point operations per second."""
 
 
 def rate(value: Any) -> float:
-    """Bytes per second."""
+    """Parses a rate, into bytes per second; it raises `ValueError` like all of these."""
     return _parsed(value, RATES, "a rate above 0 with its unit, such as '400 Gbit/s' or '50 GB/s'", least=0.0)
 
 
 def size(value: Any) -> float:
-    """Bytes."""
+    """Parses a size, into bytes."""
     return _parsed(value, SIZES, "a size above 0 with its unit, such as '80 GB'", least=0.0)
 
 
 def time(value: Any) -> float:
-    """Seconds."""
+    """Parses a time, into seconds."""
     return _parsed(value, TIMES, "a time with its unit, such as '5 us'")
 
 
 def speed(value: Any) -> float:
-    """Floating-point operations per second."""
+    """Parses a speed, into floating-point operations per second."""
     return _parsed(value, SPEEDS, "a speed above 0 with its unit, such as '600 TFLOP/s'", least=0.0)
 
 
 def _parsed(value: Any, units: dict[str, Fraction], expected: str, least: float | None = None) -> float:
-    """The number in the base unit; above `least`, or at least 0.
+    """Parses a number into the base unit; it is above `least`, or at least 0.
 
     Raises:
-        ValueError: no number, no unit, or one of another kind.
+        ValueError: there is no number or no unit, or one of another kind.
     """
+    # -1 stands for what cannot be read, so that all mistakes end in the one message below.
     found = re.fullmatch(r"\s*([-+.\deE]+)\s*([A-Za-z/]+)\s*", value) if isinstance(value, str) else None
     try:
         number = float(Fraction(found[1]) * units[found[2]]) if found else -1.0

@@ -24,16 +24,25 @@ ERROR_WORDS = 4
 
 @dataclass(frozen=True)
 class Migration:
-    """HybridEP's gather of experts inside their domains, before tokens are known (`transport/migrate.py`).
+    """HybridEP's gather of experts inside expert domains, before tokens are known (`transport/migrate.py`).
+
+    Give it to `simulate` to have experts travel where links are slow; the default gathers nothing.
 
     Args:
         domain_sizes: `S` of every level, outermost first; `()`: no gather, plain expert parallelism.
-        codec: what travels of an expert.
+            `choose_expert_domains` models which are fastest.
+        codec: what travels of an expert; all of it by default.
         gather_again: whether the backward pass gathers again, instead of having kept the experts.
         gradients_home: whether gradients of gathered experts return to their homes, as in this library. HybridEP's
             paper counts no such bytes.
         mean_travels: whether the shared expert that `codec` needs is summed over all ranks before every gather, as in
             this library. HybridEP's paper does that beside the backward pass and does not count it.
+
+    Examples:
+        >>> from jax_moe_lb.sim import Cluster, Links
+        >>> cluster = Cluster((Links("dc", 4, 1.25e9), Links("gpu", 8, 100e9)))
+        >>> Migration(domain_sizes=(2, 1)).sizes(cluster), Migration().sizes(cluster)
+        ((2, 1), (1, 1))
     """
 
     domain_sizes: tuple[int, ...] = ()

@@ -27,9 +27,9 @@ class Encoded:
     """The kept entries of the weights of `G` experts: what travels.
 
     Args:
-        values: for each kind of weights, `[G, k]`.
-        indices: where they stand in the flattened weights of their expert, `[G, k]`, as 16-bit integers where those
-            suffice.
+        values: for each kind of weights, `[G, k]`, the entries in the dtype of the weights.
+        indices: for each kind of weights, `[G, k]`, where they stand in the flattened weights of their expert, as
+            16-bit integers where those suffice.
     """
 
     values: tuple[Array, ...]
@@ -37,7 +37,16 @@ class Encoded:
 
 
 class CodecBase(Enum):
-    """What an expert is encoded as the difference to."""
+    """What an expert is encoded as the difference to: choose it as `Codec(base=...)`.
+
+    `SHARED`, the paper's and the default, needs no memory beyond one expert. `REMEMBERED` loses far less of a model in
+    training, and keeps a copy of every expert of the expert domain. `ZERO` is for comparison.
+
+    Examples:
+        >>> from jax_moe_lb import Codec, CodecBase
+        >>> Codec(ratio=50.0, base=CodecBase.REMEMBERED).remembers
+        True
+    """
 
     ZERO = "zero"
     """Nothing: the largest entries of the expert itself."""
@@ -49,13 +58,28 @@ class CodecBase(Enum):
 
 @dataclass(frozen=True)
 class Codec:
-    """How much of an expert travels.
+    """Says how much of an expert travels in `Migrate`.
+
+    Use a ratio above 1 where the links between the ranks of an expert domain are slow. What it leaves out changes the
+    outputs, and how much a model minds has to be tried: the paper trains small ones with 50.
 
     Args:
-        ratio: bytes of an expert over the bytes that stand for it, indices included; 1: the expert as it is.
-            An index costs as much as half a float32 value, or all of it, so just above 1 already only two thirds or
-            half of the entries are kept.
+        ratio: the bytes of an expert over the bytes that stand for it, indices included. 1, the default, is the expert
+            as it is; 50 is the paper's largest. An index costs as much as half a float32 value, or all of it, so just
+            above 1 already only two thirds or half of the entries are kept.
         base: what entries are the difference to.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax_moe_lb import Codec, CodecBase, Experts
+        >>> experts = Experts(up=jnp.array([[[1.0, -9.0], [0.5, 4.0]]]), down=jnp.array([[[2.0, 0.0], [0.0, 1.0]]]))
+        >>> codec = Codec(ratio=2.0, base=CodecBase.ZERO)
+        >>> codec.encoded_bytes(experts), experts.nbytes
+        (12, 32)
+        >>> encoded = codec.encode(experts, base=None)
+        >>> print(codec.decode(encoded, base=None, like=experts).up)
+        [[[ 0. -9.]
+          [ 0.  0.]]]
     """
 
     ratio: float = 1.0
@@ -81,14 +105,23 @@ class Codec:
         return self.compresses and self.base is CodecBase.REMEMBERED
 
     def num_kept(self, num_entries: int, itemsize: int) -> int:
-        """`k`: entries of a matrix of so many entries that fit into its bytes over the ratio; at least 1."""
+        """Returns `k`, how many entries of a matrix fit into its bytes over the ratio; at least 1.
+
+        Args:
+            num_entries: how many entries the matrix has.
+            itemsize: the bytes of one entry.
+        """
         if not self.compresses:
             return num_entries
         per_entry = itemsize + _index_dtype(num_entries).itemsize
         return max(1, math.floor(num_entries * itemsize / (self.ratio * per_entry)))
 
     def encoded_bytes(self, experts: Experts) -> int:
-        """Bytes of these experts while they travel, values and indices; the shared expert is not counted."""
+        """Returns the bytes of these experts while they travel, values and indices; the shared expert is not counted.
+
+        Args:
+            experts: weights or their shapes and dtypes, `[G, ...]` each.
+        """
         return sum(self._leaf_bytes(leaf) for leaf in jax.tree.leaves(experts))
 
     def _leaf_bytes(self, leaf: Array) -> int:
@@ -97,12 +130,13 @@ class Codec:
         return leaf.shape[0] * self.num_kept(num_entries, itemsize) * (itemsize + extra)
 
     def encode(self, experts: Experts, base: Experts | None) -> Encoded:
-        """Keeps the largest entries.
+        """Keeps the largest entries of the difference to the base, by magnitude.
 
         Args:
-            experts: `G` of them.
-            base: one expert for all of them, or one for each; `None`: zeros. Receivers must have the same.
+            experts: `G` experts, weights of `[G, ...]` each.
+            base: one expert for all of them, or one for each; `None` stands for zeros. Receivers must have the same.
         """
+        # A difference of bfloat16 numbers that are near each other would be mostly rounding.
         residual = jax.tree.map(lambda w: w.astype(wide_dtype(w)), experts)
         if base is not None:
             residual = jax.tree.map(lambda r, b: r - b.reshape(-1, *r.shape[1:]).astype(r.dtype), residual, base)
@@ -117,11 +151,11 @@ class Codec:
         return values, indices.astype(_index_dtype(num_entries))
 
     def decode(self, encoded: Encoded, base: Experts | None, like: Experts) -> Experts:
-        """The experts that `encoded` stands for.
+        """Returns the experts that `encoded` stands for.
 
         Args:
-            encoded: of `encode`.
-            base: that of `encode`.
+            encoded: what `encode` returned, from any number of ranks, one after the other.
+            base: what `encode` was given: one expert for all of them, or one for each.
             like: experts of this kind, in the dtype of the result; their number does not matter.
         """
         leaves, tree = jax.tree.flatten(like)
@@ -131,7 +165,7 @@ class Codec:
 
 
 def _fill(values: Array, indices: Array, base: Array | None, like: Array) -> Array:
-    """Entries added to the base, or to zeros: one scatter."""
+    """Adds entries to the base, or to zeros, in one scatter."""
     num_experts, shape = values.shape[0], like.shape[1:]
     num_entries = math.prod(shape)
     dtype = like.dtype if base is None else wide_dtype(like)
@@ -140,16 +174,22 @@ def _fill(values: Array, indices: Array, base: Array | None, like: Array) -> Arr
     flat = jnp.broadcast_to(start, (num_experts, num_entries))
     # The zero gives the base the manual axes of the values.
     flat = vary_like(flat, values)
+    # Told that no index comes twice, XLA need not add one after the other.
     filled = flat.at[expert, indices.astype(jnp.int32)].add(values.astype(dtype), unique_indices=True)
     return filled.reshape(num_experts, *shape).astype(like.dtype)
 
 
 def average(experts: Experts, axes: tuple[str, ...]) -> Experts:
-    """The mean of the experts of all ranks over `axes`, one expert, equal on all of them: an all-reduce.
+    """Returns the mean of the experts of all ranks over `axes`, one expert, equal on all of them: an all-reduce.
 
-    Any expert that is equal on all ranks and near the others will do. So take the weights before an optimizer step:
-    the all-reduce then runs beside the backward pass, and is done when the step is.
+    Any expert that is equal on all ranks and near the others will do. So take the weights before an optimizer step: the
+    all-reduce then runs beside the backward pass, and is done when the step is.
+
+    Args:
+        experts: the `G` experts of this rank.
+        axes: the mesh axes of all ranks that have experts.
     """
+    # Between processes the sum goes round the ranks, and in another order would cross slow links more often.
     axes = near_neighbours(axes)
 
     def mean(leaf: Float[Array, "G *X"]) -> Array:
@@ -160,4 +200,5 @@ def average(experts: Experts, axes: tuple[str, ...]) -> Experts:
 
 
 def _index_dtype(num_entries: int) -> np.dtype:
+    # An index that travels in 16 bits leaves room for more entries; experts of more than 65536 need 32.
     return np.dtype(np.uint16 if num_entries <= 1 << 16 else np.int32)

@@ -46,7 +46,15 @@ class DirectReceipt(Receipt):
 
 @dataclass(frozen=True)
 class Direct(Dispatch[DirectReceipt]):
-    """Token copies go straight to the rank that serves them."""
+    """Token copies go straight to the rank that serves them.
+
+    It is the default. Take `Spray` where nodes have several network interfaces, `Staged` where tokens shall not wait for
+    the plan.
+
+    Examples:
+        >>> Direct(headroom=1.05).capacity(4096 * 8)  # rows of the receive buffer, for 4096 tokens of 8 experts each
+        34407
+    """
 
     def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> DirectReceipt:
         """Decides for every copy of this rank where it goes; see `Dispatch`.

@@ -52,6 +52,11 @@ class Dispatch(Exchange[ReceiptT]):
 
     A dispatch that computes before there is a plan overrides `serve`, as `Staged` does, and `waves` with it. The other
     methods tell the simulator what moves, so that it needs to know no dispatch by name.
+
+    Examples:
+        >>> from jax_moe_lb import Direct, Spray, Staged
+        >>> [issubclass(kind, Dispatch) for kind in (Direct, Spray, Staged)]
+        [True, True, True]
     """
 
     def serve(

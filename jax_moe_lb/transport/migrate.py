@@ -1,4 +1,4 @@
-"""Moving experts inside their domains, whole or encoded, before any token is known."""
+"""Moving experts inside their expert domains, whole or encoded, before any token is known."""
 
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -21,8 +21,8 @@ class Packed:
     """A rank's home experts, ready to travel.
 
     Args:
-        encoded: of these experts.
-        mean: the shared expert, `None` without one.
+        encoded: what was kept of these experts.
+        mean: the shared expert, `None` where the codec has no use for one.
     """
 
     encoded: Encoded
@@ -31,36 +31,53 @@ class Packed:
 
 @dataclass(frozen=True)
 class Migrate:
-    """Every rank gets the experts of all ranks of its domain, level by level.
+    """Brings every rank the experts of all ranks of its expert domain, level by level.
 
-    From the outermost level inwards, so that a rank receives its offset's experts alone over the slowest links. A
-    domain of several levels gathers over each level's axis, never across two at once.
+    Use it where links are slow, as between datacenters, and a rank sends more bytes of tokens than of experts: on a
+    mesh of `hybrid_mesh`, with a layer over `domains.between`. It needs no token, so it may run long before the layer:
+    see `scan_prefetched`.
 
-    It needs no token, so it may run long before the layer: see `prefetch.py`. The gradients' way home is the
-    gather's transpose, a reduce-scatter over the same axes, also where the experts were encoded: gradients are
-    those of the decoded experts, as if nothing were left out (straight through).
+    Experts travel from the outermost level inwards, so that a rank receives its offset's experts alone over the slowest
+    links. An expert domain of several levels gathers over each level's axis, never across two at once. The gradients'
+    way home is the gather's transpose, a reduce-scatter over the same axes, also where the experts were encoded:
+    gradients are those of the decoded experts, as if nothing were left out (straight through).
 
-    With a codec whose base is remembered there is a state, what all ranks of the domain know of its experts: begin with
-    `known`, call `update`. Else call it.
+    With a codec whose base is remembered there is a state, what all ranks of the expert domain know of its experts:
+    begin with `known`, call `update`. Else call it.
 
     Args:
-        domains: of the mesh.
-        codec: what travels.
+        domains: the expert domains of the mesh.
+        codec: how much of an expert travels; all of it by default.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec
+        >>> from jax_moe_lb import ExpertDomains, Experts, Migrate, Topology, hybrid_mesh
+        >>> devices = jax.make_mesh((4,), ("gpu",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+        >>> mesh = hybrid_mesh(devices, {"gpu": 2})  # two expert domains of two ranks
+        >>> domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(devices, "gpu"))
+        >>> experts = Experts(up=jnp.arange(4.0).reshape(4, 1, 1), down=jnp.zeros((4, 1, 1)))  # one on each rank
+        >>> ranks = PartitionSpec(domains.expert_axes)
+        >>> gathered = jax.shard_map(Migrate(domains), mesh=mesh, in_specs=ranks, out_specs=ranks)(experts)
+        >>> print(gathered.up.ravel())  # what ranks 0 to 3 hold, one after the other
+        [0. 1. 0. 1. 2. 3. 2. 3.]
     """
 
     domains: ExpertDomains
     codec: Codec = field(default_factory=Codec)
 
     def average(self, experts: Experts) -> Experts | None:
-        """The shared expert of these home experts; `None` if the codec has no use for one. See `codec.average`."""
+        """Returns the mean of all experts; `None` if the codec has no use for it. See `codec.average`."""
         return average(jax.lax.stop_gradient(experts), self.domains.expert_axes) if self.codec.shares else None
 
     def pack(self, experts: Experts, mean: Experts | None = None) -> Packed | None:
-        """Encodes the home experts; best right after the optimizer step.
+        """Encodes the home experts; this is best done right after the optimizer step.
 
         Args:
             experts: the `L` home experts of this rank.
-            mean: an earlier `average`, of the weights before the step for example; `None`: that of `experts`.
+            mean: an earlier `average`, of the weights before the step for example. `None`, the default, takes that of
+                `experts`.
 
         Returns:
             What travels; `None` if the experts do as they are.
@@ -72,17 +89,18 @@ class Migrate:
             raise ValueError("codec.base is CodecBase.REMEMBERED; expected another, as it needs a state: call update")
         if not self.codec.compresses:
             return None
+        # Gradients skip the codec: autodiff through a choice of entries would drop those of the entries that stayed.
         experts = jax.lax.stop_gradient(experts)
         if mean is None:
             mean = self.average(experts)
         return Packed(self.codec.encode(experts, mean), mean)
 
     def __call__(self, experts: Experts, packed: Packed | None = None) -> Experts:
-        """The experts of the domain, its first rank's first.
+        """Returns the experts of the expert domain, its first rank's first.
 
         Args:
-            experts: the `L` home experts of this rank, which stay as they are. Differentiable.
-            packed: of `pack`; `None`: done here.
+            experts: the `L` home experts of this rank, which stay as they are. It is differentiable in them.
+            packed: what `pack` returned; `None`, the default, packs here.
 
         Returns:
             `L * M` experts. To the topology `domains.between` they are the home experts of this rank.
@@ -96,16 +114,16 @@ class Migrate:
         return self._placed(experts, self.codec.decode(self._gathered(packed.encoded), packed.mean, experts))
 
     def known(self, experts: Experts) -> Experts:
-        """What `update` begins with: the domain's experts, which travel whole this once, `[L * M, ...]`."""
+        """Gathers what `update` begins with: the expert domain's experts, `[L * M, ...]`, whole this once."""
         return jax.lax.stop_gradient(self._gathered(experts))
 
     def update(self, experts: Experts, known: Experts) -> tuple[Experts, Experts]:
-        """The experts of the domain, of which only what changed most has travelled.
+        """Returns the experts of the expert domain, of which only what changed most has travelled.
 
         Args:
-            experts: the `L` home experts of this rank, which stay as they are. Differentiable.
-            known: what all ranks of the domain have of its experts: of `known`, or of the last call. A wider dtype than
-                that of `experts` does. If it is off, calls to come correct it.
+            experts: the `L` home experts of this rank, which stay as they are. It is differentiable in them.
+            known: what all ranks of the expert domain have of its experts: what `known` or the last call returned. A
+                wider dtype than that of `experts` does. If it is off, calls to come correct it.
 
         Returns:
             `L * M` experts as `__call__` does, and what is known now.
@@ -120,6 +138,7 @@ class Migrate:
             raise ValueError(
                 f"known has {known.up.shape[0]} experts; expected the domain's {num_home * self.domains.domain_size}"
             )
+        # What is known is a state and not a function of this step.
         known, now = jax.lax.stop_gradient((known, experts))
         first = jax.lax.axis_index(self.domains.offset_axes) * num_home
         mine = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, num_home), known)
@@ -159,6 +178,8 @@ def _place_home(home: Array, others: Array, axes: tuple[str, ...]) -> Array:
 
     def backward(residuals: None, upstream: Array) -> tuple[Array, Array]:
         del residuals
+        # Straight through: every rank used the experts as decoded, and each home gets the sum of what all ranks have
+        # for it. The decoded ones get nothing, as that would count this rank's own share twice.
         return _reduce_scatter(upstream, axes), jnp.zeros_like(upstream)
 
     place.defvjp(lambda home, others: (place(home, others), None), backward)

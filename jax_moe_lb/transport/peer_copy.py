@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jaxtyping import Array, Int
 
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops._peer import Pending, Route
@@ -65,6 +66,6 @@ class PeerCopy(Replicate):
         return True
 
 
-def _of_replicas(slots: Wanted, plan: Plan) -> Wanted:
+def _of_replicas(slots: Int[Array, "R S"], plan: Plan) -> Wanted:
     """The columns of the slots beyond the home experts."""
     return slots[:, plan.num_home :]

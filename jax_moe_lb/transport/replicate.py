@@ -21,6 +21,11 @@ class Replicate(abc.ABC):
     `sum_at_home` is the transpose of the two. Home experts never travel. With these three it serves every dispatch:
     one that plans and copies first (`Direct`), and one that computes between `start` and `join` (`Staged`).
     `docs/extending.md` shows a whole one.
+
+    Examples:
+        >>> from jax_moe_lb import Gather, PeerCopy, Relay
+        >>> [kind().uses_copy_engines for kind in (Gather, PeerCopy, Relay)]
+        [False, True, True]
     """
 
     @abc.abstractmethod

@@ -85,7 +85,7 @@ class Spray(Dispatch[SprayReceipt]):
     """
 
     def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> SprayReceipt:
-        """Decides for every copy of this rank where it goes, and by which rail ranks; see `Dispatch.address`.
+        """Decides for every copy of this rank where it goes, and by which rail ranks; see `Exchange.address`.
 
         Raises:
             ValueError: no innermost expert axes make up a node, or the plan has another number of rails. Rails that do
@@ -114,13 +114,13 @@ class Spray(Dispatch[SprayReceipt]):
     ) -> tuple[Rows, GroupSizes]:
         """Brings the copies of round `i` to this rank, straight from its node and over the rails from others.
 
-        See `Dispatch.send`.
+        See `Exchange.send`.
         """
         num_copies, width = copies.shape
         capacity = self.capacity(num_copies)
         coming = landings(receipt.arriving, i, capacity)
         slot_rows = _slot_rows(coming, capacity)
-        # Rows that no copy lands on stay 0, as `Dispatch.send` promises; garbage there would reach the experts.
+        # Rows that no copy lands on stay 0, as `Exchange.send` promises; garbage there would reach the experts.
         landed = jnp.zeros_like(copies, shape=(capacity, width))
         # Never written in place: the hops of every step write into a copy of it, so one array of zeros does for both.
         passing = jnp.zeros_like(copies, shape=(_passing_rows(capacity, topology), width))
@@ -141,7 +141,7 @@ class Spray(Dispatch[SprayReceipt]):
     def send_back(
         self, rows: Rows, receipt: SprayReceipt, i: Int[Array, ""], out: Copies, topology: Topology
     ) -> Copies:
-        """Returns the outputs of round `i` by the ways on which `send` brought the copies; see `Dispatch.send_back`."""
+        """Returns the outputs of round `i` by the ways on which `send` brought the copies; see `Exchange.send_back`."""
         num_copies, (capacity, width) = out.shape[0], rows.shape
         slot_rows = _slot_rows(landings(receipt.arriving, i, capacity), capacity)
         passing = jnp.zeros_like(rows, shape=(_passing_rows(capacity, topology), width))
@@ -164,7 +164,7 @@ class Spray(Dispatch[SprayReceipt]):
         return jax.lax.fori_loop(0, receipt.steps, step, out)
 
     def hops(self, rows: Int[np.ndarray, "R R"], plan: Plan, topology: Topology) -> tuple[Int[np.ndarray, "R R"], ...]:
-        """Three: inside nodes, also to rail ranks; along rails; from rail ranks."""
+        """Counts the rows of three hops: inside nodes, also to rail ranks; along rails; from rail ranks."""
         return rows_of_hops(rows, plan, topology.ranks_per_node)
 
 

@@ -110,6 +110,7 @@ def test_every_exported_balancer_is_here():
     assert exported == set(BALANCERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("balancer", BALANCERS.values(), ids=lambda b: type(b).__name__)
 def test_plans_are_legal_deterministic_and_compiled_once(balancer, shape):
@@ -137,6 +138,7 @@ TRANSPORTS = ("plain", "ultraep", "feplb", "greedy in small rounds")
 DTYPES = [("float64", 1e-12, SYSTEMS), ("float32", 1e-5, TRANSPORTS), ("bfloat16", 4e-2, TRANSPORTS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "relative"),
     [(name, dtype, relative) for dtype, relative, names in DTYPES for name in names],

@@ -36,6 +36,7 @@ def max_loads(cost, counts=COUNTS, **options):
     return int(load(host).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cost", "max_load"),
     [
@@ -71,6 +72,7 @@ def test_replicas_that_go_pay_for_planning():
     assert busiest(plan) == 0
 
 
+@pytest.mark.slow
 def test_all_domains_are_declined_or_none():
     """The second domain alone would gain 2 copies, and nothing by waiting for the first, which gains 4."""
     topology = dataclasses.replace(TOPOLOGY, ranks_per_domain=2)
@@ -80,6 +82,7 @@ def test_all_domains_are_declined_or_none():
     assert max_loads(Cost(400.0, 1000.0), counts, topology=topology) == 20
 
 
+@pytest.mark.slow
 def test_the_planner_does_not_run_in_vain():
     """Its refusal of counts that it cannot plan is not heard where balancing cannot pay."""
     bad = COUNTS - 2 * np.eye(4, k=1, dtype=np.int32)
@@ -88,6 +91,7 @@ def test_the_planner_does_not_run_in_vain():
     jax.block_until_ready(JITTED(jnp.asarray(bad), Cost(1.0, 1000.0, planner_s=1e3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_in_shard_map_vmap_and_scan(axis_type):
     cost, mesh, spec = Cost(249.0, 1000.0), make_mesh((4,), ("x",), axis_type), PartitionSpec("x")

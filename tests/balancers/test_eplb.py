@@ -104,6 +104,7 @@ def test_sums_of_history_do_not_overflow():
     assert (int(history.steps), history.whole.tolist(), history.rest.tolist()) == (1, [1, 0, 0], [2, 0, 0])
 
 
+@pytest.mark.slow
 def test_a_slot_that_is_taken_is_passed_over():
     """Another balancer fills the first replica slot of rank 1, sometimes with what EPLB holds there."""
     steps = [draw(seed) for seed in (5, 5, 6)]
@@ -117,6 +118,7 @@ def test_a_slot_that_is_taken_is_passed_over():
     assert all(plan.placement[1, 2] in (1, 6) for plan in plans)
 
 
+@pytest.mark.slow
 def test_state_is_carried_through_a_scan():
     steps = np.stack([draw(seed) for seed in range(5)])
     balancer = EPLB(every=2)
@@ -132,6 +134,7 @@ def test_state_is_carried_through_a_scan():
         np.testing.assert_array_equal(scanned.quota[number], plan.quota)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("balancer", "axis_type"), [(EPLB(every=1), AxisType.Explicit), (LPLB(every=1), AxisType.Auto)]
 )

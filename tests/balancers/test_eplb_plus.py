@@ -1,5 +1,6 @@
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from benchmarks import popular_ranks
 from benchmarks.workloads import WORKLOADS
@@ -20,6 +21,7 @@ def test_the_heaviest_expert_gets_copies_first():
     assert plan.quota[[0, 2]].tolist() == [[4, 3, 3, 3], [2, 0, 2, 0]]
 
 
+@pytest.mark.slow
 def test_an_even_split_can_move_tokens_in_circles():
     """Half of expert 2 leaves the busy rank, half of expert 0 comes; a quota would not send the latter."""
     counts = np.array([[10, 0, 10, 9], [0, 0, 0, 0]], np.int32)
@@ -51,6 +53,7 @@ def test_domains_are_planned_each_for_itself():
         np.testing.assert_array_equal(plan.quota[home, first : first + 4], alone.quota)
 
 
+@pytest.mark.slow
 def test_means_of_the_published_simulations():
     """UltraEP's table 3, its row EPLB+: 15 loads of 64 ranks, an eighth of the tokens; 1.193 derived again."""
     results = []

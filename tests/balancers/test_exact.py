@@ -32,6 +32,7 @@ def test_with_two_slots_on_many_ranks_it_reaches_the_mean(name):
         assert load(plan_for(counts, slots=4, eps=0.0)).max() == counts.sum() // 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8, 32, 6), (16, 64, 5), (64, 128, 3)], ids=str)
 def test_never_above_the_others_and_within_their_maximum_no_more_replicas(shape):
     """At the `eps` that allows what they reach."""

@@ -6,6 +6,8 @@ import pytest
 from benchmarks.optimum import optimum
 from jax_moe_lb import _planning
 
+pytestmark = pytest.mark.slow
+
 
 def gap(tokens, num_ranks, slots):
     """How far the maximum load is above the lowest one, and how far that is above the mean, as fractions."""

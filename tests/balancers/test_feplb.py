@@ -58,6 +58,7 @@ def test_few_dynamic_experts_are_enough():
     np.testing.assert_allclose(cut, [65, 68, 70], atol=5)
 
 
+@pytest.mark.slow
 def test_the_balancer_makes_the_plans_of_the_benchmark():
     loads = LOADS[8][:3]
     for skip in (False, True):
@@ -81,6 +82,7 @@ def test_experts_move_whole_and_only_dynamic_ones():
         assert (tokens[rank] > tokens[expert]).sum() < 3
 
 
+@pytest.mark.slow
 def test_domains_are_planned_each_for_itself():
     loads = LOADS[8][0]
     plan = plan_for(loads, domain=4, slots=24)

@@ -28,6 +28,7 @@ def test_one_expert_with_all_tokens_is_shared_by_all():
     assert load(plan_for(counts, slots=2)).tolist() == [100] * 8
 
 
+@pytest.mark.slow
 def test_without_free_slots_nothing_moves():
     counts = WORKLOADS[1].counts(0, 8, 100, 16, 2)
     plan = plan_for(counts, slots=2)
@@ -35,6 +36,7 @@ def test_without_free_slots_nothing_moves():
     np.testing.assert_array_equal(plan.quota, plain_plan(counts, Topology.flat(8)).quota)
 
 
+@pytest.mark.slow
 def test_an_existing_replica_is_used_before_a_new_one_is_made():
     """Another balancer has put expert 0 on rank 1, with none of its tokens."""
     counts = np.diag([12, 0, 6]).astype(np.int32)
@@ -52,6 +54,7 @@ def test_small_moves_are_not_worth_a_replica():
     assert load(plan_for(counts, slots=2, min_tokens=2)).tolist() == [11, 9, 10, 10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zipf", "lognormal", "hot_rank"])
 def test_it_comes_near_the_mean_with_two_slots(name):
     workload = next(workload for workload in WORKLOADS if workload.name == name)

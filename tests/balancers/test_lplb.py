@@ -91,6 +91,7 @@ def test_no_token_moves_without_need():
     assert spread_over(np.array([10, 8]), placement, 2).tolist() == [[9, 1], [0, 8]]
 
 
+@pytest.mark.slow
 def test_an_expert_has_one_replica_at_most():
     for domain, slots in ((8, 5), (4, 4), (2, 6), (1, 6), (8, 9)):
         plan = replay(LPLB(), [WORKLOADS[1].counts(0, 8, 100, 32, 2)], domain, slots)[0]

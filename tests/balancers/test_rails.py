@@ -122,6 +122,7 @@ def test_rests_of_small_flows_do_not_gather_on_one_rail():
     assert (pairs.sum(1) <= 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("members", "num_rails"), [(4, 4), (4, 2)])
 def test_plans_are_legal_and_the_same_on_a_host_and_in_a_program(members, num_rails):
     hardware = topology(8, members, num_rails)

@@ -89,6 +89,7 @@ def problems(draw):
     return np.where(rng.random(weight.shape) < 0.2, 0, weight), per_gpu * num_gpus, groups, nodes, num_gpus
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(problem=problems())
 def test_distinct_copies_are_always_possible(problem):

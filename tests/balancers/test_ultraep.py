@@ -103,6 +103,7 @@ def test_a_replica_can_be_smaller_than_min_tokens():
     assert load(plan_for(spread(np.array([130, 70]), 2), slots=2, min_tokens=1024)).tolist() == [101, 99]
 
 
+@pytest.mark.slow
 def test_domains_are_planned_each_for_itself():
     counts = WORKLOADS[2].counts(0, 16, 512, 64, 4)
     plan = plan_for(counts, domain=4, slots=8, min_tokens=1)
@@ -123,6 +124,7 @@ def test_replicas_of_another_balancer_keep_their_slot_and_quota():
     assert plan.quota[0].tolist() == [45, 30, 45]
 
 
+@pytest.mark.slow
 def test_means_of_the_published_simulations():
     """Table 3: 15 loads on 64 ranks, top-8; a quarter of its 8192 tokens per rank, and of `min_tokens`.
 

@@ -13,7 +13,7 @@ from jax_moe_lb.plan import rows_between
 
 ROW_BYTES = 8192
 ROUND_S = 4e-6
-FABRIC = Fabric.non_blocking(num_domains=4, gpus_per_domain=4, nic_bytes_per_s=50e9, gpu_bytes_per_s=450e9)
+FABRIC = Fabric.non_blocking(num_nodes=4, gpus_per_node=4, nic_bytes_per_s=50e9, gpu_bytes_per_s=450e9)
 POLICIES = [(None, 1), (Rehash(2), 1), (MinRtt(), 3), (Recycle(), 3)]
 
 
@@ -47,7 +47,7 @@ def rows_abroad(counts, members=4):
 
 def bound_s(counts, fabric=FABRIC):
     """Theorem 3: the busiest domain in either direction, evenly over its rails."""
-    members = fabric.gpus_per_domain
+    members = fabric.gpus_per_node
     pairs = rows_abroad(counts, members).reshape(-1, members, len(counts) // members, members).sum((1, 3))
     return max(pairs.sum(0).max(), pairs.sum(1).max()) * ROW_BYTES / members / fabric.nic_bytes_per_s
 
@@ -86,6 +86,7 @@ def test_no_rate_can_rise_but_at_the_expense_of_one_not_higher(seed):
 # ---- what is kept -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_all_bytes_arrive_no_link_is_above_its_rate_and_no_way_is_faster_than_it_allows(seed):
     counts = draw(seed)
@@ -104,6 +105,7 @@ def test_all_bytes_arrive_no_link_is_above_its_rate_and_no_way_is_faster_than_it
         assert outcome.seconds >= bound_s(counts) * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_to_the_bit():
     counts = draw(7)
     for (flows, policy), (again, _) in zip(ways(counts), ways(counts), strict=True):
@@ -117,6 +119,7 @@ def test_the_same_seed_gives_the_same_to_the_bit():
     assert ends[0] != ends[1]
 
 
+@pytest.mark.slow
 def test_steps_of_a_round_come_close_to_a_step_for_every_end():
     counts = draw(1)
     for flows, policy in ways(counts):
@@ -172,6 +175,7 @@ def test_links_hold_what_the_plan_says():
         np.testing.assert_allclose(outcome.link_bytes[16 + gpu], (to_gpu + relayed) * ROW_BYTES)
 
 
+@pytest.mark.slow
 def test_slow_hops_inside_a_domain_keep_rails_from_its_bound():
     """With as much inside a domain as between them, relays are what is busiest: theorem 1 asks for more."""
     counts = np.where(rows_abroad(np.ones((16, 16), int)) > 0, draw(5, sparsity=0.0), 0).astype(np.int32)
@@ -192,6 +196,7 @@ def collision(lanes):
     return Flows(np.full(2, 50e9 * 50 * ROUND_S), choices, np.zeros((2, lanes), np.intp))
 
 
+@pytest.mark.slow
 def test_transports_that_react_leave_a_spine_they_share():
     """On one spine they take twice as long as on two; each flow fills a NIC for 50 rounds."""
     alone_s = 50 * ROUND_S
@@ -232,7 +237,7 @@ def test_nothing_to_send_takes_no_time():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_domains": 0}, r"Fabric.num_domains is 0; expected at least 1"),
+        ({"num_nodes": 0}, r"Fabric.num_nodes is 0; expected at least 1"),
         ({"num_spines": -1}, r"Fabric.num_spines is -1; expected at least 1"),
         ({"nic_bytes_per_s": 0.0}, r"Fabric.nic_bytes_per_s is 0.0; expected a finite rate above 0, in bytes/s"),
         ({"gpu_bytes_per_s": float("nan")}, r"Fabric.gpu_bytes_per_s is nan; expected a finite rate"),

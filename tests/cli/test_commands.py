@@ -241,6 +241,7 @@ def test_plan_starts_every_layer_afresh(capsys, counts_file, late_start):
     assert as_json(capsys, "plan", counts_file, "--balancer", late_start)["mean"]["replicas"] == 0
 
 
+@pytest.mark.slow
 def test_as_a_program(counts_file):
     command = [sys.executable, "-m", "jax_moe_lb.cli", "plan", str(counts_file), "--balancer", "greedy", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)

@@ -49,6 +49,7 @@ def refusal(capsys, *argv):
     return captured.err
 
 
+@pytest.mark.slow
 def test_simulate_prints_stages_that_add_up(capsys, config):
     found = json.loads(output(capsys, "simulate", config, "--json"))
     assert (found["system"], found["num_ranks"], found["layers"]) == ("ultraep", 4, 2)
@@ -59,6 +60,7 @@ def test_simulate_prints_stages_that_add_up(capsys, config):
     assert f"{found['step_s'] * 1e3:.3f}" in table
 
 
+@pytest.mark.slow
 def test_simulate_writes_a_trace_and_a_picture(capsys, config, tmp_path):
     output(capsys, "simulate", config, "--timeline", tmp_path / "t.json", "--png", tmp_path / "t.png")
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
@@ -79,6 +81,7 @@ def test_simulate_takes_recorded_counts(capsys, config, tmp_path):
     assert twice["rounds"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hybridep", "hybridep+greedy", "greedy+rails", "rails", "feplb"])
 def test_systems_compose(capsys, config, name):
     found = json.loads(output(capsys, "simulate", config, "--system", name, "--json"))
@@ -102,6 +105,7 @@ def test_every_system_can_be_composed():
     assert (chosen.migration.domain_sizes, chosen.system.replica_slots) == ((2, 1), 1)
 
 
+@pytest.mark.slow
 def test_advise_ranks_by_the_step(capsys, config):
     found = json.loads(output(capsys, "advise", config, config, "--imbalance", "2.0", "--json"))
     times = [row["step_s"] for row in found["systems"]]
@@ -112,6 +116,7 @@ def test_advise_ranks_by_the_step(capsys, config):
     assert "Leave balancing off" in table
 
 
+@pytest.mark.slow
 def test_calibrate_writes_what_simulate_reads(capsys, tmp_path, monkeypatch):
     # The shape of the file, not the machine: small sizes.
     from jax_moe_lb.cli import calibrate

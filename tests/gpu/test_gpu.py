@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from jax_moe_lb.ops.lpt import lpt, lpt_reference
-from jax_moe_lb.ops.quota import quota, quota_reference
 
 from jax_moe_lb._custom_calls import is_built
 from jax_moe_lb.ops._peer import Route
 from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join, start
 from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
+from jax_moe_lb.planners.eplb_plus import eplb_plus, eplb_plus_reference
 from jax_moe_lb.planners.greedy import greedy, greedy_planner, greedy_reference
 from tests.layer import make_mesh
 from tests.ops.test_copy_expert_weights import expected, expected_sums
@@ -40,8 +39,7 @@ def repeat(run, cases, want):
 
 
 PLANNERS = {
-    "lpt": (lambda p, q: lpt(q.sum(1), RANKS, HOME), lambda p, q: lpt_reference(q.sum(1), RANKS, HOME)),
-    "quota": (lambda p, q: quota(q.sum(1), p), lambda p, q: quota_reference(q.sum(1), p)),
+    "eplb_plus": (lambda p, q: eplb_plus(q.sum(1), p, RANKS), lambda p, q: eplb_plus_reference(q.sum(1), p, RANKS)),
     "greedy": (lambda p, q: greedy(p, q, **OPTIONS), lambda p, q: greedy_reference(p, q, **OPTIONS)),
 }
 

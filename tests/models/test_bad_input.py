@@ -46,6 +46,7 @@ def test_one_line_and_exit_code(folder, arguments, message):
     assert not (folder / "run").exists()
 
 
+@pytest.mark.slow
 def test_from_a_shell():
     command = [sys.executable, "-m", "models.train", "--preset", "huge"]
     result = subprocess.run(command, capture_output=True, text=True)

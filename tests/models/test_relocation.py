@@ -12,6 +12,8 @@ from models.presets import ParallelConfig, TrainConfig
 from models.recording import RunFolder
 from tests.models.small import CONFIG, CORPUS, run
 
+pytestmark = pytest.mark.slow
+
 MOVING = dataclasses.replace(
     CONFIG,
     parallel=dataclasses.replace(CONFIG.parallel, ranks_per_domain=4),

@@ -1,7 +1,11 @@
 import base64
 import re
 
+import pytest
+
 from models.recording import FIGURES, RunFolder
+
+pytestmark = pytest.mark.slow
 
 
 def test_report_needs_nothing_else(trained_run):

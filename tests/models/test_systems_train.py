@@ -12,6 +12,8 @@ from models.presets import ParallelConfig
 from models.training import make_programs
 from tests.models.small import CONFIG, CORPUS
 
+pytestmark = pytest.mark.slow
+
 STEPS = 50
 TOLERANCE = 1e-5
 """Relative. Sums in another order round differently in float32, by some 1e-7 of a loss, and training carries that on

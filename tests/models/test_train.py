@@ -16,6 +16,8 @@ from models.train import app
 from models.training import make_programs
 from tests.models.small import CONFIG, CORPUS, on, run
 
+pytestmark = pytest.mark.slow
+
 
 def losses(folder):
     return [row["loss"] for row in RunFolder(folder).rows("step")]

@@ -17,6 +17,7 @@ from tests.network.programs import NUM_BYTES
 from tests.network.sandboxed import ROOT, command, needs_sandbox, run
 
 
+@pytest.mark.slow
 @pytest.mark.netns
 def test_a_link_carries_its_rate_and_counts_what_it_carries():
     forth, back, inside, unlimited = run("two_datacenters")
@@ -28,6 +29,7 @@ def test_a_link_carries_its_rate_and_counts_what_it_carries():
     assert max(inside["seconds"], unlimited["seconds"]) < 0.5 * forth["seconds"]
 
 
+@pytest.mark.slow
 @pytest.mark.netns
 def test_packets_leave_by_the_nic_that_the_topology_says():
     sent = {name: [round(nic / NUM_BYTES, 1) for nic in nics] for name, nics in run("rails").items()}
@@ -37,6 +39,7 @@ def test_packets_leave_by_the_nic_that_the_topology_says():
     assert [sorted(sent[f"multipath {to}"][:2]) for to in (1, 2, 3)] == [[0, 0], [0, 1], [0, 1]]
 
 
+@pytest.mark.slow
 @pytest.mark.netns
 def test_ranks_that_fail_are_named_at_once():
     killed, raised, late = run("failures")
@@ -50,6 +53,7 @@ def test_ranks_that_fail_are_named_at_once():
     assert max(killed["seconds"], raised["seconds"]) < 5
 
 
+@pytest.mark.slow
 @pytest.mark.netns
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_when_the_parent_is_killed(number):

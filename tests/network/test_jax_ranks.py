@@ -9,6 +9,8 @@ from benchmarks.network.shaping import payload_bytes_per_s
 from tests.network.programs import LAYER
 from tests.network.sandboxed import run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.netns
 def test_a_layer_across_datacenters_equals_that_of_one_process_and_moves_what_was_predicted():

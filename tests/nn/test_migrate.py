@@ -11,6 +11,7 @@ from jax_moe_lb.nn import MoE
 from tests.layer import assert_close, make_mesh
 
 
+@pytest.mark.slow
 def test_a_layer_with_domains_equals_one_without():
     """Beside a data axis, on an Explicit mesh; replicas inside each offset's group."""
     base = make_mesh((2, 4), ("data", "expert"), AxisType.Explicit)
@@ -34,6 +35,7 @@ def test_a_layer_with_domains_equals_one_without():
     assert layer.up.get_value().sharding.spec[0] == ("expert_domain", "expert_offset")
 
 
+@pytest.mark.slow
 def test_a_codec_that_remembers_begins_exact_and_catches_up():
     base = make_mesh((4,), ("expert",))
     mesh = hybrid_mesh(base, {"expert": 2})

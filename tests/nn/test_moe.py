@@ -44,6 +44,7 @@ def gradients(call, layer, x):
     return nnx.jit(nnx.grad(lambda layer: jnp.square(call(layer, x)).mean()))(layer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
     ("sizes", "names", "expert_axis"),
@@ -76,6 +77,7 @@ def test_parameters_carry_logical_axes_and_are_placed():
     assert layer.kernel[...].sharding.is_fully_replicated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_rules_can_shard_weights_further(axis_type):
     mesh = make_mesh((2, 4), ("data", "expert"), axis_type)
@@ -102,6 +104,7 @@ class CountingSteps(Balancer):
         return plan, {"steps": state["steps"] + 1, "last": counts}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 4), (1, 8)], ids=str)
 def test_balancer_state_lives_outside_the_parameters(sizes):
     layer = make(make_mesh(sizes, ("data", "expert")), System(CountingSteps()), use_bias=True)
@@ -121,6 +124,7 @@ def test_balancer_state_lives_outside_the_parameters(sizes):
     assert int(remembered["last"].sum()) == 16 * 4 * 2
 
 
+@pytest.mark.slow
 def test_a_training_step_needs_no_masks():
     """optax sees parameters only; the bias moves by its own rule."""
     layer = make(make_mesh((8,), ("expert",)), use_bias=True, losses=Losses(switch=1e-2))
@@ -143,6 +147,7 @@ def test_a_training_step_needs_no_masks():
     assert float(jnp.abs(layer.bias[...]).max()) > 0
 
 
+@pytest.mark.slow
 def test_scan_over_stacked_layers_with_remat():
     mesh = make_mesh((8,), ("expert",))
     num_layers = 3
@@ -188,6 +193,7 @@ def test_scan_over_stacked_layers_with_remat():
     assert_close(nnx.to_pure_dict(gradient), want_gradient, 1e-5)
 
 
+@pytest.mark.slow
 def test_computing_in_bfloat16_keeps_float32_parameters():
     layer = make(make_mesh((8,), ("expert",)), dtype=jnp.bfloat16)
     y, stats = layer(tokens())
@@ -198,6 +204,7 @@ def test_computing_in_bfloat16_keeps_float32_parameters():
     assert stats.weight_bytes_moved[0] % (3 * WIDTH * INNER * 2) == 0
 
 
+@pytest.mark.slow
 def test_masked_tokens_get_zero():
     layer, x = make(make_mesh((8,), ("expert",))), tokens()
     mask = jnp.arange(64).reshape(16, 4) % 3 > 0
@@ -206,6 +213,7 @@ def test_masked_tokens_get_zero():
     assert int(stats.counts.sum()) == 2 * int(mask.sum())
 
 
+@pytest.mark.slow
 def test_linen_users_get_the_same_layer():
     mesh = make_mesh((8,), ("expert",))
     topology = Topology.from_mesh(mesh)

@@ -51,6 +51,7 @@ def train_step(layer, optimizer, x):
     return loss, y, stats.counts
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_nothing_had_moved(mesh):
     """One of two equal layers is relocated between steps.
 
@@ -125,6 +126,7 @@ def test_what_is_refused(params, opt_state, order, message):
         relocate(params, opt_state, order)
 
 
+@pytest.mark.slow
 def test_homes_that_are_no_permutation_stop_the_program(mesh):
     layer = make(mesh)
     layer.homes[...] = layer.homes[...] // 2

@@ -82,6 +82,7 @@ def loss_and_copies(home, wanted, target):
 # ---- values and gradients ---------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", TABLES)
 def test_slots_are_their_experts_and_gradients_are_their_sums(name, dtype):
@@ -94,6 +95,7 @@ def test_slots_are_their_experts_and_gradients_are_their_sums(name, dtype):
         np.testing.assert_array_equal(gradients[kind], expected_sums(target[kind], wanted))
 
 
+@pytest.mark.slow
 def test_float64_is_summed_in_float64(x64):
     home, wanted = weights(jnp.float64), TABLES["one expert everywhere"]
     target = jax.tree.map(lambda h: draw((RANKS * SLOTS, *h.shape[1:]), jnp.float64, 3), home)
@@ -101,6 +103,7 @@ def test_float64_is_summed_in_float64(x64):
     np.testing.assert_array_equal(gradients["up"], expected_sums(target["up"], wanted))
 
 
+@pytest.mark.slow
 def test_an_empty_slots_gradient_goes_nowhere():
     wanted = TABLES["one expert everywhere"]
     target = jnp.where((wanted.reshape(-1) >= 0)[:, None], 1.0, jnp.nan) + jnp.zeros((1, 5))
@@ -109,6 +112,7 @@ def test_an_empty_slots_gradient_goes_nowhere():
     assert not np.asarray(sums)[[0, 1, *range(3, RANKS * HOME)]].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["any", "one expert everywhere", "all empty"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_by_turns_have_the_bits_of_sums_at_home(name, dtype):
@@ -158,6 +162,7 @@ def test_one_device_can_hold_all_ranks():
 # ---- relays -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_chain_of_relays_brings_the_same_bytes():
     """Expert 0 passes through all ranks, 100 bytes at a time."""
     wanted = jnp.asarray([[-1, 4], *[[0, -1]] * 7], jnp.int32)
@@ -225,6 +230,7 @@ def test_tables_that_differ_between_ranks_are_refused():
         jax.block_until_ready(run(weights(), wanted))
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_and_the_next_program_works():
     route = Route(("expert",), site="layer 3", timeout_s=0.5)
 
@@ -270,6 +276,7 @@ def test_options_out_of_range_are_refused():
 # ---- transformations ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_groups_side_by_side_have_tables_of_their_own(axis_type, check_vma):
@@ -304,6 +311,7 @@ def test_groups_side_by_side_have_tables_of_their_own(axis_type, check_vma):
         np.testing.assert_array_equal(gradients, np.concatenate(sums))
 
 
+@pytest.mark.slow
 def test_scan_over_rematerialised_layers():
     layers, wanted = 3, TABLES["any"]
     home = draw((RANKS * HOME, layers, 6))
@@ -328,6 +336,7 @@ def test_scan_over_rematerialised_layers():
     np.testing.assert_allclose(through(copy), through(reference), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_vmap_copies_one_after_the_other():
     home = jnp.stack([weights()["up"], 2 * weights()["up"]])
     wanted = jnp.stack([TABLES["any"], TABLES["own home experts"]])
@@ -347,6 +356,7 @@ def test_vmap_copies_one_after_the_other():
 # ---- the pair -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_work_between_start_and_join_runs_while_a_rank_is_late():
     """Rank 0 is late until all others have done the work that stands after `start`."""
     others_done = threading.Semaphore(0)
@@ -413,6 +423,7 @@ def test_the_pair_is_not_differentiable():
         )
 
 
+@pytest.mark.slow
 def test_memory_stays_flat():
     run = over_ranks(copy)
     home, wanted = draw((RANKS * HOME, 4096)), TABLES["any"]
@@ -462,6 +473,7 @@ def test_lowering_for_cuda():
 # ---- the benchmark --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_in_its_smallest_form(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench_copy_engine", "--smoke"])
     bench_copy_engine.main()

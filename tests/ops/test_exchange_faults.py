@@ -65,6 +65,7 @@ def test_the_custom_call_is_here():
     assert "moe_lb_ragged_exchange" in EXCHANGE.lower(*GOOD).as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("absent", [[3], [2, 5]])
 def test_ranks_that_never_come_are_named(absent):
     def one_rank(*args):
@@ -83,6 +84,7 @@ def test_ranks_that_never_come_are_named(absent):
     next_program_works()
 
 
+@pytest.mark.slow
 def test_an_exception_in_one_shard_stops_the_others():
     def fail(x, rank):
         if rank == 6:
@@ -159,6 +161,7 @@ def test_loops_that_mix_exchanges_and_collectives():
     np.testing.assert_array_equal(sharded(one_rank)(*GOOD), transposed(X))
 
 
+@pytest.mark.slow
 def test_several_meshes_and_programs_at_once():
     """Each program has its own ranks: 8 of one mesh, 8 in another order, 4 and 2."""
     failures = []
@@ -214,11 +217,13 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_64_devices():
     done = subprocess.run([sys.executable, "-c", SIXTY_FOUR], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip().endswith("done"), done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_ten_thousand_exchanges_leave_memory_flat():
     def one_rank(x, output, *where):
         return jax.lax.fori_loop(0, 500, lambda _, x: exchange(x, output, *where), x)

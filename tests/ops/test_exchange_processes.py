@@ -16,6 +16,8 @@ from tests.layer import assert_close, make_mesh
 from tests.ops.layer_of_groups import layer_step
 from tests.ops.test_ragged_all_to_all import draw_case, reference
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 RANK = textwrap.dedent(

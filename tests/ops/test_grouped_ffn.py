@@ -46,6 +46,7 @@ def relative_error(got, want):
     return float(jnp.abs(got.astype(jnp.float32) - want.astype(jnp.float32)).max()) / scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "gelu"])
 @pytest.mark.parametrize(
@@ -72,6 +73,7 @@ def test_all_implementations_equal_one_expert_at_a_time(forward, backward, sizes
         assert (gradient[group_sizes == 0] == 0).all()
 
 
+@pytest.mark.slow
 def test_the_op_is_differentiable_and_float64_stays_float64(x64):
     rows, experts, upstream = case("float64")
     sizes = SIZES["uneven"]
@@ -94,6 +96,7 @@ def test_temporaries_grow_with_rows_not_with_rows_times_groups():
     assert temporaries_bytes(64) < 6 * 2048 * 64 * 4
 
 
+@pytest.mark.slow
 def test_without_the_custom_call_a_cpu_walks_in_blocks(monkeypatch):
     rows, experts, _ = case("float32")
     group_sizes = jnp.asarray(SIZES["uneven"], jnp.int32)

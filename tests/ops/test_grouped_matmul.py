@@ -65,6 +65,7 @@ def without_others(operands):
     return operands[0], operands[2], operands[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(
     ("form", "dtype"), [*(("op", dtype) for dtype in RELATIVE), ("reference", "float32"), ("reference", "bfloat16")]
@@ -138,6 +139,7 @@ def expected_gradients(operands):
     return [loops(r, 2 * loops(r, o, w, s)[0], w, s)[1:] for r, o, w, s in zip(*operands, strict=True)]
 
 
+@pytest.mark.slow
 def test_vmap_scan_and_remat_compute_each_for_itself():
     operands = stacked(3)
     want = expected_gradients(operands)
@@ -161,6 +163,7 @@ def test_vmap_over_rows_alone_keeps_the_weights():
         np.testing.assert_array_equal(got[i], op.grouped_matmul(rows[i], weights[0], sizes[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_eight_devices_at_once(axis_type):
     mesh = make_mesh((8,), ("expert",), axis_type)
@@ -180,6 +183,7 @@ def test_eight_devices_at_once(axis_type):
         assert_close(gradients[i], sums, 1e-5)
 
 
+@pytest.mark.slow
 def test_weights_that_all_devices_share_get_the_sum_of_their_gradients():
     mesh = make_mesh((8,), ("expert",))
     spec = PartitionSpec("expert")

@@ -75,6 +75,7 @@ def arguments(seed=0):
 # ---- values -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planner", "dtype"),
     [(GREEDY, "float32"), (GREEDY, "bfloat16"), (FEPLB, "float32")],
@@ -92,6 +93,7 @@ def test_plan_and_slots_are_those_of_the_separate_calls(planner, dtype):
         assert not (np.asarray(plan[1]) == np.asarray(args[2])).all()
 
 
+@pytest.mark.slow
 def test_without_custom_calls(monkeypatch):
     want = over_ranks(separately)(*arguments())
     for absent in _custom_calls.MODULES:
@@ -101,12 +103,14 @@ def test_without_custom_calls(monkeypatch):
     assert_equal(run(*arguments()), want)
 
 
+@pytest.mark.slow
 def test_one_device_can_hold_all_ranks():
     route = Route(())
     wave, plan, slots = jax.jit(lambda *args: together(*args, route=route))(*arguments())
     assert_equal((wave, plan, slots), jax.jit(lambda *args: separately(*args, route=route))(*arguments()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_groups_side_by_side_have_plans_of_their_own(axis_type):
     mesh = make_mesh((2, 4), ("data", "expert"), axis_type)
@@ -130,6 +134,7 @@ def test_groups_side_by_side_have_plans_of_their_own(axis_type):
     assert not (placements[0] == placements[1]).all()
 
 
+@pytest.mark.slow
 def test_scan_over_layers():
     layers = 3
     placement, _ = load()
@@ -151,6 +156,7 @@ def test_scan_over_layers():
     assert_equal(through(together), through(separately))
 
 
+@pytest.mark.slow
 def test_many_repetitions_in_one_program_beside_collectives():
     def one_rank(home, placement, quota, x):
         for _ in range(4):
@@ -164,6 +170,7 @@ def test_many_repetitions_in_one_program_beside_collectives():
         np.testing.assert_array_equal(jax.block_until_ready(run(*arguments())), first)
 
 
+@pytest.mark.slow
 def test_equal_loads_in_a_loop_and_twice_in_a_program():
     """XLA must neither move `post` out of the loop nor make one of both."""
 
@@ -223,6 +230,7 @@ def test_the_static_wave_needs_neither_plan_nor_copies_and_comes_before():
 # ---- refusals -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -239,6 +247,7 @@ def test_a_bad_load_stops_all_ranks_and_the_next_program_works(change, message):
     assert_equal(run(home, placement, quota, x), over_ranks(separately)(home, placement, quota, x))
 
 
+@pytest.mark.slow
 def test_one_ranks_bad_load_stops_all_ranks():
     home, placement, quota, x = arguments()
     quotas = jnp.tile(quota[None], (RANKS, 1, 1)).at[5, 2, 0].set(-3)
@@ -251,6 +260,7 @@ def test_one_ranks_bad_load_stops_all_ranks():
         jax.block_until_ready(run(home, placement, different, x))
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_and_the_next_program_works():
     route = Route(("expert",), site="layer 3", timeout_s=0.5)
 

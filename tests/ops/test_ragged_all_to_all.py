@@ -52,6 +52,7 @@ MESHES = {
 RUN = {axes: exchange(mesh, axes) for axes, mesh in MESHES.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", MESHES)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), per_peer=st.sampled_from([1, 3]), skew=st.sampled_from([0.1, 8.0]))
@@ -74,6 +75,7 @@ def test_the_accelerators_path_lowers():
 FORMS = {"padded": padded_all_to_all, "one way": one_way_all_to_all}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 5, 6])
 @pytest.mark.parametrize("form", FORMS)
 def test_steps_of_collectives_against_a_loop(form, num_ranks):
@@ -105,6 +107,7 @@ def test_halves_send_to_each_other_at_the_same_time(num_ranks):
         assert len(up) == num_ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["in process", *FORMS])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "bool", "uint32", "float8_e4m3fn", "complex64"])
 def test_any_dtype_keeps_its_bits(dtype, form):
@@ -159,6 +162,7 @@ def square_case(num_groups, num_ranks):
     return tuple(jnp.asarray(arg) for arg in args), x.swapaxes(1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("manual", [("data", "expert"), ("expert",)])
 def test_beside_other_axes(axis_type, manual):
@@ -182,6 +186,7 @@ def test_beside_other_axes(axis_type, manual):
         np.testing.assert_array_equal(jax.block_until_ready(run(*placed)), want)
 
 
+@pytest.mark.slow
 def test_inside_scan_remat_and_vmap():
     (x, *rest), want = square_case(1, 8)
     spec = PartitionSpec("expert")

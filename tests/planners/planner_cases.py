@@ -6,8 +6,6 @@ from functools import partial
 
 import jax
 import numpy as np
-from jax_moe_lb.ops.lpt import lpt, lpt_reference
-from jax_moe_lb.ops.quota import quota, quota_reference
 
 from jax_moe_lb import _planning
 from jax_moe_lb.planners.eplb_plus import eplb_plus, eplb_plus_reference
@@ -99,18 +97,6 @@ PLANNERS = {
         partial(eplb_plus_reference, domain=3),
         partial(_planning.eplb_plus, domain=3),
         lambda rng: (draw_tokens(rng, 12), draw_placement(rng, 6, 2, 4, 3, empty=0.7)),
-    ),
-    "lpt": Planner(
-        partial(lpt, num_bins=5, capacity=4),
-        partial(lpt_reference, num_bins=5, capacity=4),
-        partial(_planning.lpt, num_bins=5, capacity=4),
-        lambda rng: (draw_tokens(rng, 17),),
-    ),
-    "quota": Planner(
-        quota,
-        quota_reference,
-        _planning.quota,
-        lambda rng: (draw_tokens(rng, 12), draw_placement(rng, 6, 2, 4, 3, empty=0.1)),
     ),
     "greedy": Planner(
         partial(greedy, domain=3, min_tokens=2),

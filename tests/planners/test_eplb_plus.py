@@ -47,6 +47,7 @@ def by_the_book(tokens, placement, domain):
     return np.array(slots, np.int32), quota
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([2, 30, 5000]), empty=st.sampled_from([1.0, 0.6]))

@@ -53,6 +53,7 @@ def assert_all_agree(placement, quota, counts, domain, min_saved):
     return want[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("min_saved", [1, 40])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @settings(max_examples=30, deadline=None)

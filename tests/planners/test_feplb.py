@@ -58,6 +58,7 @@ def assert_all_agree(placement, quota, domain, options):
     assert_same(by_the_rule(placement, quota, domain, *options), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @settings(max_examples=30, deadline=None)
@@ -83,6 +84,7 @@ def test_any_replicas_and_quota(seed, most):
         assert_all_agree(placement, quota, 3, options)
 
 
+@pytest.mark.slow
 def test_the_largest_loads():
     placement = np.array([[0, 1, -1], [2, 3, -1]], np.int32)
     quota = np.array([[2**30, 0], [2**30 - 1, 0], [0, 0], [0, 0]], np.int32)

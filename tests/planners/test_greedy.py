@@ -22,6 +22,7 @@ def assert_three_agree(placement, quota, domain, min_tokens):
     np.testing.assert_array_equal(np.asarray(want[1]).sum(1), quota.sum(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), empty=st.sampled_from([0.1, 0.9]), min_tokens=st.sampled_from([1, 5]))
@@ -83,6 +84,7 @@ def test_bad_shapes_and_options_are_refused_when_traced():
             greedy(*args)
 
 
+@pytest.mark.slow
 def test_numpy_arrays_are_planned_without_a_jax_program():
     placement = np.array([[0, 1, -1], [2, 3, -1]])
     quota = np.array([[8, 0], [4, 0], [0, 1], [0, 1]])

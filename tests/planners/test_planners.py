@@ -41,6 +41,7 @@ def test_these_tests_run_the_custom_calls():
     assert is_built("cpu")
 
 
+@pytest.mark.slow
 @EACH_WITH_REFERENCE
 def test_three_implementations_agree(planner):
     rng = np.random.default_rng(1)
@@ -52,6 +53,7 @@ def test_three_implementations_agree(planner):
         assert_same(planner.module(*case), want)
 
 
+@pytest.mark.slow
 @EACH_IN_JAX
 def test_vmap_scan_and_remat_plan_each_for_itself(planner, plan):
     cases, want = stacked(planner, 3)
@@ -63,6 +65,7 @@ def test_vmap_scan_and_remat_plan_each_for_itself(planner, plan):
     assert_same(jax.jit(lambda *cases: jax.lax.scan(step, 0, cases)[1])(*cases), want)
 
 
+@pytest.mark.slow
 @EACH_PLANNER
 def test_vmap_over_one_operand_keeps_the_others(planner):
     cases, _ = stacked(planner, 3)
@@ -72,6 +75,7 @@ def test_vmap_over_one_operand_keeps_the_others(planner):
         assert_same(tuple(result[i] for result in as_tuple(got)), planner.module(first, *rest))
 
 
+@pytest.mark.slow
 @EACH_IN_JAX
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_shard_map_with_a_case_for_each_shard(planner, plan, axis_type):
@@ -86,6 +90,7 @@ def test_shard_map_with_a_case_for_each_shard(planner, plan, axis_type):
     assert_same(got, want)
 
 
+@pytest.mark.slow
 @EACH_IN_JAX
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_result_varies_over_the_axes_of_any_operand(planner, plan, axis_type):
@@ -108,6 +113,7 @@ def test_a_result_varies_over_the_axes_of_any_operand(planner, plan, axis_type):
         assert_same(tuple(np.asarray(result)[i] for result in got), planner.module(*rest, case))
 
 
+@pytest.mark.slow
 @EACH_PLANNER
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_result_of_equal_operands_is_the_same_on_all_shards(planner, axis_type):
@@ -120,6 +126,7 @@ def test_a_result_of_equal_operands_is_the_same_on_all_shards(planner, axis_type
     assert_same(got, planner.module(*case))
 
 
+@pytest.mark.slow
 @EACH_PLANNER
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_outside_shard_map_on_a_mesh(planner, axis_type):
@@ -155,6 +162,7 @@ def test_attributes_and_status_word_of_the_lowered_call():
             assert ("stablehlo.select" in text) == (platform == "cuda")
 
 
+@pytest.mark.slow
 def test_a_failed_plan_is_illegal():
     """What a GPU makes of a status word that is not 0."""
     counts = jnp.ones((4, 8), jnp.int32)

@@ -44,6 +44,7 @@ def assert_all_agree(placement, quota, domain, eps, min_tokens):
     return limits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @settings(max_examples=30, deadline=None)
@@ -57,6 +58,7 @@ def test_it_is_the_released_planner(shape, options, seed, scale, empty):
     assert_all_agree(placement, quota, shape[3], *options)
 
 
+@pytest.mark.slow
 def test_these_cases_reach_the_search():
     """Limits that the ladder does not try, below the largest load."""
     found, rng = 0, np.random.default_rng(0)
@@ -69,6 +71,7 @@ def test_these_cases_reach_the_search():
     assert found >= 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), most=st.sampled_from([0, 1, 100, 2**31 // 260]))
@@ -82,6 +85,7 @@ def test_any_replicas_and_quota(shape, seed, most):
     assert_all_agree(placement, quota, domain, 0.01, 5)
 
 
+@pytest.mark.slow
 def test_the_largest_loads():
     placement = np.array([[0, -1], [1, -1], [2, -1]], np.int32)
     quota = np.diag([2**31 - 1, 0, 0]).astype(np.int32)
@@ -148,6 +152,7 @@ def test_bad_entries_stop_the_program(placement, quota, message):
         jax.block_until_ready(RUN(np.array(placement, np.int32), quota, 2, 0.01, 1))
 
 
+@pytest.mark.slow
 def test_numpy_arrays_are_planned_without_a_jax_program():
     placement = np.array([[0, 1, -1], [2, 3, -1]])
     quota = np.array([[80, 0], [40, 0], [0, 10], [0, 10]])

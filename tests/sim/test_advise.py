@@ -25,6 +25,7 @@ def advice(cluster, trace, candidates=(PLAIN, GREEDY)):
     return found, verdict(found, PLAIN, MODEL, cluster, trace, Step())
 
 
+@pytest.mark.slow
 def test_balancing_pays_where_routing_is_skewed():
     found, answer = advice(machine(), routed(2.0))
     assert answer.best == GREEDY
@@ -40,6 +41,7 @@ def test_balancing_is_left_off_where_there_is_nothing_to_balance():
     assert answer.pays_from is None
 
 
+@pytest.mark.slow
 def test_it_pays_from_fewer_tokens_on_where_links_are_faster():
     slow = Cluster((Links("gpu", 4, 1e9),), AnalyticGemm(1e12, 8.0, 0.0))
     fast = Cluster((Links("gpu", 4, 100e9),), AnalyticGemm(1e12, 8.0, 0.0))
@@ -47,6 +49,7 @@ def test_it_pays_from_fewer_tokens_on_where_links_are_faster():
     assert pays_from(GREEDY, PLAIN, MODEL, fast, counts, Step()) < pays_from(GREEDY, PLAIN, MODEL, slow, counts, Step())
 
 
+@pytest.mark.slow
 def test_what_cannot_run_says_why():
     wrong = Candidate("wrong", systems.rails())
     cluster = Cluster((Links("node", 2, 1e9, links=2), Links("gpu", 2, 50e9)), AnalyticGemm(1e12, 8.0, 0.0))
@@ -60,6 +63,7 @@ def test_what_cannot_run_says_why():
         verdict(found, PLAIN, MODEL, machine(memory_bytes=1e6), routed(2.0), Step())
 
 
+@pytest.mark.slow
 def test_history_is_carried_from_step_to_step():
     trace = np.repeat(routed(2.0), 5, 0)
     found = list(outcomes([PLAIN, Candidate("eplb", systems.eplb())], MODEL, machine(), trace, Step()))

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_moe_lb import Codec, CodecBase, Level, Topology, Work, choose_expert_domains, systems
+from jax_moe_lb import Codec, CodecBase, Direct, Level, Topology, Work, choose_expert_domains, systems
 from jax_moe_lb.balancers.hybridep import HybridEP
 from jax_moe_lb.plan import load, rows_between, traffic
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Step, simulate, simulate_uniform
 from jax_moe_lb.sim.network import all_reduce, flow, level_bytes, seconds
 from jax_moe_lb.sim.planning import groups, plan_layer
-from jax_moe_lb.sim.traffic import gradients_between, hops, replicas_between, rows_per_slot
+from jax_moe_lb.sim.traffic import gradients_between, replicas_between, rows_per_slot
 from jax_moe_lb.sim.work import layer_work, shared_work
 from jax_moe_lb.split import nearest_first
 from jax_moe_lb.streams import latency
@@ -64,6 +64,7 @@ def counts_of(cluster, seed, skew):
 CASES = st.tuples(MACHINES, st.sampled_from(sorted(SYSTEMS)), st.integers(0, 99), st.sampled_from([0.0, 1.0, 2.0]))
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(CASES)
 def test_what_is_sent_is_received_and_is_what_the_plan_says(case):
@@ -71,7 +72,7 @@ def test_what_is_sent_is_received_and_is_what_the_plan_says(case):
     cluster, system = cluster_of(machine), SYSTEMS[name]
     counts = counts_of(cluster, seed, skew)
     (group,) = groups(cluster, (1,) * len(cluster.levels))
-    _, plan, _ = plan_layer(system, group, counts[0], 16 // cluster.num_ranks, system.balancer.init(counts[0].shape))
+    plan, _, _ = plan_layer(system, group, counts[0], 16 // cluster.num_ranks, system.balancer.init(counts[0].shape))
     rows, moved = rows_between(counts[0], plan), traffic(plan, counts[0])
     for rank in range(plan.num_ranks):
         row = nearest_first(counts[0], plan.quota, rank, plan.domain, plan.split).sum(0)
@@ -86,6 +87,7 @@ def test_what_is_sent_is_received_and_is_what_the_plan_says(case):
         assert sent.sum() == received.sum()
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(CASES)
 def test_a_step_takes_at_least_every_bound_and_no_link_is_above_its_rate(case):
@@ -191,6 +193,7 @@ def test_a_step_of_forward_and_backward_has_the_stages_of_the_executor():
     assert stages["dispatch (backward)"].bytes == 2 * stages["dispatch"].bytes
 
 
+@pytest.mark.slow
 def test_feplb_hides_planner_and_copies_under_its_first_wave():
     shape = model(layers=1, experts=64, tokens=4096, hidden=1024, inner=1024)
     rng = np.random.default_rng(0)
@@ -230,12 +233,12 @@ def test_spraying_evens_out_the_rails_and_brings_every_row_to_its_rank():
     counts = np.zeros((8, 16), np.int32)
     counts[0, 8] = 256  # from one rank to one rank of the other node
     (group,) = groups(cluster, (1, 1))
-    _, plan, _ = plan_layer(systems.rails(), group, counts, 2, ())
+    plan, _, _ = plan_layer(systems.rails(), group, counts, 2, ())
     rows = rows_between(counts, plan)
-    to_relay, rail, from_relay = hops(rows, plan, 4, True)
+    to_rail, rail, from_rail = systems.rails().dispatch.hops(rows, plan, cluster.topology())
     np.testing.assert_array_equal(rail[:4, 4:], np.diag([64] * 4))
-    np.testing.assert_array_equal(to_relay[0, :4], [64] * 4)
-    np.testing.assert_array_equal(from_relay[4:, 4], [64] * 4)
+    np.testing.assert_array_equal(to_rail[0, :4], [64] * 4)
+    np.testing.assert_array_equal(from_rail[4:, 4], [64] * 4)
     assert seconds(flow(rail, cluster), cluster) * 4 == seconds(flow(rows, cluster), cluster)
 
 
@@ -244,16 +247,16 @@ def test_hops_follow_the_rails_of_any_number(rails):
     cluster = Cluster((Links("node", 2, 1e9, links=rails), Links("gpu", 4, 1e12)))
     counts = np.random.default_rng(0).integers(0, 50, (8, 16), np.int32)
     (group,) = groups(cluster, (1, 1))
-    _, plan, _ = plan_layer(systems.rails(), group, counts, 2, ())
+    plan, _, _ = plan_layer(systems.rails(), group, counts, 2, ())
     rows = rows_between(counts, plan)
-    to_relay, rail, from_relay = hops(rows, plan, 4, True)
+    to_rail, rail, from_rail = systems.rails().dispatch.hops(rows, plan, cluster.topology())
     node = np.arange(8) // 4
     near = np.where(node[:, None] == node[None], rows, 0)
-    # What leaves a sender, and what reaches a receiver, inside its domain or by a relay.
-    np.testing.assert_array_equal(to_relay.sum(1), rows.sum(1))
-    np.testing.assert_array_equal((near + from_relay).sum(0), rows.sum(0))
-    np.testing.assert_array_equal((to_relay - near).sum(0), rail.sum(1))
-    np.testing.assert_array_equal(from_relay.sum(1), rail.sum(0))
+    # What leaves a sender, and what reaches a receiver, inside its node or by a rail rank.
+    np.testing.assert_array_equal(to_rail.sum(1), rows.sum(1))
+    np.testing.assert_array_equal((near + from_rail).sum(0), rows.sum(0))
+    np.testing.assert_array_equal((to_rail - near).sum(0), rail.sum(1))
+    np.testing.assert_array_equal(from_rail.sum(1), rail.sum(0))
 
 
 def test_a_thousand_datacenters_take_seconds_at_most():
@@ -304,7 +307,7 @@ def test_simulate_refuses_what_does_not_fit():
         simulate(systems.plain(), model(), cluster, np.ones((4, 16)))
     with pytest.raises(ValueError, match=r"domain_sizes is \(3,\); expected a divisor of each of the levels' sizes"):
         simulate_uniform(model(), cluster, migration=Migration((3,)))
-    with pytest.raises(ValueError, match="experts is 10; expected a multiple of the 4 ranks"):
+    with pytest.raises(ValueError, match="model has 10 experts; expected a positive multiple of the 4 ranks"):
         simulate_uniform(model(experts=10), cluster)
     with pytest.raises(ValueError, match="links is 2; expected a divisor of the 1 ranks that share them"):
         Cluster((Links("gpu", 4, 1e9, links=2),))
@@ -319,8 +322,8 @@ def test_an_all_reduce_passes_every_member_once():
     assert level_bytes(sent, cluster) == pytest.approx((2 * 30, 4 * 30, 12 * 30))
     alone = Migration((2, 1, 1), Codec(10.0, CodecBase.ZERO))
     shape = model(experts=32)
-    plainly = shared_work(shape, cluster, alone, 32).gather
-    assert len(shared_work(shape, cluster, replace(alone, codec=Codec(10.0)), 32).gather) == len(plainly) + 1
+    plainly = shared_work(shape, cluster, alone, 32, Direct()).gather
+    assert len(shared_work(shape, cluster, replace(alone, codec=Codec(10.0)), 32, Direct()).gather) == len(plainly) + 1
 
 
 def test_what_a_codec_remembers_takes_memory():

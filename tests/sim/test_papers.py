@@ -15,10 +15,12 @@ def setting():
     return fitted()
 
 
+@pytest.mark.slow
 def test_the_rate_fitted_to_tutels_rows_is_one_that_the_line_can_have(setting):
     assert 0.5 * 10e9 / 8 < setting.line_bytes_per_s <= 10e9 / 8
 
 
+@pytest.mark.slow
 def test_rows_of_table_v_that_nothing_was_fitted_to_are_predicted_within_15_percent(setting):
     tutel, predicted, returned = hybridep.table_v(setting)
     assert max(abs(row.deviation) for row in predicted.rows) < 15
@@ -29,12 +31,14 @@ def test_domain_sizes_of_table_iv_are_the_fastest_in_the_simulator():
     assert all(row.simulated == row.published for row in hybridep.table_iv().rows)
 
 
+@pytest.mark.slow
 def test_more_datacenters_gain_less_from_domains_of_a_fixed_size():
     for rate in hybridep.GBIT_PER_S:
         found = [hybridep.speedup(number, 50, rate, 768) for number in (100, 200, 500, 1000)]
         assert (np.diff(found) < 0).all()
 
 
+@pytest.mark.slow
 def test_no_speedup_is_above_what_the_share_of_tokens_that_cross_allows():
     for size in (50, 250, 500):
         share = (1000 - size) / 999
@@ -53,6 +57,7 @@ def test_ultraeps_rates_give_the_sum_of_its_ideal_column():
     assert 1e3 * ideal.step_s / ultraep.QWEN3.layers == pytest.approx(published_ms, rel=0.005)
 
 
+@pytest.mark.slow
 def test_rates_fitted_to_feplbs_times_before_balancing_are_ones_that_an_h100_can_have():
     best = feplb.fitted(10, 0)[0]
     assert 0.4 * 989e12 < best.peak_flops_per_s < 989e12

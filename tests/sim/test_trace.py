@@ -33,6 +33,7 @@ def test_every_task_is_there_on_every_stream(tmp_path, timeline):
     assert {event["cat"] for event in spans} == {"critical", "hidden"}
 
 
+@pytest.mark.slow
 def test_the_picture_is_a_png(tmp_path, timeline):
     write_png(tmp_path / "timeline.png", timeline, "greedy")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

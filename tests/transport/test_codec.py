@@ -53,6 +53,7 @@ def test_bytes_are_those_of_values_and_indices(dtype):
     assert Codec(100.0).num_kept(10, 4) == 1
 
 
+@pytest.mark.slow
 def test_the_largest_entries_arrive_and_the_rest_is_the_mean():
     experts = alike()
     mean, codec = mean_of(experts), Codec(4.0)
@@ -67,6 +68,7 @@ def test_the_largest_entries_arrive_and_the_rest_is_the_mean():
         np.testing.assert_allclose(decoded.up[expert].reshape(-1), want, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_errors_fall_with_more_bytes_and_with_the_mean():
     experts = alike()
     mean = mean_of(experts)
@@ -81,6 +83,7 @@ def test_errors_fall_with_more_bytes_and_with_the_mean():
     assert all(a > 3 * b for a, b in zip(alone, shared, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_left_out_comes_later(dtype):
     """Of weights that stay, everything arrives within the ratio; of weights that move, they lag by that many moves."""
@@ -117,6 +120,7 @@ def product(held, target):
     return sum(jax.tree.leaves(jax.tree.map(lambda h, t: (h * t.astype(h.dtype)).sum(), held, target)))
 
 
+@pytest.mark.slow
 def test_own_experts_stay_exact_and_all_gradients_come_home():
     """Two datacenters of two nodes, domains across all four; one expert on each rank."""
     mesh, domains = domains_on(make_mesh((2, 2), ("dc", "node")), dc=2, node=2)
@@ -148,6 +152,7 @@ def test_own_experts_stay_exact_and_all_gradients_come_home():
         np.testing.assert_array_equal(held.up[4 * rank + rank], experts.up[rank])
 
 
+@pytest.mark.slow
 def test_domains_remember_the_same_and_gradients_come_home():
     """Two datacenters of two nodes, domains across datacenters; home experts in bfloat16, remembered in float32."""
     mesh, domains = domains_on(make_mesh((2, 2), ("dc", "node")), dc=2, node=1)
@@ -183,6 +188,7 @@ def test_domains_remember_the_same_and_gradients_come_home():
     np.testing.assert_array_equal(np.asarray(last.up).reshape(whole.shape), whole)
 
 
+@pytest.mark.slow
 def test_packing_ahead_is_packing_on_the_way():
     mesh, domains = domains_on(make_mesh((4,), ("gpu",)), gpu=2)
     migrate = Migrate(domains, Codec(5.0))
@@ -201,6 +207,7 @@ def test_packing_ahead_is_packing_on_the_way():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), mean, mean_of(experts))
 
 
+@pytest.mark.slow
 def test_an_older_mean_does():
     """The all-reduce of the mean may run beside the backward pass: the mean is that of the weights before the step."""
     mesh, domains = domains_on(make_mesh((4,), ("gpu",)), gpu=2)

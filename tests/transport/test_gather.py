@@ -35,6 +35,7 @@ def weights(dtype):
     return jnp.asarray(rng.integers(-8, 8, (RANKS * HOME, 2, 5)), dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PLANS)
 def test_slots_hold_their_experts_and_gradients_come_home(name, dtype):
@@ -58,6 +59,7 @@ def test_slots_hold_their_experts_and_gradients_come_home(name, dtype):
     np.testing.assert_array_equal(np.asarray(gradients, np.float32), sums)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_the_accelerators_path_equals_the_ring(name):
     """The same functions that run over `lax.ragged_all_to_all`, here over its CPU form."""
@@ -84,6 +86,7 @@ def test_the_accelerators_path_equals_the_ring(name):
     assert jnp.isfinite(sums).all()
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_slots_not_of_all_experts():
     """64 experts, of which a rank sees 8 home ones and 2 replicas."""
     expert_bytes = 32 * 32 * 4

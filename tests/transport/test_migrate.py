@@ -12,6 +12,8 @@ from jax_moe_lb import ExpertDomains, Experts, Migrate, TopK, Topology, hybrid_m
 from tests.layer import assert_close, make_mesh
 from tests.oracle import dense_moe
 
+pytestmark = pytest.mark.slow
+
 LAYERS, WIDTH, NUM_EXPERTS = 3, 8, 8
 
 

@@ -44,6 +44,7 @@ def drawn_placement():
     return random_plan(np.random.default_rng(0), counts, SLOTS, RANKS)[0]
 
 
+@pytest.mark.slow
 def test_slots_are_those_of_gather_and_so_are_gradients():
     placement = drawn_placement()
     slots, gradients = slots_and_gradients(PeerCopy(), placement)
@@ -52,6 +53,7 @@ def test_slots_are_those_of_gather_and_so_are_gradients():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), gradients, gradients_of_gather)
 
 
+@pytest.mark.slow
 def test_a_plan_with_relays_copies_along_them():
     """Expert 0 goes from rank to rank; Gather refuses such a plan, and without the relays fills the same slots."""
     placement = np.full((RANKS, SLOTS), -1, np.int32)
@@ -78,6 +80,7 @@ def test_without_replica_slots_the_home_experts_are_the_slots():
     jax.tree.map(np.testing.assert_array_equal, run(experts(), jnp.asarray(placement)), experts())
 
 
+@pytest.mark.slow
 def test_a_layer_with_it_equals_one_with_gather():
     """Forward and backward, replicas and all."""
     case, workload = Case(), next(w for w in WORKLOADS if "zipf" in w.name.lower())
@@ -97,6 +100,7 @@ def test_a_layer_with_it_equals_one_with_gather():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradients, gradients_of_gather)
 
 
+@pytest.mark.slow
 def test_replicas_are_copied_again_in_the_backward_pass():
     """Kept from the forward pass they would take memory in every layer: the compiler must not see the equality."""
     case = Case()

@@ -57,6 +57,7 @@ def test_relays_of_later_experts_are_ranks_that_send_nothing_yet():
     assert set(relays[[0, 2, 3, 4, 5, 6, 7]]) == {1, 3, 4}
 
 
+@pytest.mark.slow
 def test_slots_and_gradients_are_those_of_copies_from_home_to_the_bit():
     placement = popular_placement()
     relayed = slots_and_gradients(Relay(PeerCopy(chunk_bytes=16)), placement)
@@ -69,6 +70,7 @@ def test_slots_and_gradients_are_those_of_copies_from_home_to_the_bit():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), relayed[1], gradients)
 
 
+@pytest.mark.slow
 def test_in_two_parts_it_copies_and_sums_the_same():
     def one_rank(experts, placement):
         plan = Plan(placement, jnp.zeros((RANKS * HOME, RANKS), jnp.int32), domain=RANKS)

@@ -13,6 +13,8 @@ from jax_moe_lb import Direct, HostBalancer, Plan, System, TopK, Topology
 from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 from tests.oracle import random_plan
 
+pytestmark = pytest.mark.slow
+
 
 def any_plan(counts, plan, topology):
     """A legal plan drawn at random, the same on every rank."""

@@ -1,0 +1,66 @@
+"""The program of docs/extending.md runs as it stands, and its strategies are as good as the library's own."""
+
+import functools
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import Direct, Gather, Greedy, Staged, System, TopK, Topology
+from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+
+PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
+CASE = Case()
+
+
+@functools.cache
+def program():
+    """What the page's program defines."""
+    names = {}
+    exec("\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)), names)
+    return names
+
+
+@pytest.mark.slow
+def test_the_program_runs_and_moves_rows(capsys):
+    program.cache_clear()
+    program()
+    rows, microseconds = re.fullmatch(r"(\d+) rows moved, (\d+) us simulated\n", capsys.readouterr().out).groups()
+    assert int(rows) > 0
+    assert int(microseconds) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", [Direct(0.6), Staged(0.6)], ids=["one wave", "two waves"])
+def test_a_replication_from_outside_serves_in_every_wave(dispatch):
+    """Values, and gradients by its `sum_at_home`, equal those of a dense layer."""
+    system = System(Greedy(), program()["AllGather"](), dispatch, replica_slots=2)
+    mesh = make_mesh((8,), ("expert",))
+    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh, ranks_per_domain=4), system))
+    dense = dense_with_gradients(TopK(2))
+    kernel, experts = CASE.params("float32")
+    for workload in WORKLOADS:
+        x, mask = CASE.tokens(workload, 8, "float32")
+        target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), jnp.float32)
+        (y, _), gradients = layer(x, mask, kernel, experts, target)
+        (want, _), want_gradients = dense(x, mask, kernel, experts, target)
+        assert_close((y, gradients), (want, want_gradients), 1e-5)
+    assert layer._cache_size() == 1
+
+
+@pytest.mark.slow
+def test_it_fills_slots_like_gather():
+    x, mask = CASE.tokens(WORKLOADS[1], 8, "float32")
+    mesh = make_mesh((8,), ("expert",))
+    outs = [
+        jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), System(Greedy(), replicate, replica_slots=2)))(
+            x, mask, *CASE.params("float32")
+        )
+        for replicate in (Gather(), program()["AllGather"]())
+    ]
+    assert float(outs[0][1].weight_bytes_moved[0]) > 0
+    jax.tree.map(np.testing.assert_array_equal, *outs)
