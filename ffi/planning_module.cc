@@ -235,7 +235,7 @@ py::tuple Exact(const py::array& counts_array, size_t num_slots, int64_t domain,
   });
 }
 
-Int32Array Spray(const py::array& rows_array, const py::array& ticks_array, int64_t domain, int64_t chunks) {
+Int32Array Spray(const py::array& rows_array, const py::array& ticks_array, int64_t ranks_per_node, int64_t chunks) {
   const Operand rows("rows", rows_array, "R, R");
   const Operand ticks("ticks", ticks_array, "N");
   const Shape layers = Broadcast({&rows, &ticks});
@@ -243,8 +243,9 @@ Int32Array Spray(const py::array& rows_array, const py::array& ticks_array, int6
   Int32Array rails = Result(layers, {ranks, columns, num_rails});
   int32_t* out = rails.mutable_data();
   ForLayers(layers, [&](size_t layer) {
-    return moe_lb::Spray(In(rows.Layer(layer, layers), ranks, columns), {ticks.Layer(layer, layers), num_rails}, domain,
-                         chunks, Out(out + layer * ranks * columns * num_rails, ranks, columns * num_rails));
+    return moe_lb::Spray(In(rows.Layer(layer, layers), ranks, columns), {ticks.Layer(layer, layers), num_rails},
+                         ranks_per_node, chunks,
+                         Out(out + layer * ranks * columns * num_rails, ranks, columns * num_rails));
   });
   return rails;
 }
@@ -270,7 +271,7 @@ PYBIND11_MODULE(_planning, module) {
   module.def("relay", &Relay, py::arg("placement"), py::arg("num_home"), py::arg("min_replicas") = 4,
              py::arg("max_relays") = 8, py::arg("min_gain") = 2,
              "Ranks [..., R, S] that the slots of a placement [..., R, S] copy from; see jax_moe_lb.planners.relay");
-  module.def("spray", &Spray, py::arg("rows"), py::arg("ticks"), py::arg("domain"), py::arg("chunks"),
+  module.def("spray", &Spray, py::arg("rows"), py::arg("ticks"), py::arg("ranks_per_node"), py::arg("chunks"),
              "Rows [..., R, R, N] on each rail; see jax_moe_lb.planners.spray");
   module.def("exact", &Exact, py::arg("counts"), py::arg("num_slots"), py::arg("domain"), py::arg("eps") = 0.01,
              py::arg("max_fan_out") = py::none(), py::arg("localize") = true,

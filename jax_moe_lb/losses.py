@@ -18,9 +18,9 @@ class Losses:
     ranks and not experts: use them where experts themselves should be used evenly.
 
     Args:
-        switch: of the load balance over the group (Switch Transformer, eq. 4); usually 1e-2.
-        sequence: of the load balance within each sequence (DeepSeek-V3, eq. 17-20); usually 1e-4.
-        z: of the mean squared log-partition of the logits (ST-MoE, eq. 5), which keeps them small; usually 1e-3.
+        switch: weighs the load balance over the group (Switch Transformer, eq. 4); usually 1e-2.
+        sequence: weighs the load balance within each sequence (DeepSeek-V3, eq. 17-20); usually 1e-4.
+        z: weighs the mean squared log-partition of the logits (ST-MoE, eq. 5), which keeps them small; usually 1e-3.
 
     Raises:
         ValueError: a coefficient is below 0.

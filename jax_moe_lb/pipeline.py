@@ -113,18 +113,10 @@ def moe(
         >>> from jax_moe_lb import TopK, greedy
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
         >>> topology, ranks, whole = Topology.from_mesh(mesh), PartitionSpec("expert"), PartitionSpec()
-        >>> def layer(x, kernel, experts):
-        ...     y, stats, _ = moe(x, kernel, experts, TopK(1), greedy(1), topology)
-        ...     return y, stats.load_before, stats.load_after
-        >>> kernel = jnp.eye(4)  # a token's largest entry says which expert it wants
-        >>> experts = Experts(jnp.ones((4, 4, 8)), jnp.ones((4, 8, 4)))
-        >>> x = jax.nn.one_hot(jnp.array([0, 0, 0, 1, 0, 0, 1, 2]), 4)
-        >>> run = jax.shard_map(
-        ...     layer, mesh=mesh, in_specs=(ranks, whole, ranks), out_specs=(ranks, whole, whole)
-        ... )
-        >>> y, before, after = run(x, kernel, experts)
-        >>> print(y.shape, before, after)
-        (8, 4) [7 1] [4 4]
+        >>> layer = lambda x, kernel, experts: moe(x, kernel, experts, TopK(1), greedy(1), topology)[0]
+        >>> run = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=(ranks, whole, ranks), out_specs=ranks))
+        >>> run(jnp.ones((8, 4)), jnp.eye(4), Experts(jnp.ones((4, 4, 8)), jnp.ones((4, 8, 4)))).shape
+        (8, 4)
     """
     _check_arguments(x, kernel, experts, topology)
     routing = route(x, kernel, router, topology, bias, mask)

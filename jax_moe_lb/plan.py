@@ -151,7 +151,7 @@ _SETTINGS = {
     "split_tier": (np.str_, "a word"),
     "split_locality": (np.bool_, "a bool"),
 }
-"""What else a file of a plan holds, each without dimensions: its dtype, and that in words."""
+"""A file of a plan also holds these, each without dimensions; beside them stand dtype, and dtype in words."""
 
 
 def _write_whole(path: Path, content: bytes) -> None:
@@ -233,7 +233,7 @@ def plain_plan(counts: Counts, topology: Topology, slots: int | None = None) -> 
 
     Args:
         counts: `[R, E]` integers, the token copies that each rank routes to each expert.
-        topology: of the `R` ranks; its `ranks_per_domain` becomes the plan's domain.
+        topology: the group of the `R` ranks; its `ranks_per_domain` becomes the plan's domain.
         slots: `S`, slots per rank, usually `L` plus the few replicas that a balancer may make (`System.replica_slots`);
             `L`, which leaves no room for replicas, by default.
 

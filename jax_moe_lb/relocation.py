@@ -227,6 +227,7 @@ def _swapped(features: Features, bins: Bins, num_bins: int) -> Bins:
     sums = np.stack([(features * (bins == b)[:, None]).sum(2) for b in range(num_bins)], 2)
     for _ in range(MAX_PASSES):
         moved = False
+        # All layers take the same step at once, as NumPy is fast only in bulk.
         for i in range(bins.shape[1]):
             mine, gain = bins[:, i], features - features[:, :, i : i + 1]
             here = sums[layer, :, mine][:, :, None]

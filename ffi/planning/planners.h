@@ -231,9 +231,9 @@ inline auto EplbPlusBinding() {
 
 // ---- Spray ---------------------------------------------------------------------
 
-inline PlannerCall SprayCall(Matrix rows, Vector ticks, int64_t domain, int64_t chunks, MatrixResult rails) {
+inline PlannerCall SprayCall(Matrix rows, Vector ticks, int64_t ranks_per_node, int64_t chunks, MatrixResult rails) {
   return {"moe_lb_plan_spray", {In(rows), In(ticks)}, {Out(rails)}, [=](const Operands& in, const Results& out) {
-            return Spray(in[0], in[1].flat(), domain, chunks, out[0]);
+            return Spray(in[0], in[1].flat(), ranks_per_node, chunks, out[0]);
           }};
 }
 
@@ -241,7 +241,7 @@ inline auto SprayBinding() {
   return xla::ffi::Ffi::Bind()
       .Arg<Matrix>()  // rows [R, R]
       .Arg<Vector>()  // ticks [N]
-      .Attr<int64_t>("domain")
+      .Attr<int64_t>("ranks_per_node")
       .Attr<int64_t>("chunks")
       .Ret<Matrix>()   // rails [R, R * N]
       .Ret<Vector>();  // status [1]

@@ -8,17 +8,17 @@
 namespace moe_lb {
 namespace {
 
-Status Check(MatrixView<const int32_t> rows, View<const int32_t> ticks, int64_t domain, int64_t chunks,
+Status Check(MatrixView<const int32_t> rows, View<const int32_t> ticks, int64_t ranks_per_node, int64_t chunks,
              MatrixView<int32_t> rails) {
   const size_t ranks = rows.rows();
   if (ranks == 0 || rows.columns() != ranks) {
     return Refuse("rows has shape [", ranks, ", ", rows.columns(), "]; expected [R, R], at least 1");
   }
-  if (domain < 1 || static_cast<int64_t>(ranks) % domain != 0) {
-    return Refuse("domain is ", domain, "; expected a divisor of the ", ranks, " ranks");
+  if (ranks_per_node < 1 || static_cast<int64_t>(ranks) % ranks_per_node != 0) {
+    return Refuse("ranks_per_node is ", ranks_per_node, "; expected a divisor of the ", ranks, " ranks");
   }
-  if (ticks.size() == 0 || static_cast<size_t>(domain) % ticks.size() != 0) {
-    return Refuse("ticks has ", ticks.size(), " rails; expected a divisor of the ", domain, " ranks of a domain");
+  if (ticks.size() == 0 || static_cast<size_t>(ranks_per_node) % ticks.size() != 0) {
+    return Refuse("ticks has ", ticks.size(), " rails; expected a divisor of the ", ranks_per_node, " ranks of a node");
   }
   if (chunks < 1 || chunks > kMaxChunks) return Refuse("chunks is ", chunks, "; expected 1 to ", kMaxChunks);
   if (Status bad = CheckShape("rails", rails, ranks, ranks * ticks.size())) return bad;
@@ -43,7 +43,7 @@ Status Check(MatrixView<const int32_t> rows, View<const int32_t> ticks, int64_t 
   return Ok();
 }
 
-// The rails between two domains, as they fill.
+// The rails between two nodes, as they fill.
 class Rails {
  public:
   Rails(View<const int32_t> ticks, size_t first) : ticks_(ticks), first_(first), loads_(ticks.size(), 0) {}
@@ -105,14 +105,14 @@ void Between(MatrixView<const int32_t> rows, View<const int32_t> ticks, size_t m
 
 }  // namespace
 
-Status Spray(MatrixView<const int32_t> rows, View<const int32_t> ticks, int64_t domain, int64_t chunks,
+Status Spray(MatrixView<const int32_t> rows, View<const int32_t> ticks, int64_t ranks_per_node, int64_t chunks,
              MatrixView<int32_t> rails) {
-  if (Status bad = Check(rows, ticks, domain, chunks, rails)) return bad;
+  if (Status bad = Check(rows, ticks, ranks_per_node, chunks, rails)) return bad;
   const size_t ranks = rows.rows(), num_rails = ticks.size();
-  const auto members = static_cast<size_t>(domain);
+  const auto members = static_cast<size_t>(ranks_per_node);
   for (size_t from = 0; from < ranks; ++from) {
     for (size_t entry = 0; entry < ranks * num_rails; ++entry) rails[from][entry] = 0;
-    // Rows inside a domain use no rail, but all entries must add up to the rows: the transport checks that.
+    // Rows inside a node use no rail, but all entries must add up to the rows: the transport checks that.
     for (size_t to = from / members * members; to < (from / members + 1) * members; ++to) {
       rails[from][to * num_rails + to % members * num_rails / members] = rows[from][to];
     }

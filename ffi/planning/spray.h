@@ -1,4 +1,4 @@
-// Rows for other domains in chunks, longest processing time first, over the rails of a domain (RailS).
+// Puts rows for other nodes, in chunks, longest processing time first, on the rails of a node (RailS).
 #pragma once
 
 #include <cstdint>
@@ -12,25 +12,25 @@ namespace moe_lb {
 constexpr int32_t kMaxTicks = 32767;
 constexpr int64_t kMaxChunks = 4096;
 
-// Puts the rows from rank to rank on rails, for every sending domain and every receiving domain on their own: what a
-// domain sends is planned from its own rows alone.
+// Puts the rows from rank to rank on rails, for every sending node and every receiving node on their own: what a
+// node sends is planned from its own rows alone.
 //
-// Of all rows from domain d to domain f:
+// Of all rows from node d to node f:
 // 1. A chunk is max(1, rows / (rails * chunks)), rounded down. The rows of each pair of ranks are cut into chunks and
 //    one rest.
 // 2. The chunks, by sender, then receiver, and then the rests, the largest first, go one after the other to the rail
 //    that is done with it first: of the smallest (load + rows of it) * ticks. Ties go to the first rail from
-//    (d + f) % rails on, cyclically, so that neither what a domain sends nor what one receives gathers on the same
+//    (d + f) % rails on, cyclically, so that neither what a node sends nor what one receives gathers on the same
 //    rail; of rests, to the lower pair.
-// Rows inside a domain travel along no rail; they are put on that of the receiver, offset * rails / members.
+// Rows inside a node travel along no rail; they are put on that of the receiver, offset * rails / ranks_per_node.
 //
 //   rows: [R, R], from rank to rank, at least 0; their sum must fit int32.
-//   ticks: [N], of each rail, at most kMaxTicks; 0 for a dead one. N divides the members.
-//   domain: members of a domain; divides R. A domain is a node here, the ranks that share network rails, which need not
-//     be those among which a plan moves expert weights.
-//   chunks: of each pair of domains on each rail, at least, where there are so many rows; at most kMaxChunks.
+//   ticks: [N], of each rail, at most kMaxTicks; 0 for a dead one. N divides the ranks of a node.
+//   ranks_per_node: ranks that share network rails; divides R. They need not be those of a domain, among which a plan
+//     moves expert weights.
+//   chunks: of each pair of nodes on each rail, at least, where there are so many rows; at most kMaxChunks.
 //   rails: [R, R * N], rows from rank to rank on each rail.
-Status Spray(MatrixView<const int32_t> rows, View<const int32_t> ticks, int64_t domain, int64_t chunks,
+Status Spray(MatrixView<const int32_t> rows, View<const int32_t> ticks, int64_t ranks_per_node, int64_t chunks,
              MatrixView<int32_t> rails);
 
 }  // namespace moe_lb

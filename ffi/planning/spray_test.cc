@@ -11,9 +11,10 @@ using moe_lb::Spray;
 using moe_lb::Status;
 using Ints = std::vector<int32_t>;
 
-// Two domains of two ranks each, with two rails.
-Status Run(const Ints& rows, const Ints& ticks, int64_t domain, int64_t chunks, Ints& rails) {
-  return Spray({rows.data(), 4, 4}, {ticks.data(), ticks.size()}, domain, chunks, {rails.data(), 4, rails.size() / 4});
+// Two nodes of two ranks each, with two rails.
+Status Run(const Ints& rows, const Ints& ticks, int64_t ranks_per_node, int64_t chunks, Ints& rails) {
+  return Spray({rows.data(), 4, 4}, {ticks.data(), ticks.size()}, ranks_per_node, chunks,
+               {rails.data(), 4, rails.size() / 4});
 }
 
 Ints Rails(const Ints& rows, const Ints& ticks, int64_t chunks) {
@@ -23,7 +24,7 @@ Ints Rails(const Ints& rows, const Ints& ticks, int64_t chunks) {
 }
 
 void ChunksInTurnThenRests() {
-  // 11 rows from domain 0 to domain 1, in chunks of 2: rank 0 has three and a rest, rank 1 two.
+  // 11 rows from node 0 to node 1, in chunks of 2: rank 0 has three and a rest, rank 1 two.
   const Ints rails = Rails({0, 0, 7, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0}, {1, 1}, 2);
   EXPECT_EQ(rails[4], 3);   // rank 0 to rank 2 on rail 0: the second chunk, and the rest
   EXPECT_EQ(rails[5], 4);   // on rail 1, the first in turn: the first and the third
@@ -48,8 +49,8 @@ void RowsInsideADomainAreOnTheReceiversRail() {
 
 void BadArgumentsAreNamed() {
   Ints rows(16, 0), rails(32);
-  EXPECT_EQ(*Run(rows, {1, 1}, 3, 1, rails), "domain is 3; expected a divisor of the 4 ranks");
-  EXPECT_EQ(*Run(rows, {1, 1, 1}, 2, 1, rails), "ticks has 3 rails; expected a divisor of the 2 ranks of a domain");
+  EXPECT_EQ(*Run(rows, {1, 1}, 3, 1, rails), "ranks_per_node is 3; expected a divisor of the 4 ranks");
+  EXPECT_EQ(*Run(rows, {1, 1, 1}, 2, 1, rails), "ticks has 3 rails; expected a divisor of the 2 ranks of a node");
   EXPECT_EQ(*Run(rows, {0, 0}, 2, 1, rails), "ticks is 0 for all 2 rails; expected one that is not dead");
   EXPECT_EQ(*Run(rows, {1, -1}, 2, 1, rails), "ticks of rail 1 is -1; expected 1 to 32767, or 0 for a dead one");
   EXPECT_EQ(*Run(rows, {1, 1}, 2, 0, rails), "chunks is 0; expected 1 to 4096");

@@ -30,10 +30,10 @@ std::string Say(const Parts&... parts) {
   return text.str();
 }
 
-int64_t Domain(const Attributes& attributes) {
-  int64_t domain;
-  std::memcpy(&domain, attributes.at("domain").bytes.data(), sizeof(domain));
-  return domain;
+int64_t Integer(const Attributes& attributes, const std::string& name) {
+  int64_t value;
+  std::memcpy(&value, attributes.at(name).bytes.data(), sizeof(value));
+  return value;
 }
 
 bool Holds(const Numbers& placement, int64_t rank, int64_t expert) {
@@ -120,7 +120,7 @@ std::string First(std::initializer_list<std::string> verdicts) {
 
 std::string JudgeEdit(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets) {
   const Numbers placement(call.args[0]), quota(call.args[1]), new_placement(rets[0]), new_quota(rets[1]);
-  const int64_t domain = Domain(attributes);
+  const int64_t domain = Integer(attributes, "domain");
   return First({JudgePlacement(placement, new_placement, quota.rows(), domain),
                 JudgeServed(RowSums(quota), quota, new_placement, new_quota), JudgeLoads(quota, new_quota, domain)});
 }
@@ -128,7 +128,7 @@ std::string JudgeEdit(const Attributes& attributes, const Operands& call, const 
 std::string JudgeFill(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets) {
   const Numbers tokens(call.args[0]), placement(call.args[1]), new_placement(rets[0]), quota(rets[1]);
   const std::vector<int64_t> wanted(tokens.values.begin(), tokens.values.end());
-  return First({JudgePlacement(placement, new_placement, quota.rows(), Domain(attributes)),
+  return First({JudgePlacement(placement, new_placement, quota.rows(), Integer(attributes, "domain")),
                 JudgeServed(wanted, Numbers(quota.rows(), quota.columns, 0), new_placement, quota)});
 }
 
@@ -140,7 +140,7 @@ std::string JudgeExact(const Attributes& attributes, const Operands& call, const
     homes.at(expert / home, expert % home) = static_cast<int32_t>(expert);
     for (int64_t rank = 0; rank < ranks; ++rank) at_home.at(expert, expert / home) += counts.at(rank, expert);
   }
-  const int64_t domain = Domain(attributes);
+  const int64_t domain = Integer(attributes, "domain");
   return First({JudgePlacement(homes, placement, experts, domain),
                 JudgeServed(RowSums(at_home), Numbers(experts, ranks, 0), placement, quota),
                 JudgeLoads(at_home, quota, domain)});
@@ -170,13 +170,13 @@ std::string JudgeRelay(const Attributes& attributes, const Operands& call, const
 
 std::string JudgeSpray(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets) {
   const Numbers rows(call.args[0]), ticks(call.args[1]), rails(rets[0]);
-  const int64_t domain = Domain(attributes), num_rails = ticks.columns;
+  const int64_t members = Integer(attributes, "ranks_per_node"), num_rails = ticks.columns;
   for (int64_t from = 0; from < rows.rows(); ++from) {
     for (int64_t to = 0; to < rows.columns; ++to) {
       int64_t sum = 0;
       for (int64_t rail = 0; rail < num_rails; ++rail) {
         const int32_t on_rail = rails.at(from, to * num_rails + rail);
-        const bool dead = ticks.at(0, rail) == 0 && from / domain != to / domain;
+        const bool dead = ticks.at(0, rail) == 0 && from / members != to / members;
         if (on_rail < 0 || (dead && on_rail > 0))
           return Say("from ", from, " to ", to, " rail ", rail, " has ", on_rail);
         sum += on_rail;

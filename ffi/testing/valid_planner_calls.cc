@@ -123,14 +123,14 @@ Call FasterMoe(Random& random) {
 
 Call Spray(Random& random) {
   const int64_t rails = random.Between(1, 3);
-  const int64_t domain = rails * random.Between(1, 2);
-  const int64_t ranks = domain * random.Between(1, 3);
+  const int64_t ranks_per_node = rails * random.Between(1, 2);
+  const int64_t ranks = ranks_per_node * random.Between(1, 3);
   std::vector<int32_t> ticks(static_cast<size_t>(rails), 1);
   for (int32_t& tick : ticks) tick = static_cast<int32_t>(random.Below(4));
   // A call with only dead rails is refused, so one is alive.
   ticks[0] = 1;
   Call call;
-  call.attributes["domain"] = Int(domain);
+  call.attributes["ranks_per_node"] = Int(ranks_per_node);
   call.attributes["chunks"] = Int(random.Between(1, 8));
   call.devices.push_back({{IntsBetween(random, {ranks, ranks}, 0, 100), Ints({rails}, ticks)},
                           {Result(kS32, {ranks, ranks * rails}), kStatus},

@@ -12,7 +12,7 @@ def load_balancer(name: str) -> Balancer:
     """Makes the balancer of a file, with its default hyper-parameters.
 
     Args:
-        name: of the file, without `.py`: `greedy`, `eplb_plus` and so on.
+        name: the name of the file, without `.py`: `greedy`, `eplb_plus` and so on.
 
     Raises:
         ValueError: there is no such balancer; the message lists those that there are.

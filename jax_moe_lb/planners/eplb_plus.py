@@ -16,6 +16,8 @@ TokensOfExperts = Int[AnyArray, "E"]
 def eplb_plus(tokens: TokensOfExperts, placement: Placement, domain: int) -> tuple[Placement, Quota]:
     """Fills the empty slots with replicas, and splits every expert's tokens evenly over its copies.
 
+    `EPLBPlus` calls it; its rule stands in `ffi/planning/eplb_plus.h` too.
+
     What the placement holds stays where it is. The share of an expert is its tokens over its
     copies (the ranks that hold it), rounded up. In every domain on its own:
 
@@ -30,13 +32,14 @@ def eplb_plus(tokens: TokensOfExperts, placement: Placement, domain: int) -> tup
     Ties go to the lower expert and rank.
 
     Args:
-        tokens: token copies of each expert, at least 0; their sum must stay below `2**31`.
-        placement: expert in each slot, -1 for an empty one; several slots on a rank count as one.
-        domain: ranks of a domain.
+        tokens: `[E]` integers, the token copies of each expert, at least 0; their sum must stay below `2**31`.
+        placement: `[R, S]` integers, the expert in each slot, -1 for an empty one; several slots of an expert on a rank
+            count as one.
+        domain: how many ranks a domain has; it divides `R`.
 
     Returns:
-        Placement and quota, int32; of NumPy arrays, NumPy arrays. An expert with tokens and no slot stops
-        the program on a CPU with the custom call, like every bad value; on a GPU with it all entries are
+        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays give NumPy arrays. An expert with tokens and
+        no slot stops the program on a CPU with the custom call, like every bad value; on a GPU with it all entries are
         then -1, and elsewhere that expert's row of the quota is 0.
 
     Raises:
@@ -49,11 +52,13 @@ def eplb_plus(tokens: TokensOfExperts, placement: Placement, domain: int) -> tup
 
 
 def eplb_plus_reference(tokens: TokensOfExperts, placement: Placement, domain: int) -> tuple[Placement, Quota]:
-    """`eplb_plus` as two loops over copies, all domains side by side."""
+    """Computes `eplb_plus` as two loops over copies, all domains side by side; it runs where no custom call does."""
     tokens, placement = alike(tokens, placement)
     held = holds(placement, tokens.shape[0]).T
     num_ranks, num_domains = placement.shape[0], placement.shape[0] // domain
     b = iota(num_domains)
+    # Only the diagonal blocks, a domain's own experts on its own ranks, since no copy is packed into another domain.
+    # Those that are there already still count as copies and in loads.
     inside = held.reshape(num_domains, -1, num_domains, domain)[b, :, b]
     blocks = placement.reshape(num_domains, domain, -1)
     copies = held.sum(1, dtype=jnp.int32).reshape(num_domains, -1)
@@ -67,17 +72,21 @@ def eplb_plus_reference(tokens: TokensOfExperts, placement: Placement, domain: i
 
 
 def round_robin(tokens: TokensOfExperts, placement: Placement) -> Quota:
-    """An even split: each of an expert's `n` copies serves `tokens // n`, the first `tokens % n` by rank one more.
+    """Splits evenly: each of an expert's `n` copies serves `tokens // n`, the first `tokens % n` by rank one more.
+
+    Use it where a placement is given and says nothing about shares, as EPLB's does.
 
     Args:
-        tokens: token copies of each expert.
-        placement: expert in each slot, -1 for an empty one; several slots on a rank count as one copy.
+        tokens: `[E]` integers, the token copies of each expert.
+        placement: `[R, S]` integers, the expert in each slot, -1 for an empty one; several slots of an expert on a rank
+            count as one copy.
 
     Returns:
-        `[E, R]` int32; the row of an expert without a slot is 0.
+        The quota, `[E, R]` int32; the row of an expert without a slot is 0.
     """
     xp = namespace(tokens)
     held = holds(placement, tokens.shape[0]).T.astype(np.int32)
+    # At least 1, so that an expert without a slot divides by something; its row is 0 by `held`.
     copies = xp.maximum(held.sum(1, dtype=np.int32), 1)
     before = held.cumsum(1, dtype=np.int32) - held
     extra = before < (tokens % copies)[:, None]
@@ -85,7 +94,12 @@ def round_robin(tokens: TokensOfExperts, placement: Placement) -> Quota:
 
 
 def holds(placement: Placement, num_experts: int) -> Bool[AnyArray, "R E"]:
-    """Whether a rank has a slot for an expert."""
+    """Says whether a rank has a slot for an expert, `[R, E]`.
+
+    Args:
+        placement: `[R, S]` integers, the expert in each slot, -1 for an empty one.
+        num_experts: `E`.
+    """
     return (placement[:, :, None] == host_iota(num_experts)[None, None]).any(1)
 
 
@@ -98,6 +112,7 @@ def _check(num_experts: int, placement: tuple[int, ...], domain: int) -> None:
 
 
 def _share(tokens: Int[Array, "B P"], copies: Int[Array, "B P"]) -> Int[Array, "B P"]:
+    # At least 1, so that an expert without a slot divides by something.
     copies = jnp.maximum(copies, 1)
     return tokens // copies + (tokens % copies > 0).astype(jnp.int32)
 
@@ -105,8 +120,9 @@ def _share(tokens: Int[Array, "B P"], copies: Int[Array, "B P"]) -> Int[Array, "
 def _replicate(
     tokens: Int[Array, "B P"], copies: Int[Array, "B P"], inside: Bool[Array, "B P M"], empty: Int[Array, "B M"]
 ) -> Int[Array, "B P"]:
-    """The copies that each of a domain's experts shall have."""
+    """Decides how many copies each of a domain's experts shall have."""
     b = iota(tokens.shape[0])
+    # More copies than ranks that hold the expert or could would find no slot when they are packed.
     limit = copies + ((empty > 0)[:, None] & ~inside).sum(2, dtype=jnp.int32)
 
     def gains(planned: Array, left: Array) -> Array:
@@ -115,6 +131,8 @@ def _replicate(
     def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         planned, left = carry
         able = gains(planned, left)
+        # Where no expert gains, all lines are 0 and expert 0 is chosen, which then gets `more = 0`: domains that are
+        # done wait for the others without a change.
         expert = _argmax(jnp.where(able, _share(tokens, planned), 0))
         more = able[b, expert].astype(jnp.int32)
         return planned.at[b, expert].add(more), left - more
@@ -128,10 +146,10 @@ class _Packing:
     """All domains, `B = R / M` of them, with `P` experts each.
 
     Args:
-        pending: copies of each expert that have no slot yet.
-        placement: expert in each slot, -1 for an empty one.
-        inside: whether a rank holds an expert.
-        load: the sum of the shares of what a rank holds.
+        pending: how many copies of each expert have no slot yet.
+        placement: the expert in each slot, numbered over all domains; -1 for an empty one.
+        inside: whether a rank of the domain holds an expert of it.
+        load: the sum of the shares of what a rank holds, in token copies.
     """
 
     pending: Int[Array, "B P"]
@@ -141,18 +159,19 @@ class _Packing:
 
 
 def _place(p: _Packing, share: Int[Array, "B P"]) -> _Packing:
-    """One copy of every domain that has any left."""
+    """Packs one copy in every domain that has any left."""
     b = iota(share.shape[0])
+    # -1 is below every share, so that an expert without copies to place is chosen only where no other has any.
     local = _argmax(jnp.where(p.pending > 0, share, -1))
     fits = (p.placement < 0).any(2) & ~p.inside[b, local] & (p.pending[b, local] > 0)[:, None]
-    # No load reaches the largest integer: tokens of the expert are not yet part of it.
+    # No load reaches the largest integer, since the tokens of the expert to be placed are not yet part of it.
     rank = jax.lax.argmin(jnp.where(fits, p.load, jnp.iinfo(jnp.int32).max), 1, jnp.int32)
     placed = fits[b, rank]
     slot = _argmax((p.placement[b, rank] < 0).astype(jnp.int32))
     expert = local + b * share.shape[1]
     held = p.placement[b, rank, slot]
     return _Packing(
-        # An expert that fits nowhere is done with.
+        # An expert that fits nowhere now never will, as slots only fill up; at 0 the loop goes on to the next one.
         pending=p.pending.at[b, local].set(jnp.where(placed, p.pending[b, local] - 1, 0)),
         placement=p.placement.at[b, rank, slot].set(jnp.where(placed, expert, held)),
         inside=p.inside.at[b, local, rank].max(placed),
@@ -161,5 +180,5 @@ def _place(p: _Packing, share: Int[Array, "B P"]) -> _Packing:
 
 
 def _argmax(values: Int[Array, "B N"]) -> Int[Array, "B"]:
-    """The lowest index of each line's maximum."""
+    """Returns the lowest index of each line's maximum: ties go to the lower expert and rank, as in C++."""
     return jax.lax.argmax(values, 1, jnp.int32)

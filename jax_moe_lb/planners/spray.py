@@ -16,7 +16,7 @@ Ticks = Int[AnyArray, "N"]
 Rails = Int[AnyArray, "R R N"]
 
 
-def spray(rows: RowsBetween, ticks: Ticks, domain: int, chunks: int) -> Rails:
+def spray(rows: RowsBetween, ticks: Ticks, ranks_per_node: int, chunks: int) -> Rails:
     """Puts the rows from rank to rank on rails; the rule to the letter stands in `ffi/planning/spray.h`.
 
     `RailS` calls it; call it yourself to plan an exchange of something else than tokens. Every sending node is planned
@@ -28,7 +28,7 @@ def spray(rows: RowsBetween, ticks: Ticks, domain: int, chunks: int) -> Rails:
         rows: `[R, R]` int32, the rows from rank to rank, at least 0; their sum must stay below `2**31`.
         ticks: `[N]` int32, the time per row of each rail, 1 to `MAX_TICKS`; 0 for a dead one, which gets nothing, but
             not for all. `ticks_of` makes them of speeds.
-        domain: how many ranks a node has.
+        ranks_per_node: how many ranks a node has.
         chunks: how many chunks to make of each pair of nodes on each rail, where there are so many rows, or a little
             more; 1 to `MAX_CHUNKS`, 16 in `RailS`.
 
@@ -40,35 +40,43 @@ def spray(rows: RowsBetween, ticks: Ticks, domain: int, chunks: int) -> Rails:
         ValueError: shapes that do not fit, or an option out of range.
     """
     num_ranks, num_rails = rows.shape[0], ticks.shape[0]
-    if domain < 1 or num_ranks % domain or rows.shape[1] != num_ranks:
-        raise ValueError(f"domain is {domain}; expected a divisor of the ranks of rows, which has shape {rows.shape}")
-    if num_rails < 1 or domain % num_rails:
-        raise ValueError(f"ticks has {num_rails} rails; expected a divisor of the {domain} ranks of a node")
+    if ranks_per_node < 1 or num_ranks % ranks_per_node or rows.shape[1] != num_ranks:
+        raise ValueError(
+            f"ranks_per_node is {ranks_per_node}; expected a divisor of the ranks of rows, which has shape {rows.shape}"
+        )
+    if num_rails < 1 or ranks_per_node % num_rails:
+        raise ValueError(f"ticks has {num_rails} rails; expected a divisor of the {ranks_per_node} ranks of a node")
     if not 1 <= chunks <= MAX_CHUNKS:
         raise ValueError(f"chunks is {chunks}; expected 1 to {MAX_CHUNKS}")
     # The custom call's result is a matrix.
     flat = ((num_ranks, num_ranks * num_rails),)
-    (rails,) = run_planner("spray", flat, rows, ticks, reference=spray_reference, domain=domain, chunks=chunks)
+    (rails,) = run_planner(
+        "spray", flat, rows, ticks, reference=spray_reference, ranks_per_node=ranks_per_node, chunks=chunks
+    )
     return rails.reshape(num_ranks, num_ranks, num_rails)
 
 
-def spray_reference(rows: RowsBetween, ticks: Ticks, domain: int, chunks: int) -> Rails:
+def spray_reference(rows: RowsBetween, ticks: Ticks, ranks_per_node: int, chunks: int) -> Rails:
     """Computes `spray` as a loop over chunks and rests, all pairs of nodes side by side."""
     rows, ticks = alike(rows, ticks)
     num_ranks, num_rails = rows.shape[0], ticks.shape[0]
-    num_nodes = num_ranks // domain
+    num_nodes = num_ranks // ranks_per_node
     # [pairs of nodes, pairs of ranks]
-    pairs = rows.reshape(num_nodes, domain, num_nodes, domain).swapaxes(1, 2).reshape(num_nodes**2, domain**2)
+    pairs = (
+        rows.reshape(num_nodes, ranks_per_node, num_nodes, ranks_per_node)
+        .swapaxes(1, 2)
+        .reshape(num_nodes**2, ranks_per_node**2)
+    )
     number = iota(num_nodes)
     first = ((number[:, None] + number[None]) % num_rails).reshape(-1)
     near = (number[:, None] == number[None]).reshape(-1, 1)
     # Pairs inside a node take part as pairs without rows, which keeps the shape of the batch.
     far = jnp.where(near, 0, pairs)
     sprayed = jax.vmap(_between, in_axes=(0, None, 0, None))(far, ticks, first, chunks)
-    receiver = jnp.tile(iota(domain), domain) * num_rails // domain
+    receiver = jnp.tile(iota(ranks_per_node), ranks_per_node) * num_rails // ranks_per_node
     own_rail = receiver[None, :, None] == iota(num_rails)[None, None]
     sprayed = jnp.where(near[:, :, None], jnp.where(own_rail, pairs[:, :, None], 0), sprayed)
-    shape = num_nodes, num_nodes, domain, domain, num_rails
+    shape = num_nodes, num_nodes, ranks_per_node, ranks_per_node, num_rails
     return sprayed.reshape(shape).swapaxes(1, 2).reshape(num_ranks, num_ranks, num_rails)
 
 

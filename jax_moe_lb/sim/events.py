@@ -78,6 +78,7 @@ class Timeline:
             together: whether no rank starts before all can.
             flow: the bytes on links, if it sends any.
         """
+        # A stream does one task after the other, in the order of these calls.
         before = (*after, *(self._last[stream] for stream in streams if stream in self._last))
         start: PerRank = np.zeros(self.num_ranks)
         for task in before:

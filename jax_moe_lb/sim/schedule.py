@@ -167,6 +167,7 @@ class Scheduler:
         for flow in flows:
             if flow.is_empty:
                 continue
+            # In an exchange each rank waits for all others, so it starts on all of them together.
             took = seconds(flow, self.cluster, messages=messages, copy_engine=engine)
             streams = self._links(flow) + (("copy",) if engine else ())
             last = (self.timeline.add(stage, streams, took, last or after, layer=at, together=True, flow=flow),)

@@ -32,6 +32,7 @@ def uniform_work(model: ModelShape, cluster: Cluster, migration: Migration = Mig
     home_experts_per_rank(model.experts, cluster.num_ranks, "model")
     inside = tuple(level.size // size for level, size in zip(cluster.levels, migration.sizes(cluster), strict=True))
     copies = model.tokens * model.per_token
+    # Members of an expert domain hold each other's experts, so a rank serves those of its whole domain.
     held = model.experts // int(np.prod(inside))
     dispatch = all_to_all(float(copies * model.row_bytes), inside, cluster)
     wave = Wave((dispatch,), np.full((1, held), copies / held), 1)

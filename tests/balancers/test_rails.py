@@ -175,7 +175,7 @@ def test_topologies_that_do_not_fit_are_named():
         with pytest.raises(ValueError, match=message):
             balancer.rebalance(counts, plain_plan(counts, hardware), hardware, ())
     for rows, ticks, options, message in (
-        (np.ones((6, 6), np.int32), EQUAL, (4, 1), r"domain is 4; expected a divisor .* shape \(6, 6\)"),
+        (np.ones((6, 6), np.int32), EQUAL, (4, 1), r"ranks_per_node is 4; expected a divisor .* shape \(6, 6\)"),
         (np.ones((8, 8), np.int32), EQUAL[:3], (4, 1), r"ticks has 3 rails; expected a divisor of the 4 ranks"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -129,9 +129,9 @@ PLANNERS = {
         lambda rng: draw_plan(rng, 6, 3, 5, 3, empty=0.7),
     ),
     "spray": Planner(
-        partial(spray, domain=4, chunks=5),
-        partial(spray_reference, domain=4, chunks=5),
-        partial(_planning.spray, domain=4, chunks=5),
+        partial(spray, ranks_per_node=4, chunks=5),
+        partial(spray_reference, ranks_per_node=4, chunks=5),
+        partial(_planning.spray, ranks_per_node=4, chunks=5),
         lambda rng: draw_rows(rng, 12, 4),
     ),
     "fastermoe": Planner(
