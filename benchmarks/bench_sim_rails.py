@@ -3,7 +3,7 @@
     python -m benchmarks.bench_sim_rails            # tables in Markdown
     python -m benchmarks.bench_sim_rails --json     # the same numbers
 
-The fabric has NICs of 50 GB/s, 8 in a domain, 450 GB/s between GPUs of a domain, and leaf and spine switches that do
+The fabric has NICs of 50 GB/s, 8 in a node, 450 GB/s between GPUs of a node, and leaf and spine switches that do
 not block. Every GPU has 4096 tokens with two copies of 8192 bytes each, whatever the traffic is like. ECMP and the
 transports that react choose the spine between fixed NICs; a table of its own lets them choose the rail instead.
 """
@@ -22,7 +22,7 @@ from jax_moe_lb import RailS, plain_plan
 from jax_moe_lb.plan import rows_between
 
 GPUS = 8
-"""Of a domain, and its NICs."""
+"""Of a node, and its NICs."""
 
 TOKENS, PER_TOK, WIDTH, INNER, EXPERTS = 4096, 2, 4096, 14336, 8
 """Tokens of a GPU, and the sizes of Mixtral 8x7B."""
@@ -60,7 +60,7 @@ def popular(rng: np.random.Generator, num_gpus: int, exponent: float) -> np.ndar
 
 
 def mixtral(rng: np.random.Generator, num_gpus: int, spread: float) -> np.ndarray:
-    """Eight experts, two for a token, in groups of eight GPUs that are spread over the domains.
+    """Eight experts, two for a token, in groups of eight GPUs that are spread over the nodes.
 
     Expert `e` has one home in each group: all its homes are neighbours, and GPU `r` uses number `r % (R / 8)` of them.
     Preferences differ between GPUs: normal with this deviation, in logits.
@@ -146,12 +146,12 @@ class Results:
 
 
 def floor_s(rows: np.ndarray, fabric: Fabric) -> float:
-    """No way is faster: theorem 2's bound of each domain's NICs together, and what passes the ports of each GPU."""
-    gpus, domains = fabric.gpus_per_node, fabric.num_nodes
+    """No way is faster: theorem 2's bound of each node's NICs together, and what passes the ports of each GPU."""
+    gpus, nodes = fabric.gpus_per_node, fabric.num_nodes
     sent_bytes = rows * (1.0 - np.eye(fabric.num_gpus)) * ROW_BYTES
-    domain = np.arange(fabric.num_gpus) // gpus
-    near = sent_bytes * (domain[:, None] == domain)
-    far = (sent_bytes - near).reshape(domains, gpus, domains, gpus).sum((1, 3))
+    node = np.arange(fabric.num_gpus) // gpus
+    near = sent_bytes * (node[:, None] == node)
+    far = (sent_bytes - near).reshape(nodes, gpus, nodes, gpus).sum((1, 3))
     nics = max(far.sum(0).max(), far.sum(1).max()) / gpus / fabric.nic_bytes_per_s
     ports = max(sent_bytes.sum(0).max(), sent_bytes.sum(1).max()) / (fabric.gpu_bytes_per_s + fabric.nic_bytes_per_s)
     inside = max(near.sum(0).max(), near.sum(1).max()) / fabric.gpu_bytes_per_s
@@ -208,7 +208,7 @@ def change(results: Results, way: str) -> str:
     return f"{100 * (ratio.mean() - 1):+.0f} / {100 * ((1 / ratio).mean() - 1):+.0f}"
 
 
-def show_domains(num_nodes: int, all_results: dict[str, Results]) -> None:
+def show_nodes(num_nodes: int, all_results: dict[str, Results]) -> None:
     ways = list(next(iter(all_results.values())).seconds)
     times, changes = [], []
     for name, results in all_results.items():
@@ -327,7 +327,7 @@ def main() -> None:
         print(json.dumps(as_json(measured)))
         return
     for num_nodes, all_results in measured["domains"].items():
-        show_domains(num_nodes, all_results)
+        show_nodes(num_nodes, all_results)
     show_published(measured["domains"])
     show_layer(measured["domains"])
     show_ways("8 domains, transports that choose the rail", measured["rails"])

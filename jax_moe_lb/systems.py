@@ -28,8 +28,8 @@ from jax_moe_lb.transport.staged import Staged
 class System:
     """What `moe` runs: who serves, how weights travel, and how tokens do.
 
-    Make one out of your own three choices; the functions of this module are those of the papers. It is hashable, so that
-    it can be a static argument of `jax.jit`.
+    Make one out of your own three choices; the functions of this module are those of the papers. It is hashable, and so
+    may be a static argument of `jax.jit`.
 
     Args:
         balancer: it edits the plan.

@@ -16,8 +16,10 @@ EXTENSIONS = {"_ffi", "_ffi_cuda", "_planning"}
 ROOMS = ("jax_moe_lb", "jax_moe_lb.nn", "jax_moe_lb.sim")
 """Packages whose names users import."""
 
+COMPILED = {"jax_moe_lb.nn.moe", "jax_moe_lb.pipeline", "jax_moe_lb.transport.prefetch", "jax_moe_lb.routing"}
+"""Modules whose examples compile whole layers."""
+
 WITHOUT_EXAMPLE = {
-    "CodecBase": "its members are words",
     "Report": "only `simulate` and `replay` make one, and their examples show it",
     "Stats": "only `moe` makes one, and its example shows it",
 }
@@ -50,7 +52,9 @@ def examples(name):
     return {test.name: test for test in Finder().find(module, name) if test.examples}
 
 
-@pytest.mark.parametrize("name", modules())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in COMPILED else ()) for name in modules()]
+)
 def test_examples_run(name):
     report = io.StringIO()
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)

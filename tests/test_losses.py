@@ -12,6 +12,7 @@ from tests.layer import make_mesh
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)), jnp.float32)
 
 
+@pytest.mark.slow
 def test_switch_loss_is_1_when_uniform_and_e_when_collapsed():
     uniform, one_hot = jnp.full(8, 1 / 8), jnp.eye(8)[3]
     assert switch_loss(uniform, uniform) == pytest.approx(1)
@@ -76,6 +77,7 @@ def test_padding_tokens_do_not_count():
         np.testing.assert_allclose(group_loss(losses, mask)(garbage), group_loss(losses, mask)(LOGITS), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_bad_losses_are_refused():
     with pytest.raises(ValueError, match=r"Losses.z is -1.0; expected at least 0"):
         Losses(z=-1.0)

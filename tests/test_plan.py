@@ -132,6 +132,7 @@ def test_illegal_plans_are_refused_on_the_host_and_in_jit(name):
         jax.block_until_ready(guarded(jax.tree.map(jnp.asarray, plan), jnp.asarray(COUNTS)))
 
 
+@pytest.mark.slow
 def test_a_legal_plan_passes_unchanged_through_jit():
     plan = plain_plan(jnp.asarray(COUNTS), Topology.flat(4, 2), slots=3)
     guarded = jax.jit(ensure_legal)(plan, jnp.asarray(COUNTS))

@@ -1,8 +1,8 @@
-"""Rows from process to process over TCP, straight or by relays: full duplex, exact bytes, bounded in time.
+"""Rows from process to process over TCP, straight or by rail ranks: full duplex, exact bytes, bounded in time.
 
-A rank is one process with one connection to every rank that it has to do with. Rows travel in messages; a relay passes
-on a message as soon as it has all of it, so that the hops of a way overlap. Nobody waits for anybody: what is there to
-send is sent, what arrives is taken.
+A rank is one process with one connection to every rank that it has to do with. Rows travel in messages; a rail rank
+passes on a message as soon as it has all of it, so that the hops of a way overlap. Nobody waits for anybody: what is
+there to send is sent, what arrives is taken.
 """
 
 import selectors
@@ -123,7 +123,7 @@ class Shipment:
             self.peers[to].queue += [memoryview(header), rows]
 
     def run(self, connections: dict[int, socket.socket], timeout_s: float) -> None:
-        """Returns when this rank has sent and received everything, its part as a relay included.
+        """Returns when this rank has sent and received everything, its part as a rail rank included.
 
         Raises:
             Stalled: not within that time; with the peers that are missed.
@@ -223,7 +223,7 @@ def _send(connection: socket.socket, peer: _Peer) -> None:
 
 
 def _await(selector: selectors.BaseSelector, connection: socket.socket, peer: _Peer) -> None:
-    """Waits for what the peer still has to do, which relaying changes."""
+    """Waits for what the peer still has to do, which passing on changes."""
     key = selector.get_map().get(connection)
     if key is None and peer.events:
         selector.register(connection, peer.events, peer)

@@ -1,4 +1,4 @@
-"""Who sends rows to whom, and by which relays."""
+"""Who sends rows to whom, and by which rail ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class Ways:
             if source // num_rails == target // num_rails:
                 return source, target
             near, far = (rank // num_rails * num_rails + rail for rank in (source, target))
-            # A relay that is the source or the target itself is no hop.
+            # A rail rank that is the source or the target itself is no hop.
             return tuple(dict.fromkeys((source, near, far, target)))
 
         return cls(rails, path)

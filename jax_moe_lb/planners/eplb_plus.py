@@ -143,7 +143,7 @@ def _replicate(
 
 @pytree
 class _Packing:
-    """All domains, `B = R / M` of them, with `P` experts each.
+    """Carries the second loop, over all `B = R / M` domains with `P` experts each.
 
     Args:
         pending: how many copies of each expert have no slot yet.

@@ -54,7 +54,7 @@ def fastermoe(
 def fastermoe_reference(
     placement: Placement, quota: Quota, counts: Counts, domain: int, min_saved: int
 ) -> tuple[Placement, Quota]:
-    """Computes `fastermoe` as a loop over copied experts, all domains side by side; it runs where no custom call does."""
+    """Computes `fastermoe` as a loop over copies, all domains side by side; it runs where no custom call does."""
     placement, quota, counts = alike(placement, quota, counts)
     start = _start(placement, quota, counts, domain)
     end = jax.lax.while_loop(lambda s: s.copied.any(), lambda s: _copy(s, min_saved), start)

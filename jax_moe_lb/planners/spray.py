@@ -1,4 +1,4 @@
-"""Rows for other nodes, in chunks, over the rails of a node: longest processing time first (RailS)."""
+"""`spray` cuts rows for other nodes into chunks and puts them on the rails of a node, longest processing time first."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,10 @@ from jax_moe_lb.planners.native import alike, run_planner
 from jax_moe_lb.types import AnyArray, iota
 
 MAX_TICKS = 32767
+"""The slowest rail's time per row: products of loads and ticks then fit 46 bits, in two halves of int32."""
+
 MAX_CHUNKS = 4096
+"""The most chunks of a pair of nodes on a rail; more would make the loop long and the shares no more even."""
 
 RowsBetween = Int[AnyArray, "R R"]
 Ticks = Int[AnyArray, "N"]
@@ -61,7 +64,7 @@ def spray_reference(rows: RowsBetween, ticks: Ticks, ranks_per_node: int, chunks
     rows, ticks = alike(rows, ticks)
     num_ranks, num_rails = rows.shape[0], ticks.shape[0]
     num_nodes = num_ranks // ranks_per_node
-    # [pairs of nodes, pairs of ranks]
+    # The shape is [pairs of nodes, pairs of ranks]: what one node sends to another is planned for itself.
     pairs = (
         rows.reshape(num_nodes, ranks_per_node, num_nodes, ranks_per_node)
         .swapaxes(1, 2)
@@ -81,7 +84,7 @@ def spray_reference(rows: RowsBetween, ticks: Ticks, ranks_per_node: int, chunks
 
 
 def _between(rows: Int[Array, "P"], ticks: Int[Array, "N"], first: Int[Array, ""], chunks: int) -> Int[Array, "P N"]:
-    """The rows of all pairs of ranks of two nodes."""
+    """Puts the rows of all pairs of ranks of two nodes on rails."""
     num_rails = ticks.shape[0]
     chunk = jnp.maximum(rows.sum(dtype=jnp.int32) // num_rails // chunks, 1)
     ends = (rows // chunk).cumsum(dtype=jnp.int32)
@@ -98,18 +101,19 @@ def _between(rows: Int[Array, "P"], ticks: Int[Array, "N"], first: Int[Array, ""
         best = _soonest(load + size, ticks, first)
         return load.at[best].add(size), rails.at[pair, best].add(size)
 
-    # Zeros that vary over the same mesh axes as the rows.
+    # Zeros that vary over the same mesh axes as the rows: the carry of a loop must keep its type.
     nothing = vary_like(jnp.zeros((rows.shape[0], num_rails), jnp.int32), rows)
     return jax.lax.fori_loop(0, ends[-1] + num_rests, step, (nothing[0], nothing))[1]
 
 
 def _soonest(load: Int[Array, "N"], ticks: Int[Array, "N"], first: Int[Array, ""]) -> Int[Array, ""]:
-    """The rail of the smallest `load * ticks`, in halves of 31 bits; of equal ones the first from `first` on."""
+    """Returns the rail of the smallest `load * ticks`; of equal ones the first from `first` on."""
     num_rails = ticks.shape[0]
     # A load times ticks may need 46 bits, and JAX has 32 by default.
     low = (load & 0xFFFF) * ticks
     high = (load >> 16) * ticks + (low >> 16)
     low = low & 0xFFFF
+    # The largest integer stands for rails that must not be chosen: dead ones, then those with a larger high half.
     far = jnp.iinfo(jnp.int32).max
     high = jnp.where(ticks > 0, high, far)
     low = jnp.where(high == high.min(), low, far)

@@ -1,4 +1,4 @@
-"""UltraEP's planner (arXiv 2606.04101): quotas on replicas under a limit on the load of a rank."""
+"""UltraEP's planner (arXiv 2606.04101) makes replicas and quotas under a limit on the load of a rank."""
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +11,31 @@ from jax_moe_lb.planners.ultraep_attempt import Queues, attempt, ceil_divide, qu
 from jax_moe_lb.types import Placement, Quota, iota
 
 LADDER = 3
-"""Attempts with the dynamic floor before the search with the fixed one."""
+"""The number of attempts with the dynamic floor, as in the released code, before the search with the fixed one."""
 
 START = -1
-"""The way of a search whose first limit was not attempted yet."""
+"""The `way` of a search that has not attempted its first limit yet."""
 
 
 def ultraep(placement: Placement, quota: Quota, domain: int, eps: float, min_tokens: int) -> tuple[Placement, Quota]:
-    """New replicas under a limit on the load of a rank, and the quota that they take from homes.
+    """Makes new replicas under a limit on the load of a rank, and gives them quota of their homes.
 
-    The planner of UltraEP's released code; its rule stands in `ffi/planning/ultraep.h`. Replicas that the plan
-    holds already keep their slots and their quota.
+    `UltraEP` calls it. It is the planner of UltraEP's released code; its rule stands in `ffi/planning/ultraep.h`.
+    Replicas that the plan holds already keep their slots and their quota.
 
     Args:
-        placement: expert in each slot, -1 for an empty one; the first `E / R` columns are the home experts.
-        quota: tokens of each expert that each rank serves, at least 0; their sum must stay below `2**31`.
-        domain: ranks of a domain.
-        eps: by how much the first limit exceeds the domain's mean load, 0 to 1.
-        min_tokens: the least that a replica takes where the attempts with a floor that adapts have failed.
+        placement: `[R, S]` integers, the expert in each slot, -1 for an empty one; the first `E / R` columns are the
+            home experts.
+        quota: `[E, R]` integers, the token copies of each expert that each rank serves, at least 0; their sum must stay
+            below `2**31`.
+        domain: how many ranks a domain has; it divides `R`.
+        eps: the fraction by which the first limit exceeds the domain's mean load, 0 to 1; 0.01 is usual.
+        min_tokens: the least token copies that a replica takes where the attempts with a floor that adapts have failed,
+            at least 1; 1024 is usual for 8192 tokens on a rank.
 
     Returns:
-        Placement and quota, int32; of NumPy arrays, NumPy arrays. A plan that breaks the rules above
-        stops the program on a CPU with the custom call; on a GPU with it all entries are then -1.
+        The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays give NumPy arrays. A plan that breaks the
+        rules above stops the program on a CPU with the custom call; on a GPU with it all entries are then -1.
 
     Raises:
         ValueError: shapes that do not fit, or an option out of range.
@@ -61,7 +64,14 @@ def _check(placement: tuple[int, ...], quota: tuple[int, ...], domain: int, min_
 
 
 def check_eps(eps: float) -> None:
-    """Refuses what is no fraction of the mean load."""
+    """Refuses an `eps` that is no fraction of the mean load.
+
+    Args:
+        eps: the fraction by which the first limit exceeds the mean load; 0 to 1.
+
+    Raises:
+        ValueError: it is out of range.
+    """
     if not 0 <= eps <= 1:
         raise ValueError(f"eps is {eps}; expected 0 to 1")
 
@@ -69,7 +79,9 @@ def check_eps(eps: float) -> None:
 def ultraep_reference(
     placement: Placement, quota: Quota, domain: int, eps: float, min_tokens: int
 ) -> tuple[Placement, Quota]:
-    """`ultraep` as loops over attempts and replicas, all domains side by side."""
+    """Computes `ultraep` as loops over attempts and replicas, all domains side by side; it runs where no custom call
+    does.
+    """
     placement, quota = alike(placement, quota)
     domains = queues_of(placement, quota, domain)
     high = domains.load.max(1)
@@ -92,16 +104,16 @@ def ultraep_reference(
 
 @pytree
 class _Search:
-    """One line per domain.
+    """Carries the search, one line per domain.
 
     Args:
-        tries: attempts on the ladder so far.
-        limit: of the next attempt.
-        low: the search goes on at or above it.
-        high: a limit that is known to succeed.
+        tries: how many attempts with the dynamic floor, the rungs of the ladder, were made so far.
+        limit: the limit of the next attempt, in token copies.
+        low: the limit at or above which the search goes on.
+        high: a limit that is known to succeed; at first the largest load, under which nothing moves.
         way: which of the four limits inside the range is next.
-        given: tokens of the last attempt, by expert and rank.
-        done: whether that is the plan.
+        given: the token copies that the last attempt moved, by expert and rank.
+        done: whether the last attempt is the plan.
     """
 
     tries: Int[Array, "B"]
@@ -115,13 +127,14 @@ class _Search:
 
 def _first_limit(low: Array, high: Array, eps: float) -> Array:
     limit = jnp.ceil(low.astype(jnp.float32) * (np.float32(1) + np.float32(eps)))
-    # Compared before it is converted: it may exceed int32.
+    # Float32, which the C++ planner takes too, so that both try the same limits. It is compared before it is converted,
+    # since it may exceed int32.
     beyond = limit >= high.astype(jnp.float32)
     return jnp.where(beyond, high, jnp.maximum(low, jnp.where(beyond, 0, limit).astype(jnp.int32)))
 
 
 def _advance(s: _Search, given: Array, fits: Array, rise: Array) -> _Search:
-    """What an attempt at `s.limit` leads to."""
+    """Says what an attempt at `s.limit` leads to."""
     ladder = s.tries < LADDER
     last = ~ladder & (s.low >= s.high)
     tries = s.tries + ladder.astype(jnp.int32)
@@ -129,12 +142,13 @@ def _advance(s: _Search, given: Array, fits: Array, rise: Array) -> _Search:
     low, high, way = (jnp.where(ladder, old, new) for old, new in ((s.low, low), (s.high, high), (s.way, way)))
     limit = jnp.where(low < high, _limit(low, high, way), high)
     limit = jnp.where(tries < LADDER, jnp.minimum(high, s.limit + rise), limit)
+    # A domain that is done keeps its plan while others still search.
     given = jnp.where(s.done[:, None, None], s.given, given)
     return _Search(tries, limit, low, high, way, given, s.done | last | (ladder & fits))
 
 
 def _narrow(s: _Search, fits: Array) -> tuple[Array, Array, Array]:
-    """The range after an attempt of the search, and the next way through it."""
+    """Returns the range after an attempt of the search, and the next way through it."""
     ends = (s.way == 3) | (s.high - s.low <= 4)
     above = jnp.where(s.way <= 0, s.low, _limit(s.low, s.high, s.way - 1) + 1)
     # The first attempt, at `low`, tells nothing about the range if it fails.
@@ -145,7 +159,8 @@ def _narrow(s: _Search, fits: Array) -> tuple[Array, Array, Array]:
 
 
 def _limit(low: Array, high: Array, way: Array) -> Array:
-    """`low + (high - low) * (way + 1) / 5` in int32; `low` where the range is narrow."""
+    """Computes `low + (high - low) * (way + 1) / 5` in int32; `low` where the range is narrow."""
+    # Quotient and rest apart: the product with the whole width could overflow.
     fifth, rest = (high - low) // 5, (high - low) % 5
     return jnp.where(high - low > 4, low + fifth * (way + 1) + rest * (way + 1) // 5, low)
 
@@ -154,20 +169,22 @@ def _limit(low: Array, high: Array, way: Array) -> Array:
 
 
 def _place(placement: Placement, given: Int[Array, "B P M"], d: Queues) -> Placement:
-    """Each rank's new replicas in its empty slots, in the order in which they were made: that of the queue."""
+    """Puts each rank's new replicas into its empty slots, in the order in which they were made: that of the queue."""
     num_domains, num_local, members = given.shape
     b = iota(num_domains)[:, None]
     made = (given[b, d.queue] > 0).swapaxes(1, 2).reshape(-1, num_local)
     number = jnp.where(made, made.cumsum(1, dtype=jnp.int32), 0)
     experts = jnp.repeat(d.queue + b * num_local, members, axis=0)
     empty = placement < 0
+    # The n-th replica of a rank goes to its n-th empty slot. -1 matches no number, and 0, which stands for what was not
+    # made, matches no slot.
     wanted = jnp.where(empty, empty.cumsum(1, dtype=jnp.int32), -1)
     match = wanted[:, :, None] == number[:, None]
     return jnp.where(match.any(2), jnp.where(match, experts[:, None], 0).sum(2, dtype=jnp.int32), placement)
 
 
 def _share(quota: Quota, given: Int[Array, "B P M"]) -> Quota:
-    """Replicas take what homes give."""
+    """Moves quota from homes to replicas: what all replicas of an expert take, its home gives."""
     num_domains, num_local, members = given.shape
     home = (iota(num_local) // (num_local // members))[:, None] == iota(members)[None]
     change = given - jnp.where(home[None], given.sum(2, dtype=jnp.int32, keepdims=True), 0)

@@ -1,4 +1,7 @@
-"""One attempt of UltraEP's planner in jnp: the replicas under a given limit, all domains side by side."""
+"""`attempt` makes one attempt of UltraEP's planner in jnp: the replicas under a given limit, all domains side by side.
+
+`planners/ultraep.py` searches for the limit; `ffi/planning/ultraep.h` has the rule.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +13,17 @@ from jax_moe_lb.types import Placement, Quota, iota
 
 @pytree
 class Queues:
-    """All domains, `B = R / M` of them, with `P = M L` experts each. Ranks and experts are numbered inside a domain.
+    """Says in which order ranks and experts give, for all `B = R / M` domains with `P = M L` experts each.
+
+    Ranks and experts are numbered inside a domain.
 
     Args:
-        load: tokens of each rank.
-        served: what the home of each expert serves.
-        holds: whether a rank has a slot for an expert.
-        empty: empty slots of each rank.
-        givers: ranks, highest load first.
-        queue: experts, those of each giver in turn, most served first.
+        load: `[B, M]` int32, the token copies that each rank serves.
+        served: `[B, P]` int32, the token copies that the home of each expert serves of it.
+        holds: `[B, P, M]`, whether a rank has a slot for an expert.
+        empty: `[B, M]` int32, the number of empty slots of each rank.
+        givers: `[B, M]` int32, the ranks, highest load first.
+        queue: `[B, P]` int32, the experts, those of each giver in turn, most served first.
     """
 
     load: Int[Array, "B M"]
@@ -30,17 +35,25 @@ class Queues:
 
 
 def queues_of(placement: Placement, quota: Quota, members: int) -> Queues:
-    """What every attempt on this plan starts from."""
+    """Computes what every attempt on this plan starts from.
+
+    Args:
+        placement: `[R, S]` int32, the expert in each slot, -1 for an empty one.
+        quota: `[E, R]` int32, the token copies of each expert that each rank serves.
+        members: how many ranks a domain has.
+    """
     num_experts, num_ranks = quota.shape
     home, num_domains = num_experts // num_ranks, num_ranks // members
     load = quota.sum(0, dtype=jnp.int32).reshape(num_domains, members)
     served = quota[iota(num_experts), iota(num_experts) // home].reshape(num_domains, members, home)
     first = (iota(num_ranks) // members * members * home)[:, None]
-    # Experts of other domains, and the -1 of an empty slot, fall off the end.
+    # Experts of other domains, and the -1 of an empty slot, get an index past the end, which the scatter below drops:
+    # -1 itself would be the last expert of the domain.
     inside = (placement >= first) & (placement < first + members * home)
     expert = jnp.where(inside, placement - first, members * home)
     holds = jnp.zeros((num_ranks, members * home), bool)
     holds = holds.at[iota(num_ranks)[:, None], expert].set(True, mode="drop")
+    # Stable, so that of equal loads the lower rank, and then the lower expert, goes first, as in the C++ planner.
     givers = jnp.argsort(load, axis=1, descending=True, stable=True).astype(jnp.int32)
     order = jnp.argsort(served, axis=2, descending=True, stable=True).astype(jnp.int32)
     order = order + (iota(members) * home)[None, :, None]
@@ -56,15 +69,15 @@ def queues_of(placement: Placement, quota: Quota, members: int) -> Queues:
 
 @pytree
 class _Attempt:
-    """One line per domain.
+    """Carries an attempt, one line per domain.
 
     Args:
-        place: in the queue; beyond its end when the surplus does not fit.
-        need: what the giver at this place has above the limit; 0 when nobody has any more.
-        left: what the expert at this place can still give.
-        room: what each rank has below the limit.
-        open: empty slots of each rank.
-        given: tokens by expert and rank.
+        place: the place in the queue that is next; beyond its end when the surplus does not fit.
+        need: the token copies that the giver at this place has above the limit; 0 when nobody has any more.
+        left: the token copies that the expert at this place can still give.
+        room: the token copies that each rank has below the limit.
+        open: the number of empty slots of each rank.
+        given: the token copies that were moved, by expert and rank.
     """
 
     place: Int[Array, "B"]
@@ -76,7 +89,17 @@ class _Attempt:
 
 
 def attempt(d: Queues, limit: Array, floor: Array) -> tuple[Int[Array, "B P M"], Bool[Array, "B"]]:
-    """The replicas under a limit, and whether the surplus fits into them; `floor` 0 is the dynamic one."""
+    """Makes the replicas under a limit, and says whether the surplus fits into them.
+
+    Args:
+        d: what `queues_of` returned.
+        limit: `[B]` int32, the token copies that a rank may serve.
+        floor: `[B]` int32, the least token copies of a replica; 0 stands for the dynamic floor, what is still to be
+            given shared by the ranks that could take some.
+
+    Returns:
+        The token copies that each rank takes of each expert, and whether no rank is above the limit any more.
+    """
     place = jnp.zeros_like(limit)
     start = _Attempt(
         place=place,
@@ -94,8 +117,9 @@ def attempt(d: Queues, limit: Array, floor: Array) -> tuple[Int[Array, "B P M"],
 
 
 def _replicate(d: Queues, limit: Array, floor: Array, a: _Attempt) -> _Attempt:
-    """One replica, or on to the next expert."""
+    """Makes one replica, or goes on to the next expert."""
     b, home = iota(limit.shape[0]), d.queue.shape[1] // d.givers.shape[1]
+    # A domain that is done stands beyond the end. It reads the last expert, and `tokens` is made 0 below.
     place = jnp.minimum(a.place, d.queue.shape[1] - 1)
     expert = d.queue[b, place]
     able = (a.room > 0) & (a.open > 0) & ~d.holds[b, expert] & (a.given[b, expert] == 0)
@@ -120,18 +144,18 @@ def _replicate(d: Queues, limit: Array, floor: Array, a: _Attempt) -> _Attempt:
 
 
 def _need(d: Queues, limit: Array, place: Array) -> Array:
-    """What the giver at this place has above the limit; 0 beyond the end."""
+    """Returns what the giver at this place has above the limit; 0 beyond the end."""
     b, home = iota(limit.shape[0]), d.queue.shape[1] // d.givers.shape[1]
     giver = d.givers[b, jnp.minimum(place // home, d.givers.shape[1] - 1)]
     return jnp.where(place < d.queue.shape[1], jnp.maximum(d.load[b, giver] - limit, 0), 0)
 
 
 def _left(d: Queues, place: Array) -> Array:
-    """What the home of the expert at this place can give: all but one token."""
+    """Returns what the home of the expert at this place can give: all but one token, as in the released code."""
     b = iota(place.shape[0])
     return jnp.maximum(d.served[b, d.queue[b, jnp.minimum(place, d.queue.shape[1] - 1)]] - 1, 0)
 
 
 def ceil_divide(value: Array, by: Array | int) -> Array:
-    """For `value >= 0` and `by >= 1`, without the sum that could overflow."""
+    """Divides and rounds up, for `value >= 0` and `by >= 1`, without the sum that could overflow."""
     return value // by + (value % by > 0).astype(jnp.int32)

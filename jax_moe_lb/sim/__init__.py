@@ -1,4 +1,7 @@
-"""The simulator: the same `System` and `Plan` with a clock instead of devices."""
+"""The simulator runs the same `System` and `Plan` with a clock instead of devices.
+
+Use it to see what a system would do on a machine that you do not have; `docs/simulator.md` says what it counts.
+"""
 
 from jax_moe_lb.sim.cluster import Cluster as Cluster
 from jax_moe_lb.sim.cluster import Links as Links

@@ -1,4 +1,4 @@
-"""A step of a system on a cluster: what it takes, what of it is exposed, and what travels."""
+"""`simulate` says of a step of a system on a cluster what it takes, what of that is exposed, and what travels."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,17 +20,17 @@ from jax_moe_lb.systems import System
 from jax_moe_lb.types import State
 
 States = list[list[State]]
-"""Of every layer's balancer, one per group of ranks."""
+"""What the balancer of every layer remembers, one state per group of ranks."""
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """All tasks of one stage in a step.
+    """Sums up all tasks of one stage in a step.
 
     Args:
-        busy_s: seconds that they take, each on its slowest rank.
-        exposed_s: seconds of them on the critical path. Over all stages these add up to the time of the step.
-        bytes: sent on all links of all levels together.
+        busy_s: the seconds that they take, each on its slowest rank.
+        exposed_s: the seconds of them on the critical path. Over all stages these add up to the time of the step.
+        bytes: the bytes that they send on all links of all levels together.
     """
 
     busy_s: float
@@ -39,20 +39,20 @@ class StageTime:
 
     @property
     def hidden_s(self) -> float:
-        """What other stages hide."""
+        """The seconds that other stages hide; at least 0."""
         return max(self.busy_s - self.exposed_s, 0.0)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank, of these layers alone; no attention, no optimizer state.
+    """Counts the bytes on one rank, of these layers alone: no attention, no optimizer state.
 
     Args:
-        weights: home experts of all layers.
-        replicas: slots beyond them, weights and gradients, which all layers share; gathered experts, of all layers
-            if they are kept, else of two; and what a codec remembers of all layers.
-        buffers: rows that a rank receives in one round, twice: as they come, and as they leave.
-        kept: token copies between forward and backward, of all layers.
+        weights: the bytes of the home experts of all layers.
+        replicas: the bytes of slots beyond them, weights and gradients, which all layers share; of gathered experts, of
+            all layers if they are kept, else of two; and of what a codec remembers of all layers.
+        buffers: the bytes of the rows that a rank receives in one round, twice: as they come, and as they leave.
+        kept: the bytes of token copies that all layers keep between forward and backward.
     """
 
     weights: float
@@ -62,24 +62,24 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The bytes of all four together."""
         return self.weights + self.replicas + self.buffers + self.kept
 
 
 @dataclass(frozen=True)
 class Report:
-    """A simulated step.
+    """Reports a simulated step.
 
     Args:
-        step_s: from start to end.
-        stages: by name, in the order in which they first happen.
-        level_bytes: sent on all links of each level, by its name.
-        imbalance_before: `max / mean` of the load at home, mean over layers; 1 for uniform routing.
-        imbalance_after: likewise, under the plans.
-        rounds: most rounds of any layer.
-        memory: of one rank.
-        timeline: all tasks.
-        states: those of the balancers, for the next step.
+        step_s: the time of the step from start to end, in seconds.
+        stages: the time of each stage by its name, in the order in which they first happen.
+        level_bytes: the bytes sent on all links of each level, by its name.
+        imbalance_before: `max / mean` of the load at home, the mean over layers; 1 for uniform routing.
+        imbalance_after: `max / mean` of the load under the plans, the mean over layers; 1.05 or less is usual.
+        rounds: the most rounds of any layer; 1 is usual under good plans.
+        memory: the bytes on one rank.
+        timeline: all tasks with their times.
+        states: what the balancers remember, for the next step.
     """
 
     step_s: float
@@ -117,7 +117,7 @@ def simulate(
         states: those of the report of the step before, for balancers that keep history.
 
     Raises:
-        ValueError: counts of another shape, or what the balancer refuses.
+        ValueError: counts of another shape, or counts that the balancer refuses.
 
     Examples:
         >>> from jax_moe_lb import greedy
@@ -135,6 +135,7 @@ def simulate(
         works.append(work)
         after.append(state)
     start = [imbalance(load(plain_plan(layer, cluster.topology()))) for layer in counts]
+    # Fewer recorded layers than the model has are taken in turn, which costs no more plans.
     layers = [works[at % len(works)] for at in range(model.layers)]
     memory = _memory(system, model, cluster, migration)
     return _report(layers, model, cluster, step, float(np.mean(start)), memory, after)
@@ -181,6 +182,9 @@ def replay(
 def mean_report(reports: Sequence[Report]) -> Report:
     """Averages times, bytes and imbalances over steps, with the most rounds, and the last step's timeline and states.
 
+    Args:
+        reports: at least one, of the same system and cluster, as `replay` makes them.
+
     Examples:
         >>> import numpy as np
         >>> from jax_moe_lb import plain
@@ -196,6 +200,7 @@ def mean_report(reports: Sequence[Report]) -> Report:
         return float(np.mean(list(values)))
 
     names = dict.fromkeys(name for report in reports for name in report.stages)
+    # A stage that a step lacks, as a step without replicas does, counts as 0 in the mean.
     nothing = StageTime(0.0, 0.0, 0.0)
     stages = {}
     for name in names:
@@ -222,6 +227,12 @@ def simulate_uniform(
     """Simulates a step of plain expert parallelism, or HybridEP, under uniform routing, on any number of ranks.
 
     Use it where nobody could hold the counts of all ranks; `uniform.py` says what it assumes.
+
+    Args:
+        model: the sizes of its layers.
+        cluster: the machine.
+        migration: which experts are gathered in expert domains before (HybridEP); none by default.
+        step: which passes it has; forward and backward by default.
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape
@@ -272,6 +283,7 @@ def _report(
 
 def _memory(system: System, model: ModelShape, cluster: Cluster, migration: Migration) -> Memory:
     home, gathered = model.experts // cluster.num_ranks * model.expert_bytes, migration.gathered_bytes(model, cluster)
+    # Experts that are gathered again need two sets: one in use and the next layer's on its way.
     held = gathered * (2 if migration.gather_again else model.layers)
     if migration.codec.remembers:
         held += model.layers * (gathered + home)
@@ -293,4 +305,5 @@ def _checked(counts: Any, model: ModelShape, cluster: Cluster) -> Int[np.ndarray
         )
     if not np.issubdtype(counts.dtype, np.integer):
         raise ValueError(f"counts has dtype {counts.dtype}; expected integers")
+    # Planners count in int32.
     return counts.reshape(-1, *counts.shape[-2:]).astype(np.int32)

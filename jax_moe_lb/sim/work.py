@@ -1,4 +1,4 @@
-"""What one layer does: bytes on links and rows in slots, out of the plans of a `System`."""
+"""`layer_work` says what one layer does, in bytes on links and rows in slots, out of the plans of a `System`."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -19,12 +19,12 @@ from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.types import Counts, State
 
 ERROR_WORDS = 4
-"""Integers that travel with each rank's counts; see `pipeline.count`."""
+"""The number of integers that travel with each rank's counts and say what its router got wrong: `pipeline.count`."""
 
 
 @dataclass(frozen=True)
 class Migration:
-    """HybridEP's gather of experts inside expert domains, before tokens are known (`transport/migrate.py`).
+    """Describes HybridEP's gather of experts inside expert domains, before tokens are known (`transport/migrate.py`).
 
     Give it to `simulate` to have experts travel where links are slow; the default gathers nothing.
 
@@ -52,10 +52,13 @@ class Migration:
     mean_travels: bool = True
 
     def sizes(self, cluster: Cluster) -> tuple[int, ...]:
-        """`S` of every level of the cluster.
+        """Returns the size of an expert domain at every level of the cluster, outermost first.
+
+        Args:
+            cluster: the machine.
 
         Raises:
-            ValueError: another number of levels, or no divisors of their sizes.
+            ValueError: `domain_sizes` has another number of levels, or no divisors of their sizes.
         """
         sizes = self.domain_sizes or (1,) * len(cluster.levels)
         members = tuple(level.size for level in cluster.levels)
@@ -64,19 +67,24 @@ class Migration:
         return sizes
 
     def gathered_bytes(self, model: ModelShape, cluster: Cluster) -> int:
-        """Of the experts that a rank holds beyond its home experts, in each layer."""
+        """Returns the bytes of the experts that a rank holds beyond its home experts, in each layer.
+
+        Args:
+            model: the sizes of the layer.
+            cluster: the machine.
+        """
         others = math.prod(self.sizes(cluster)) - 1
         return model.experts // cluster.num_ranks * others * model.expert_bytes
 
 
 @dataclass(frozen=True)
 class Wave:
-    """Token copies that are served together.
+    """Holds token copies that are served together.
 
     Args:
         dispatch: the exchanges that bring them to their ranks, one after the other.
-        rows: of each slot of each rank; one line where all ranks have the same.
-        rounds: how often the receive buffer is filled.
+        rows: `[R, S]`, the rows of each slot of each rank; one line where all ranks have the same.
+        rounds: how often the receive buffer is filled; 1 is usual under a good plan.
     """
 
     dispatch: tuple[Flow, ...]
@@ -86,21 +94,22 @@ class Wave:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """One layer of one microbatch.
+    """Holds what one layer does in one microbatch; `Scheduler` puts it on a timeline.
 
     Args:
-        gather: the shared expert's all-reduce, and experts inside their domains, level by level; needs no counts.
-        gather_home: their gradients' way back.
-        gather_again: see `Migration`.
-        counts: the all-gather of the load; with `address`, which waits for the plan.
-        address: see above.
-        planner_s: from counts to plan.
-        replicate: weights into slots; `None`: there are no replicas.
-        return_home: gradients of replicas.
-        engine: whether weights are copied by copy engines.
+        gather: the exchanges that gather experts in expert domains, level by level, after the all-reduce of the shared
+            expert where there is one; they need no counts.
+        gather_home: the exchanges that bring the gradients of gathered experts home.
+        gather_again: whether the backward pass gathers again; see `Migration`.
+        counts: the all-gather of the counts.
+        address: the exchange in which ranks say where their rows are; it waits for the plan.
+        planner_s: the time from counts to plan, in seconds; 0 where the placement does not depend on the load.
+        replicate: the exchange that copies weights into slots; `None` where there are no replicas.
+        return_home: the exchange that brings the gradients of replicas home; `None` where there are none.
+        engine: whether weights are copied by copy engines, which products do not wait for.
         early: whether weights travel before counts are known, as the placement does not depend on them.
-        waves: of tokens. With two, the first needs no plan.
-        load: token copies that each rank serves.
+        waves: the waves of tokens, in order. With two, the first needs no plan.
+        load: `[R]`, the token copies that each rank serves.
     """
 
     gather: tuple[Flow, ...]
@@ -125,15 +134,17 @@ def layer_work(
     migration: Migration = Migration(),
     states: list[State] | None = None,
 ) -> tuple[LayerWork, list[State]]:
-    """One layer under a system, from its own plans.
+    """Computes the work of one layer under a system, from its own plans.
+
+    `simulate` calls it for every layer; call it yourself to look at flows and rows without a clock.
 
     Args:
-        system: strategies.
-        model: sizes of rows and experts.
-        cluster: ranks and links.
-        counts: `[R, E]`, all ranks of the cluster, experts by home.
-        migration: of experts, before.
-        states: of the balancer, one per group; `None`: of `init`.
+        system: the strategies.
+        model: the sizes of rows and experts.
+        cluster: the ranks and their links.
+        counts: `[R, E]` int32, the token copies that each rank of the cluster routes to each expert, experts by home.
+        migration: which experts are gathered before; none by default.
+        states: what the balancer remembers, one state per group; `None` before the first step.
 
     Returns:
         The work, and the new states.
@@ -152,7 +163,7 @@ def layer_work(
 
 @dataclass(frozen=True)
 class _Part:
-    """Of one group: matrices over the cluster's ranks."""
+    """Holds the work of one group of ranks, in matrices over the cluster's ranks."""
 
     ranks: Int[np.ndarray, "R"]
     waves: list[tuple[tuple[np.ndarray, ...], np.ndarray, int]]
@@ -164,7 +175,7 @@ class _Part:
 def _part(system: System, model: ModelShape, group: Group, plan: Plan, waves: list[tuple[Counts, Plan]]) -> _Part:
     topology, moved = group.cluster.topology(group.sizes), []
     for wave_counts, wave_plan in waves:
-        # As bytes they need more than 32 bits.
+        # In 64 bits, because these rows times their bytes exceed 32.
         rows = rows_between(wave_counts, wave_plan).astype(np.int64)
         matrices = system.dispatch.hops(rows, wave_plan, topology)
         moved.append((tuple(map(group.spread, matrices)), rows_per_slot(wave_plan), _rounds(system, model, wave_plan)))
@@ -178,7 +189,12 @@ def _rounds(system: System, model: ModelShape, plan: Plan) -> int:
 
 
 def receive_capacity(system: System, model: ModelShape) -> int:
-    """`A`, rows that a rank receives in one round."""
+    """Returns `A`, the rows that a rank can receive in one round.
+
+    Args:
+        system: its dispatch sets the headroom.
+        model: its tokens and choices say how many copies a rank has.
+    """
     return system.dispatch.capacity(model.tokens * model.per_token)
 
 
@@ -194,6 +210,7 @@ def _merged(
         for part in parts:
             by_rank[part.ranks] = part.waves[at][1]
         dispatch = [on_links((p.waves[at][0][hop] for p in parts), model.row_bytes) for hop in range(len(matrices))]
+        # All groups wait for the one with the most rounds, as `agreed` makes them do between processes.
         waves.append(Wave(tuple(dispatch), by_rank, max(part.waves[at][2] for part in parts)))
     loads = np.zeros(cluster.num_ranks, np.int64)
     for part in parts:
@@ -215,7 +232,18 @@ def _merged(
 def shared_work(
     model: ModelShape, cluster: Cluster, migration: Migration, num_experts: int, dispatch: Dispatch
 ) -> LayerWork:
-    """What does not depend on the load: gathers, and the exchange of counts."""
+    """Computes the work that does not depend on the load: gathers, and the exchanges of counts and addresses.
+
+    Args:
+        model: the sizes of rows and experts.
+        cluster: the ranks and their links.
+        migration: which experts are gathered before.
+        num_experts: `E`.
+        dispatch: it says how much a rank tells every other of where its rows are.
+
+    Returns:
+        Work without waves, planner or replicas, which the caller puts in.
+    """
     sizes = migration.sizes(cluster)
     inside = tuple(level.size // size for level, size in zip(cluster.levels, sizes, strict=True))
     members, num_home = math.prod(inside), num_experts // cluster.num_ranks
@@ -225,6 +253,7 @@ def shared_work(
         gather=(*_mean(model, migration, cluster), *_gather(travelling, sizes, cluster)),
         gather_home=_gather(returning, sizes, cluster),
         gather_again=migration.gather_again,
+        # An all-gather of `E + 4` integers of 4 bytes: on links it is each rank sending the same to each.
         counts=all_to_all(4.0 * members * (num_experts + ERROR_WORDS), inside, cluster),
         address=all_to_all(float(members * dispatch.address_bytes), inside, cluster),
         planner_s=0.0,
@@ -238,13 +267,16 @@ def shared_work(
 
 
 def _mean(model: ModelShape, migration: Migration, cluster: Cluster) -> tuple[Flow, ...]:
-    """The all-reduce of the shared expert, of which encoded ones are the difference."""
+    """Returns the all-reduce of the shared expert, which a codec needs to encode experts as differences from it."""
     wanted = migration.codec.shares and migration.mean_travels and math.prod(migration.sizes(cluster)) > 1
     return (all_reduce(float(model.expert_bytes), cluster),) if wanted else ()
 
 
 def _gather(num_bytes: float, sizes: tuple[int, ...], cluster: Cluster) -> tuple[Flow, ...]:
-    """From the outermost level inwards; each level forwards what the outer ones brought."""
+    """Gathers from the outermost level inwards; each level forwards what the outer ones brought.
+
+    So every expert crosses the slow outer links once for each domain member there, and not once for each rank.
+    """
     flows, held = [], num_bytes
     for at, size in enumerate(sizes):
         if size > 1:

@@ -1,4 +1,4 @@
-"""Moving token copies straight to the ranks that serve them, and their outputs back.
+"""`Direct` moves token copies straight to the ranks that serve them, and their outputs back.
 
 The sender sorts its copies by destination rank and slot. A receiver's stream is the
 copies of rank 0, then of rank 1, and so on; round `i` takes `A` rows of it, so that
@@ -27,14 +27,14 @@ PerRank = Int[Array, "R"]
 
 @pytree
 class DirectReceipt(Receipt):
-    """Which copies went where: returned by `Direct.address`, read by everything after it.
+    """Says which copies go where. `Direct.address` returns it; `send`, `send_back` and `combine` read it.
 
     Args:
-        sent: copies for each rank.
-        first_sent: where they start in the sending order.
-        first_landed: where they start in the stream of that rank.
-        arriving: copies from each rank for each of this rank's slots.
-        first_at_source: where the copies from each rank start in its sending order.
+        sent: `[R]` int32, how many copies this rank sends to each rank.
+        first_sent: `[R]` int32, where those copies start in the sending order.
+        first_landed: `[R]` int32, where those copies start in the stream of the rank that receives them.
+        arriving: `[R, S]` int32, how many copies come from each rank for each of this rank's slots.
+        first_at_source: `[R]` int32, where the copies for this rank start in the sending order of each rank.
     """
 
     sent: PerRank
@@ -46,10 +46,10 @@ class DirectReceipt(Receipt):
 
 @dataclass(frozen=True)
 class Direct(Dispatch[DirectReceipt]):
-    """Token copies go straight to the rank that serves them.
+    """Sends token copies straight to the rank that serves them.
 
-    It is the default. Take `Spray` where nodes have several network interfaces, `Staged` where tokens shall not wait for
-    the plan.
+    It is the default. Take `Spray` where nodes have several network interfaces, and `Staged` where tokens shall not
+    wait for the plan.
 
     Examples:
         >>> Direct(headroom=1.05).capacity(4096 * 8)  # rows of the receive buffer, for 4096 tokens of 8 experts each
@@ -71,31 +71,35 @@ class Direct(Dispatch[DirectReceipt]):
         arriving = arriving_rows(counts, plan, me)
         sent = going.sum(0, dtype=jnp.int32)
         first_sent, first_in_stream = starts(sent), starts(arriving.sum(1, dtype=jnp.int32))
-        # Each rank tells the others where their rows are in its stream and in its sending order.
+        # Each rank tells the others where their rows are in its stream and in its sending order. A rank computes its
+        # own part of the split alone, since nothing of shape `[E, R, R]` shall exist, so it cannot know these.
         told = jax.lax.all_to_all(jnp.stack([first_in_stream, first_sent], 1), axes, 0, 0, tiled=True)
         capacity = self.capacity(num_copies)
         return DirectReceipt(
             order=order,
+            # A permutation is inverted by one scatter of unique indices, which is cheaper than sorting it again.
             place=jnp.zeros_like(order).at[order].set(iota(num_copies)),
             sent=sent,
             first_sent=first_sent,
             first_landed=told[:, 0],
             arriving=arriving,
             first_at_source=told[:, 1],
+            # Of the highest load of any rank, so that all ranks take as many and every exchange finds its partners.
             rounds=agreed((load(plan).max() + capacity - 1) // capacity, axes),
         )
 
     def send(
         self, copies: Copies, receipt: DirectReceipt, i: Int[Array, ""], topology: Topology
     ) -> tuple[Rows, GroupSizes]:
-        """Round `i` of the exchange: the rows that this rank serves, sorted by slot, and the rows of each slot.
+        """Makes round `i`: the rows that this rank serves, sorted by slot, and the rows of each slot.
 
-        Rows beyond the last group are 0.
+        Rows beyond the last group are 0. See `Exchange.send`.
         """
         capacity = self.capacity(copies.shape[0])
         going, coming = _departures(receipt, i, capacity), landings(receipt.arriving, i, capacity)
         rows = ragged_all_to_all(
             copies,
+            # Zeros and not memory that nobody wrote, because rows beyond the last group are promised to be 0.
             jnp.zeros_like(copies, shape=(capacity, copies.shape[1])),
             input_offsets=receipt.first_sent + going.start,
             send_sizes=going.size,
@@ -104,17 +108,19 @@ class Direct(Dispatch[DirectReceipt]):
             axis_name=topology.expert_axes,
             site="dispatch",
         )
+        # Rows arrive by source, each source's sorted by slot; products want them by slot.
         return rows[by_slot(coming, capacity)], coming.sum(0, dtype=jnp.int32)
 
     def send_back(
         self, rows: Rows, receipt: DirectReceipt, i: Int[Array, ""], out: Copies, topology: Topology
     ) -> Copies:
-        """The reverse of `send`: writes the outputs of round `i` into `out`, in the sending order."""
+        """Writes the outputs of round `i` into `out`, in the sending order: the transpose of `send`."""
         capacity = rows.shape[0]
         going, coming = _departures(receipt, i, capacity), landings(receipt.arriving, i, capacity)
         by_source = jnp.zeros_like(rows).at[by_slot(coming, capacity)].set(rows)
         per_source = coming.sum(1, dtype=jnp.int32)
         first_in_stream = starts(receipt.arriving.sum(1, dtype=jnp.int32))
+        # What earlier rounds brought of a source's copies has been sent back by them.
         skipped = jnp.maximum(i * capacity - first_in_stream, 0)
         return ragged_all_to_all(
             by_source,
@@ -130,13 +136,15 @@ class Direct(Dispatch[DirectReceipt]):
 
 @dataclass(frozen=True)
 class _Slice:
-    """Of the copies for each rank, those that travel in one round."""
+    """Says which of the copies for each rank travel in one round."""
 
     start: PerRank
     size: PerRank
 
 
 def _departures(receipt: DirectReceipt, i: Int[Array, ""], capacity: int) -> _Slice:
+    # The round's window on the receiver's stream, seen from this rank's part of it. Clipped, it is empty where the two
+    # do not meet, so every round can be computed in the same shapes.
     start = jnp.clip(i * capacity - receipt.first_landed, 0, receipt.sent)
     end = jnp.clip((i + 1) * capacity - receipt.first_landed, 0, receipt.sent)
     return _Slice(start, end - start)

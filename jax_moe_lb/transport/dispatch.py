@@ -1,4 +1,4 @@
-"""What a dispatch is: it serves. It sends token copies to the ranks that serve them, and brings the outputs back."""
+"""A dispatch serves: it sends token copies to the ranks that serve them, and brings the outputs back."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,11 +19,11 @@ from jax_moe_lb.types import Counts, State, Tokens
 
 
 class Routed(NamedTuple):
-    """What is known before there is a plan.
+    """Holds what is known before there is a plan: where the tokens want to go.
 
     Args:
-        experts: the expert of each copy of this rank, `NO_EXPERT` for one that goes nowhere.
-        counts: `[R, E]`, the load of all ranks.
+        experts: `[T, K]` int32, the expert of each copy of this rank, `NO_EXPERT` for one that goes nowhere.
+        counts: `[R, E]` int32, the copies that each rank routes to each expert; equal on all ranks.
     """
 
     experts: Int[Array, "T K"]
@@ -31,13 +31,14 @@ class Routed(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What a dispatch has done.
+    """Holds what a dispatch has done.
 
     Args:
-        copies: outputs of the experts, in the sending order of `receipt`; 0 for copies that go nowhere.
-        receipt: which copy stands where in that order.
-        plan: who served them.
-        rounds: how often the receive buffer was filled, over all waves.
+        copies: `[T * K, H]`, the outputs of the experts in the sending order of `receipt`; 0 for copies that go
+            nowhere.
+        receipt: it says which copy stands where in that order.
+        plan: the legal plan by which they were served.
+        rounds: int32, how often the receive buffer was filled, over all waves; 1 is usual under a good plan.
     """
 
     copies: Copies
@@ -48,10 +49,11 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True)
 class Dispatch(Exchange[ReceiptT]):
-    """How tokens are served. Write the methods of an `Exchange`; then this serves in rounds of it.
+    """Serves tokens. Write the methods of an `Exchange`; then this serves in rounds of it.
 
-    A dispatch that computes before there is a plan overrides `serve`, as `Staged` does, and `waves` with it. The other
-    methods tell the simulator what moves, so that it needs to know no dispatch by name.
+    Take `Direct`, `Spray` or `Staged`, or write one when rows can travel in a better way than theirs. A dispatch that
+    computes before there is a plan overrides `serve`, as `Staged` does, and `waves` with it. The other methods tell the
+    simulator what moves, so that it needs to know no dispatch by name.
 
     Examples:
         >>> from jax_moe_lb import Direct, Spray, Staged
@@ -74,14 +76,14 @@ class Dispatch(Exchange[ReceiptT]):
         """Brings every copy of every token to its expert and back; the base form plans first, then serves in rounds.
 
         Args:
-            x: the tokens of this rank.
-            routed: where they go.
+            x: `[T, H]`, the tokens of this rank.
+            routed: which experts they go to, and the counts of all ranks.
             experts: the `L` home experts of this rank.
-            plan: what the balancer starts from.
+            plan: the plan that the balancer starts from, that of plain expert parallelism.
             state: what the balancer remembers.
-            balancer: edits the plan.
-            replicate: fills the slots.
-            topology: its expert axes.
+            balancer: it edits the plan.
+            replicate: it fills the slots.
+            topology: its expert axes are the ranks that serve together.
 
         Returns:
             What was served, by a legal plan, and the balancer's new state.
@@ -95,13 +97,15 @@ class Dispatch(Exchange[ReceiptT]):
         return Served(copies, receipt, plan, receipt.rounds), state
 
     def waves(self, counts: Counts, start: Plan, plan: Plan, balancer: Balancer) -> list[tuple[Counts, Plan]]:
-        """What is served together, wave by wave, on a host: one wave of everything, by default.
+        """Says what is served together, wave by wave, on a host: one wave of everything, by default.
+
+        The simulator asks for it. Override it together with `serve`.
 
         Args:
-            counts: `[R, E]`, NumPy's.
-            start: what the balancer started from.
-            plan: what the balancer made of it, NumPy's.
-            balancer: the one that did.
+            counts: `[R, E]` integers of NumPy, the copies that each rank routes to each expert.
+            start: the plan that the balancer started from.
+            plan: the plan that the balancer made of it, in NumPy arrays.
+            balancer: the balancer that made it.
 
         Returns:
             The counts and the plan of each wave. All but the last need no plan.
@@ -114,12 +118,14 @@ class Dispatch(Exchange[ReceiptT]):
         return [(counts, plan)]
 
     def hops(self, rows: Int[np.ndarray, "R R"], plan: Plan, topology: Topology) -> tuple[Int[np.ndarray, "R R"], ...]:
-        """The exchanges, one after the other, by which rows come to the ranks that serve them, on a host.
+        """Says by which exchanges, one after the other, rows come to the ranks that serve them, on a host.
+
+        The simulator asks for it. Override it where rows pass other ranks on their way, as in `Spray`.
 
         Args:
-            rows: token copies from rank to rank, of `rows_between`.
-            plan: the plan of their wave, NumPy's.
-            topology: its nodes and rails.
+            rows: `[R, R]` integers, the token copies from rank to rank, as `rows_between` counts them.
+            plan: the plan of their wave, in NumPy arrays.
+            topology: it says which ranks share a node, and how many rails a node has.
 
         Returns:
             What each rank sends to each in every exchange: by default one exchange, in which rows go straight there.
@@ -129,5 +135,8 @@ class Dispatch(Exchange[ReceiptT]):
 
     @property
     def address_bytes(self) -> int:
-        """What a rank tells every other of where its rows are, in bytes per layer; two integers by default."""
+        """The bytes in which a rank tells every other where its rows are, per layer: two integers of 4 by default.
+
+        The simulator asks for it.
+        """
         return 8

@@ -1,4 +1,4 @@
-"""What an exchange of token copies is: there in rounds, each of as many rows as a rank can receive, and back."""
+"""An exchange moves token copies there, in rounds of as many rows as a rank can receive, and their outputs back."""
 
 import abc
 import math
@@ -18,13 +18,13 @@ Copies = Float[Array, "C H"]
 
 @pytree
 class Receipt:
-    """Which copies go where. `Exchange.address` returns it; each exchange has a subclass with what it needs itself.
+    """Says which copies go where. `Exchange.address` returns it; each exchange adds what it needs in a subclass.
 
     Args:
-        order: the copy, `token * K + k`, that stands at each place of the sending order.
-        place: the inverse of `order`: the place of each copy.
-        rounds: how often `A` rows are needed by the rank with the highest load. Where all groups must take part in
-            an exchange, it is the highest number of any group.
+        order: `[C]` int32, the copy, `token * K + k`, that stands at each place of the sending order.
+        place: `[C]` int32, the inverse of `order`: the place of each copy.
+        rounds: int32, how often `A` rows are needed by the rank with the highest load. Where all groups must take part
+            in an exchange, it is the highest number of any group.
     """
 
     order: Int[Array, "C"]
@@ -37,7 +37,9 @@ ReceiptT = TypeVar("ReceiptT", bound=Receipt)
 
 @dataclass(frozen=True)
 class Exchange(abc.ABC, Generic[ReceiptT]):
-    """How token copies travel. `send` and `send_back` are each other's transposes, and gradients rely on it.
+    """Moves token copies. `send` and `send_back` are each other's transposes, and gradients rely on it.
+
+    Derive from `Dispatch`, which serves by it; this class alone says what `in_rounds` needs.
 
     Args:
         headroom: rows that a rank can receive in one round, over the mean: `A = ceil(headroom * T * K)`. What does not
@@ -52,7 +54,12 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
             raise ValueError(f"headroom is {self.headroom}; expected a finite number above 0")
 
     def capacity(self, num_copies: int) -> int:
-        """The rows `A` that a rank can receive in one round, if every rank has `num_copies = T * K` copies."""
+        """Computes the rows `A` that a rank can receive in one round.
+
+        Args:
+            num_copies: `T * K`, the copies of every rank, and so the mean of what a rank receives.
+        """
+        # At least 1, so that a rank without tokens does not divide by 0 when it counts rounds.
         return max(1, math.ceil(self.headroom * num_copies))
 
     @abc.abstractmethod
@@ -60,10 +67,10 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
         """Decides for every copy of this rank where it goes.
 
         Args:
-            experts: the expert of each copy, `NO_EXPERT` for one that goes nowhere.
-            counts: `[R, E]`, the load of all ranks.
-            plan: equal on all ranks.
-            topology: its expert axes.
+            experts: `[T, K]` int32, the expert of each copy, `NO_EXPERT` for one that goes nowhere.
+            counts: `[R, E]` int32, the copies that each rank routes to each expert.
+            plan: the plan, legal for `counts` and equal on all ranks.
+            topology: its expert axes are the ranks that copies travel between.
 
         Returns:
             A receipt of this exchange's own kind, which `send` and `send_back` read.
@@ -77,8 +84,25 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
         """Makes round `i`: the rows that this rank serves, sorted by slot, and the rows of each slot.
 
         Rows beyond the last group are 0.
+
+        Args:
+            copies: `[C, H]`, what this rank sends, in the sending order: copies, or gradients of their outputs.
+            receipt: what `address` returned.
+            i: int32, the number of the round, from 0.
+            topology: that of `address`.
+
+        Returns:
+            `[A, H]`, and `[S]` int32.
         """
 
     @abc.abstractmethod
     def send_back(self, rows: Rows, receipt: ReceiptT, i: Int[Array, ""], out: Copies, topology: Topology) -> Copies:
-        """The reverse of `send`: writes the outputs of round `i` into `out`, in the sending order."""
+        """Writes the outputs of round `i` into `out`, in the sending order: the transpose of `send`.
+
+        Args:
+            rows: `[A, H]`, one output for each row that `send` returned in this round.
+            receipt: what `address` returned.
+            i: int32, the number of the round, from 0.
+            out: `[C, H]`, the outputs of earlier rounds; rows of other rounds stay as they are.
+            topology: that of `address`.
+        """

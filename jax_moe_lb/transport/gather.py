@@ -1,4 +1,4 @@
-"""Weights into slots straight from their homes, by XLA's collectives; gradients return the same way."""
+"""`Gather` copies weights into slots straight from their homes, by XLA's collectives; gradients return the same way."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from jax_moe_lb.transport.replicate import Replicate
 
 @dataclass(frozen=True)
 class Gather(Replicate):
-    """Every slot copies its expert from the expert's home.
+    """Copies the expert of every slot from the expert's home.
 
     It is the default and runs everywhere, also between processes; `ops/fetch.py` says how. Take `PeerCopy` where copies
     shall run beside the experts' products, and `Relay` where some experts have many replicas.
@@ -26,7 +26,7 @@ class Gather(Replicate):
     """
 
     def start(self, experts: Experts, plan: Plan, topology: Topology) -> Experts:
-        """Fetches the replicas at once.
+        """Fetches the replicas at once; see `Replicate.start`.
 
         Raises:
             ValueError: the plan asks for relays.

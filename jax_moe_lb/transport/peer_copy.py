@@ -1,4 +1,4 @@
-"""Weights into slots by copies that need no compute of the ranks they come from."""
+"""`PeerCopy` fills slots by copies that need no compute of the ranks they come from."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from jax_moe_lb.transport.replicate import Replicate
 
 @dataclass(frozen=True)
 class PeerCopy(Replicate):
-    """Every slot copies its expert from home, or from the rank that `plan.relay` names, on copy engines.
+    """Copies the expert of every slot from home, or from the rank that `plan.relay` names, on copy engines.
 
     Take it inside one NVLink domain, above all with `Staged`, whose first wave hides the copies. All kinds of weights
     travel in one call; `ops/copy_expert_weights.py` says how. Copies equal those of `Gather`. Gradients are added by
@@ -42,7 +42,7 @@ class PeerCopy(Replicate):
     chunk_bytes: int = 1 << 20
 
     def start(self, experts: Experts, plan: Plan, topology: Topology) -> Pending:
-        """Begins the copies of the replicas."""
+        """Begins the copies of the replicas; they may still be under way when it returns. See `Replicate.start`."""
         relay = None if plan.relay is None else _of_replicas(plan.relay, plan)
         return start(experts, _of_replicas(plan.placement, plan), relay, route=self.route(topology))
 
@@ -51,21 +51,24 @@ class PeerCopy(Replicate):
         return join(pending, after)
 
     def sum_at_home(self, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
-        """Adds the gradients of all replicas at home, by rank, then by slot."""
+        """Adds the gradients of all replicas at home, by rank, then by slot, whatever the relays.
+
+        That order depends on the plan alone, so equal gradients give equal bits in every run.
+        """
         leaves, tree = jax.tree.flatten(gradients)
         wanted = _of_replicas(plan.placement, plan)
         return jax.tree.unflatten(tree, sum_at_home(tuple(leaves), wanted, plan.num_home, self.route(topology)))
 
     def route(self, topology: Topology) -> Route:
-        """All ranks of the group, which copy from each other: a planner in C++ may start the copies itself."""
+        """Returns all ranks of the group, which copy from each other: a planner in C++ may start the copies itself."""
         return Route(topology.expert_axes, "PeerCopy", self.timeout_s, self.chunk_bytes)
 
     @property
     def uses_copy_engines(self) -> bool:
-        """True."""
+        """True: products run beside these copies."""
         return True
 
 
 def _of_replicas(slots: Int[Array, "R S"], plan: Plan) -> Wanted:
-    """The columns of the slots beyond the home experts."""
+    """Cuts out the columns of the slots beyond the home experts."""
     return slots[:, plan.num_home :]

@@ -1,4 +1,4 @@
-"""Which rank sends how many rows to which, in every hop over the rails: on a host, for the simulator."""
+"""`rows_of_hops` counts which rank sends how many rows to which in every hop over the rails, for the simulator."""
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -6,16 +6,23 @@ from jaxtyping import Bool, Int
 from jax_moe_lb.plan import Plan
 
 Matrix = Int[np.ndarray, "R R"]
-"""From rank (row) to rank (column)."""
+"""Numbers of rows from rank (row of the matrix) to rank (column)."""
 
 
 def rows_of_hops(rows: Matrix, plan: Plan, ranks_per_node: int) -> tuple[Matrix, Matrix, Matrix]:
-    """Rows inside nodes, to their rail ranks too; along rails; and from rail ranks to the ranks that serve them.
+    """Counts the rows of the three hops by which `Spray` brings rows to the ranks that serve them.
+
+    `Spray.hops` is this. Where the sender is the rail rank itself, a row stands on the diagonal: it crosses no link.
 
     Args:
-        rows: token copies from rank to rank.
-        plan: its rails; without them rows travel along the rail of the rank that serves them.
-        ranks_per_node: ranks that share the rails of a node.
+        rows: the token copies from rank to rank.
+        plan: its `rails` say how many rows take which rail; without them rows travel along the rail of the rank that
+            serves them.
+        ranks_per_node: how many ranks share the rails of a node.
+
+    Returns:
+        Rows inside nodes, those to rail ranks included; rows along rails, between nodes; rows from rail ranks to the
+        ranks that serve them.
     """
     num_ranks, members = len(rows), ranks_per_node
     far = np.arange(num_ranks)[:, None] // members != np.arange(num_ranks)[None] // members
@@ -33,10 +40,12 @@ def rows_of_hops(rows: Matrix, plan: Plan, ranks_per_node: int) -> tuple[Matrix,
 
 
 def _by_rail_rank(rows: Matrix, plan: Plan, members: int, offset: int, far: Bool[np.ndarray, "R R"]) -> Matrix:
-    """Rows between nodes that pass by the rail ranks of one offset; `rail_hops.by_rail_rank` is the same, traced."""
+    """Counts the rows between nodes that pass by the rail ranks of one offset, as `rail_hops.by_rail_rank`, traced."""
     receiver = np.arange(len(rows))[None] % members
     if plan.rails is None:
         return np.where(far & (receiver == offset), rows, 0)
     sharing = members // plan.rails.shape[2]
+    # Where several ranks of a node share a rail, one of them takes all rows for a receiver, so that none is counted
+    # twice: the one whose place among them is that of the receiver among its own.
     takes = far & (receiver % sharing == offset % sharing)
     return np.where(takes, plan.rails[:, :, offset // sharing], 0)

@@ -1,4 +1,4 @@
-"""Replicating expert weights along relays, so that the home of a hot expert sends few copies of it."""
+"""`Relay` replicates expert weights along relays, so that the home of a hot expert sends few copies of it."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +14,10 @@ from jax_moe_lb.transport.replicate import Replicate
 
 @dataclass(frozen=True)
 class Relay(Replicate):
-    """UltraEP's adaptive relays (arXiv 2606.04101): of an expert with many replicas, some forward it to the others.
+    """Plans UltraEP's adaptive relays (arXiv 2606.04101): of an expert's many replicas, some forward it to the others.
+
+    Take it inside one NVLink domain where single experts have four replicas or more; elsewhere it does what `PeerCopy`
+    does.
 
     With `n` replicas these are `min(floor(sqrt(n)), max_relays, n - 1)`, on the ranks that send least so far; see
     `ffi/planning/relay.h`. All ranks plan the same trees from the placement. Slots hold what `PeerCopy` alone would
@@ -67,7 +70,10 @@ class Relay(Replicate):
         return self.copies.sum_at_home(gradients, plan, topology)
 
     def plan(self, plan: Plan) -> Plan:
-        """The same plan with relays, which follow from its placement alone, so that all ranks plan the same.
+        """Returns the plan with relays, which follow from its placement alone, so that all ranks plan the same.
+
+        Args:
+            plan: a plan without relays, equal on all ranks.
 
         Raises:
             ValueError: it has relays already.
@@ -79,5 +85,5 @@ class Relay(Replicate):
 
     @property
     def uses_copy_engines(self) -> bool:
-        """True: `copies` makes the copies."""
+        """Whether copy engines move the weights: yes, as `copies` makes the copies."""
         return self.copies.uses_copy_engines

@@ -1,4 +1,4 @@
-"""What a replication is: it fills slots with the weights of other ranks' experts, and brings their gradients home."""
+"""A replication fills slots with the weights of other ranks' experts, and brings their gradients home."""
 
 import abc
 from functools import partial
@@ -14,7 +14,7 @@ from jax_moe_lb.topology import Topology
 
 
 class Replicate(abc.ABC):
-    """How the weights of experts travel into slots.
+    """Moves the weights of experts into slots, and their gradients home.
 
     Write one when weights can travel in a better way than `Gather`'s. It is a frozen dataclass, because it is a static
     argument of `jax.jit`, and consists of three methods. `start` begins to copy, `join` waits for the copies, and
@@ -36,7 +36,7 @@ class Replicate(abc.ABC):
 
         Args:
             experts: the `L` home experts of this rank.
-            plan: equal on all ranks; its placement says which expert every slot holds.
+            plan: the plan, equal on all ranks; its placement says which expert every slot holds.
             topology: its expert axes are the ranks that weights travel between.
 
         Returns:
@@ -48,21 +48,22 @@ class Replicate(abc.ABC):
 
     @abc.abstractmethod
     def join(self, pending: Any, after: Any) -> Experts:
-        """The `S - L` replicas of this rank, once they are there; an empty slot is 0.
+        """Returns the `S - L` replicas of this rank, once they are there; an empty slot is 0.
 
         Args:
             pending: what `start` returned.
-            after: a pytree of arrays that is computed before, beside the copies.
+            after: a pytree of arrays that is computed before, beside the copies; `()` where there is nothing to wait
+                for.
         """
 
     @abc.abstractmethod
     def sum_at_home(self, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
-        """The sums over all replicas of each home expert's gradients: the transpose of `start` and `join`.
+        """Sums the gradients of each home expert over all its replicas: the transpose of `start` and `join`.
 
         Args:
-            gradients: those of the `S - L` replicas of this rank, in any floating-point dtype.
-            plan: that of `start`.
-            topology: that of `start`.
+            gradients: the gradients of the `S - L` replicas of this rank, in any floating-point dtype.
+            plan: the plan that `start` was given.
+            topology: the topology that `start` was given.
 
         Returns:
             `L` experts in the dtype of `gradients`, exactly 0 for one without replicas. Equal inputs must give equal
@@ -70,39 +71,48 @@ class Replicate(abc.ABC):
         """
 
     def __call__(self, experts: Experts, plan: Plan, topology: Topology) -> Experts:
-        """The weights of this rank's `S` slots: its home experts, then the replicas.
+        """Returns the weights of this rank's `S` slots: its home experts, then the replicas.
 
-        Differentiable in `experts`, by `sum_at_home`.
+        It is differentiable in `experts`, by `sum_at_home`.
 
         Args:
             experts: the `L` home experts of this rank.
-            plan: equal on all ranks.
-            topology: its expert axes.
+            plan: the plan, equal on all ranks.
+            topology: its expert axes are the ranks that weights travel between.
         """
+        # Without replica slots there is no exchange that all ranks would have to take part in.
         if plan.slots == plan.num_home:
             return experts
         replicas = _replicas(self, topology, experts, plan)
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), experts, replicas)
 
     def plan(self, plan: Plan) -> Plan:
-        """The plan with what this replication decides itself, such as relays; as it is, by default.
+        """Returns the plan with what this replication decides itself, such as relays; as it is, by default.
 
         The simulator asks for it, to know by which ranks weights travel.
+
+        Args:
+            plan: a legal plan with slots for replicas.
         """
         return plan
 
     def route(self, topology: Topology) -> Route | None:
-        """Between whom a planner in C++ may copy as soon as it has a plan; `None`, the default: it may not.
+        """Says between whom a planner in C++ may copy as soon as it has a plan; `None`, the default: it may not.
+
+        `Staged` asks for it, to plan and copy beside its first wave.
 
         Args:
-            topology: its expert axes.
+            topology: its expert axes are the ranks that weights travel between.
         """
         del topology
         return None
 
     @property
     def uses_copy_engines(self) -> bool:
-        """Whether copy engines move the weights, and not the links' own exchanges; no by default."""
+        """Whether copy engines move the weights, so that products run beside them; false by default.
+
+        The simulator asks for it.
+        """
         return False
 
 

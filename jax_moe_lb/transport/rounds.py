@@ -1,4 +1,7 @@
-"""As many rounds as the plan needs, forward and backward, in the memory of one."""
+"""`in_rounds` serves in as many rounds as the plan needs, forward and backward, in the memory of one.
+
+The order of copies has its own two functions here, `to_sending_order` and `combine`.
+"""
 
 from functools import partial
 
@@ -27,6 +30,8 @@ def in_rounds(
 ) -> Copies:
     """Brings every token copy to its expert, wherever the plan put it, and the outputs back.
 
+    `Dispatch.serve` calls it; use it in a `serve` of your own that has plan and receipt before it sends anything.
+
     The loop's length is known only at run time, so reverse mode cannot look into it: the
     backward pass runs the same rounds again. Each sends the copies and the gradients of
     their outputs, and returns the gradients of the copies. The number of rounds is
@@ -34,16 +39,16 @@ def in_rounds(
     Replicas are not kept for the backward pass either, but copied again by the same plan.
 
     Args:
-        copies: in the sending order of `receipt`.
-        experts: the home experts of this rank.
-        plan: it says what the slots hold.
+        copies: `[C, H]`, the token copies of this rank in the sending order of `receipt`.
+        experts: the `L` home experts of this rank.
+        plan: the plan, equal on all ranks; it says what the slots hold.
         receipt: what `exchange.address` returned for this plan.
         replicate: how weights travel.
         exchange: how copies travel.
-        topology: its expert axes.
+        topology: its expert axes are the ranks that copies and weights travel between.
 
     Returns:
-        The experts' outputs in the same order; 0 for copies that go nowhere.
+        `[C, H]`, the experts' outputs in the same order; 0 for copies that go nowhere.
     """
     slots = replicate(experts, plan, topology)
 
@@ -51,6 +56,7 @@ def in_rounds(
         rows, group_sizes = exchange.send(copies, receipt, i, topology)
         return exchange.send_back(grouped_ffn(rows, slots, group_sizes), receipt, i, out, topology)
 
+    # No round writes the rows of copies that go nowhere, which masked tokens have; they must be 0 and not garbage.
     return jax.lax.fori_loop(0, receipt.rounds, one_round, jnp.zeros_like(copies))
 
 
@@ -74,7 +80,8 @@ def _backward(
     upstream: Copies,
 ) -> tuple[Copies, Experts, None, None]:
     copies, experts, plan, receipt = saved
-    # Without the barrier XLA sees that the forward pass made the same replicas, and keeps those until now instead.
+    # Without the barrier XLA sees that the forward pass made the same replicas, and keeps those until now instead. It
+    # ties the weights to the gradients, which do not exist before the backward pass has come here.
     experts, upstream = jax.lax.optimization_barrier((experts, upstream))
     slots, sum_at_home = jax.vjp(lambda experts: replicate(experts, plan, topology), experts)
 
@@ -86,6 +93,7 @@ def _backward(
         copy_gradients = exchange.send_back(row_gradients, receipt, i, copy_gradients, topology)
         return copy_gradients, jax.tree.map(jnp.add, slot_gradients, gradients)
 
+    # Sums over rounds are kept in float32 at least, and rounded once: many small addends would be lost in bfloat16.
     zeros = jax.tree.map(lambda w: jnp.zeros_like(w, wide_dtype(w)), slots)
     copy_gradients, totals = jax.lax.fori_loop(0, receipt.rounds, one_round, (jnp.zeros_like(copies), zeros))
     slot_gradients = jax.tree.map(lambda g, w: g.astype(w.dtype), totals, slots)
@@ -97,7 +105,18 @@ in_rounds.defvjp(_save, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def to_sending_order(tokens: Tokens, receipt: Receipt, per_tok: int) -> Copies:
-    """The `K = per_tok` copies of each token. Its transpose gathers too, where autodiff would scatter."""
+    """Makes the `K` copies of each token, in the order in which they are sent.
+
+    It is a gather, and so is its transpose, for which autodiff would write a scatter.
+
+    Args:
+        tokens: `[T, H]`, the tokens of this rank.
+        receipt: it says which copy stands where.
+        per_tok: `K`, the experts of each token.
+
+    Returns:
+        `[T * K, H]`.
+    """
     return tokens[receipt.order // per_tok]
 
 
@@ -106,6 +125,8 @@ def _save_receipt(tokens: Tokens, receipt: Receipt, per_tok: int) -> tuple[Copie
 
 
 def _sum_copies(per_tok: int, receipt: Receipt, upstream: Copies) -> tuple[Tokens, None]:
+    # `place` puts the copies of a token side by side again, so their gradients are added along an axis, in the order of
+    # choices and in float32 at least: a scatter would add in no fixed order.
     by_token = upstream[receipt.place].reshape(-1, per_tok, upstream.shape[1])
     return by_token.sum(1, dtype=wide_dtype(upstream)).astype(upstream.dtype), None
 
@@ -115,18 +136,22 @@ to_sending_order.defvjp(_save_receipt, _sum_copies)
 
 @jax.custom_vjp
 def combine(copies: Copies, weights: Float[Array, "T K"], receipt: Receipt) -> Tokens:
-    """The weighted sum of each token's expert outputs, accumulated in the dtype of the weights.
+    """Computes the weighted sum of each token's expert outputs: the last step of a layer.
 
-    One gather per choice, added as it comes: XLA:CPU then never writes the `[T, K, H]`
+    It takes one gather per choice, added as it comes: XLA:CPU then never writes the `[T, K, H]`
     products, nor the copies in token order. The transpose gathers too.
 
     Args:
-        copies: in the sending order of `receipt`.
-        weights: of the routing.
-        receipt: of the dispatch.
+        copies: `[T * K, H]`, the experts' outputs in the sending order of `receipt`.
+        weights: `[T, K]`, the router's, in float32 at least; sums are kept in their dtype.
+        receipt: what the dispatch returned; it says where each copy stands.
+
+    Returns:
+        `[T, H]` in the dtype of `copies`.
     """
     place = receipt.place.reshape(weights.shape)
     total = jnp.zeros((weights.shape[0], copies.shape[1]), weights.dtype)
+    # Unrolled over the few choices, in their order, so that equal inputs give equal bits.
     for k in range(weights.shape[1]):
         total = total + copies[place[:, k]].astype(weights.dtype) * weights[:, k, None]
     return total.astype(copies.dtype)

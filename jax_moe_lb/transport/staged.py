@@ -1,4 +1,4 @@
-"""Two waves of tokens over one plan: those of static experts do not wait for it."""
+"""`Staged` serves tokens in two waves over one plan: those of static experts do not wait for it."""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ from jax_moe_lb.types import Counts, State, Tokens
 
 @dataclass(frozen=True)
 class Staged(Direct):
-    """`Direct` in two waves: tokens of static experts go home at once, those of dynamic experts follow with the plan.
+    """Serves as `Direct` in two waves: tokens of static experts go home at once, the others follow with the plan.
 
     Take it for a balancer that leaves some experts at home whatever the load of the others, as FEPLB does
     (`Balancer.dynamic`). Wave 1 needs neither plan nor copies of weights, and where the copies need no compute
@@ -57,13 +57,14 @@ class Staged(Direct):
         """Serves static copies while there is no plan, then the others; see `Dispatch.serve`."""
         dynamic = balancer.dynamic(plan)
         ways = Ways.of(self, balancer, replicate, plan, topology)
+        # A planner that runs beside wave 1 keeps no state, so there is nothing to ask the balancer for then.
         if ways.planner is None:
             plan, state = balancer.rebalance(routed.counts, plan, topology, state)
         copies, plan, waves = serve_in_waves(x, experts, routed, dynamic, plan, ways)
         return Served(copies, waves.dynamic, plan, waves.rounds), state
 
     def waves(self, counts: Counts, start: Plan, plan: Plan, balancer: Balancer) -> list[tuple[Counts, Plan]]:
-        """Static experts at home, then dynamic ones by the plan.
+        """Returns static experts at home, then dynamic ones by the plan; see `Dispatch.waves`.
 
         Raises:
             ValueError: the plan is not legal, or takes a static expert from home.

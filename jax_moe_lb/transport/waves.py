@@ -1,4 +1,4 @@
-"""Both waves of `Staged`, forward and backward, beside what plans and copies.
+"""`serve_in_waves` runs both waves of `Staged`, forward and backward, beside what plans and copies.
 
 The order in which things depend on each other: `post` and wave 1 need the load alone; then `plan_and_copy`, which
 passes on wave 1; then, with the plan, `address`; then `join` and wave 2.
@@ -32,14 +32,14 @@ from jax_moe_lb.types import GroupSizes, Rows, Tokens, iota, wide_dtype
 
 
 class Ways(NamedTuple):
-    """How things travel and plans are made: the static arguments.
+    """Says how things travel and how the plan is made: the static arguments of `serve_in_waves`, which are hashable.
 
     Args:
-        direct: how tokens travel.
-        replicate: how weights travel.
-        planner: what makes the plan when wave 1 is on its way, and between whom weights are then copied; `None`: the
-            plan is there already.
-        topology: its expert axes.
+        direct: the dispatch by which tokens travel.
+        replicate: the replication by which weights travel.
+        planner: what makes the plan when wave 1 is on its way, and between whom weights are then copied; `None` where
+            the plan is there already.
+        topology: its expert axes are the ranks that both travel between.
     """
 
     direct: Direct
@@ -49,14 +49,16 @@ class Ways(NamedTuple):
 
     @classmethod
     def of(cls, direct: Direct, balancer: Balancer, replicate: Replicate, plan: Plan, topology: Topology) -> "Ways":
-        """With a planner where one can run beside wave 1: it is all that the balancer does, and copies may follow.
+        """Chooses the ways, with a planner where one can run beside wave 1.
+
+        That is so where it is all that the balancer does, copies may follow at once, and there are slots to fill.
 
         Args:
-            direct: how tokens travel.
-            balancer: edits the plan.
-            replicate: how weights travel.
-            plan: from which the planner starts.
-            topology: its expert axes.
+            direct: the dispatch by which tokens travel.
+            balancer: it edits the plan.
+            replicate: the replication by which weights travel.
+            plan: the plan from which the planner starts.
+            topology: its expert axes are the ranks that both travel between.
         """
         planner, route = balancer.native_planner(plan.domain), replicate.route(topology)
         if planner is None or route is None or plan.slots == plan.num_home:
@@ -74,11 +76,11 @@ def serve_in_waves(
     the same two waves: weights are copied again, beside the first, and gradients of replicas are added at home.
 
     Args:
-        tokens: the tokens of this rank.
-        experts: its `L` home experts.
-        routed: where the tokens go.
-        dynamic: which experts the plan may take from home; equal on all ranks.
-        plan: the plan, or with a planner what it starts from.
+        tokens: `[T, H]`, the tokens of this rank.
+        experts: the `L` home experts of this rank.
+        routed: which experts the tokens go to, and the counts of all ranks.
+        dynamic: `[E]`, which experts the plan may take from home; equal on all ranks.
+        plan: the plan, or with a planner the plan that it starts from.
         ways: how all of them travel.
 
     Returns:
@@ -93,10 +95,12 @@ def serve_in_waves(
         # Every exchange of wave 1 reads this, so `post` comes before them.
         first, posted = post(plan.placement, plan.quota, experts, static.first_sent, route=route)
         out = _first_wave(tokens, experts, replace(static, first_sent=first), ways)
+        # It takes the outputs of wave 1 so that it is launched after it; it plans from what `post` had.
         out, tables, pending = plan_and_copy(posted, out, planner=planner)
         plan = ensure_legal(replace(plan, placement=tables[0], quota=tables[1]), routed.counts, dynamic)
     else:
         plan = ensure_legal(plan, routed.counts, dynamic)
+        # Started before wave 1 is computed, and joined after it, so that copy engines can work beside its products.
         pending = _start(experts, plan, ways)
         out = _first_wave(tokens, experts, static, ways)
     waves = address_dynamic(direct, *routed, dynamic, plan, static, topology)
@@ -108,7 +112,7 @@ def serve_in_waves(
 
 
 def _first_wave(tokens: Tokens, experts: Experts, receipt: DirectReceipt, ways: Ways) -> Copies:
-    """Outputs of the static copies."""
+    """Computes the outputs of the static copies, which need home weights alone."""
     with jax.named_scope("static_wave"):
         copies = to_sending_order(tokens, receipt, receipt.order.size // tokens.shape[0])
         return _rounds(
@@ -130,17 +134,19 @@ def _rounds(
 
 
 def _by_home_and_slots(home: Experts, slots: Experts | None, rows: Rows, group_sizes: GroupSizes) -> Rows:
-    """Rows of home experts and then of replicas, without a copy of the home weights beside the replicas."""
+    """Applies home experts and then replicas to their rows, without a copy of the home weights beside the replicas."""
     num_home = home.up.shape[0]
     out = grouped_ffn(rows, home, group_sizes[:num_home])
     if slots is None:
         return out
     shift = group_sizes[:num_home].sum(dtype=jnp.int32)
+    # Groups must start at row 0, so the rows of replicas are rolled there and back. Either product is 0 in the rows of
+    # the other, so their sum is exact.
     return out + _rolled(grouped_ffn(_rolled(rows, shift), slots, group_sizes[num_home:]), -shift)
 
 
 def _rolled(rows: Rows, shift: Int[Array, ""]) -> Rows:
-    """The rows from `shift` on, then those before."""
+    """Returns the rows from `shift` on, then those before."""
     return rows[(iota(rows.shape[0]) + shift) % rows.shape[0]]
 
 
@@ -163,7 +169,8 @@ def _save(
 
 def _backward(ways: Ways, saved: Saved, gradients: tuple[Copies, Any, Any]) -> tuple[Tokens, Experts, None, None, None]:
     tokens, experts, plan, waves = saved
-    # Without the barrier XLA sees that the forward pass made the same replicas, and keeps those until now instead.
+    # Without the barrier XLA sees that the forward pass made the same replicas, and keeps those until now instead. It
+    # ties the weights to the gradients, which do not exist before the backward pass has come here.
     experts, upstream = jax.lax.optimization_barrier((experts, gradients[0]))
     per_tok = waves.dynamic.order.size // tokens.shape[0]
     copies, by_token = jax.vjp(lambda tokens: to_sending_order(tokens, waves.dynamic, per_tok), tokens)
@@ -215,7 +222,7 @@ def _gradient_rounds(
 def _gradients_by_home_and_slots(
     home: Experts, slots: Experts | None, rows: Rows, group_sizes: GroupSizes, upstream: Rows
 ) -> tuple[Rows, tuple[Experts, Experts | None]]:
-    """Of `_by_home_and_slots`."""
+    """Computes the gradients of `_by_home_and_slots`, in the same two parts."""
     num_home = home.up.shape[0]
     out, of_home = grouped_ffn_gradients(rows, home, group_sizes[:num_home], upstream)
     if slots is None:
@@ -228,4 +235,5 @@ def _gradients_by_home_and_slots(
 
 
 def _zeros(experts: Experts) -> Experts:
+    # In float32 at least: sums over rounds, and over replicas, would lose small addends in bfloat16.
     return jax.tree.map(lambda w: jnp.zeros_like(w, wide_dtype(w)), experts)

@@ -58,6 +58,7 @@ def exact_plan(tokens, topology=TOPOLOGY, slots=SLOTS):
     return EPLBPlus().rebalance(counts, plain_plan(counts, topology, slots), topology, ())[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_plans_come_from_the_mean_of_the_steps_before(every):
     steps = [draw(seed) for seed in range(8)]

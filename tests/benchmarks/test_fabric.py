@@ -40,13 +40,13 @@ def ways(counts, fabric=FABRIC, seed=0):
 
 
 def rows_abroad(counts, members=4):
-    """`[R, R]`, token copies to other domains."""
-    domain = np.arange(len(counts)) // members
-    return np.where(domain[:, None] == domain, 0, counts)
+    """`[R, R]`, token copies to other nodes."""
+    node = np.arange(len(counts)) // members
+    return np.where(node[:, None] == node, 0, counts)
 
 
 def bound_s(counts, fabric=FABRIC):
-    """Theorem 3: the busiest domain in either direction, evenly over its rails."""
+    """Theorem 3: the busiest node in either direction, evenly over its rails."""
     members = fabric.gpus_per_node
     pairs = rows_abroad(counts, members).reshape(-1, members, len(counts) // members, members).sum((1, 3))
     return max(pairs.sum(0).max(), pairs.sum(1).max()) * ROW_BYTES / members / fabric.nic_bytes_per_s
@@ -147,7 +147,7 @@ def test_uniform_traffic_takes_its_closed_form(round_s):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("chunks", [4, 16])
 def test_rails_comes_within_a_chunk_of_theorem_3(seed, chunks):
-    """A chunk of each pair of domains, or a row where chunks are smaller, on top of an even share."""
+    """A chunk of each pair of nodes, or a row where chunks are smaller, on top of an even share."""
     counts = draw(seed, sparsity=0.8)
     flows = planned_flows(counts, railed(counts, chunks=chunks), FABRIC, ROW_BYTES)
     best = bound_s(counts)
@@ -165,19 +165,19 @@ def test_links_hold_what_the_plan_says():
     pairs = plan.rails.reshape(4, 4, 4, 4, 4).sum((1, 3)) * ~np.eye(4, dtype=bool)[:, :, None]
     np.testing.assert_allclose(outcome.link_bytes[32:48], pairs.sum(1).ravel() * ROW_BYTES)
     np.testing.assert_allclose(outcome.link_bytes[48:64], pairs.sum(0).ravel() * ROW_BYTES)
-    # Into a GPU's port: what is for it but did not come by its own NIC, and what it relays for others of its domain.
+    # Into a GPU's port: what is for it but did not come by its own NIC, and what it passes on for others of its node.
     rails = np.where(np.eye(16, dtype=bool)[:, :, None], 0, plan.rails)
     far = rails * (rows_abroad(np.ones((16, 16), int)) > 0)[:, :, None]
     for gpu in range(16):
         here, own = slice(gpu // 4 * 4, gpu // 4 * 4 + 4), gpu % 4
         to_gpu = rails[:, gpu].sum() - far[:, gpu, own].sum()
-        relayed = far[here, :, own].sum() - far[gpu, :, own].sum()
-        np.testing.assert_allclose(outcome.link_bytes[16 + gpu], (to_gpu + relayed) * ROW_BYTES)
+        passed_on = far[here, :, own].sum() - far[gpu, :, own].sum()
+        np.testing.assert_allclose(outcome.link_bytes[16 + gpu], (to_gpu + passed_on) * ROW_BYTES)
 
 
 @pytest.mark.slow
 def test_slow_hops_inside_a_domain_keep_rails_from_its_bound():
-    """With as much inside a domain as between them, relays are what is busiest: theorem 1 asks for more."""
+    """With as much inside a node as between them, rail ranks are what is busiest: theorem 1 asks for more."""
     counts = np.where(rows_abroad(np.ones((16, 16), int)) > 0, draw(5, sparsity=0.0), 0).astype(np.int32)
     slow = replace(FABRIC, gpu_bytes_per_s=50e9)
     flows = planned_flows(counts, railed(counts), slow, ROW_BYTES)

@@ -1,4 +1,4 @@
-"""Exchanges between processes: rows arrive, by relays too, and NICs carry what `RailS` planned."""
+"""Exchanges between processes: rows arrive, by rail ranks too, and NICs carry what `RailS` planned."""
 
 import itertools
 import socket

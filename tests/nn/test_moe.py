@@ -68,6 +68,7 @@ def test_the_layer_equals_a_dense_one(axis_type, sizes, names, expert_axis):
     assert_close(nnx.to_pure_dict(got), nnx.to_pure_dict(want), 1e-5)
 
 
+@pytest.mark.slow
 def test_parameters_carry_logical_axes_and_are_placed():
     mesh = make_mesh((2, 2, 2), ("data", "node", "gpu"))
     layer = make(mesh, expert_axis=("node", "gpu"))
@@ -233,6 +234,7 @@ def test_linen_users_get_the_same_layer():
     assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "message"),
     [

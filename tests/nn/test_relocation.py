@@ -134,6 +134,7 @@ def test_homes_that_are_no_permutation_stop_the_program(mesh):
         jax.block_until_ready(nnx.jit(lambda layer, x: layer(x)[0])(layer, jnp.ones((16, 4, WIDTH))))
 
 
+@pytest.mark.slow
 def test_layers_that_cannot_move(mesh):
     with pytest.raises(ValueError, match="relocatable is True; expected False with EPLB"):
         make(mesh, System(balancer=EPLB(), replica_slots=1))

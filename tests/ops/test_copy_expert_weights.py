@@ -144,6 +144,7 @@ def test_sums_have_equal_bits_in_every_run():
         np.testing.assert_array_equal(run(slots, wanted), first)
 
 
+@pytest.mark.slow
 def test_one_device_can_hold_all_ranks():
     home, wanted, route = weights(), TABLES["any"], Route(())
 
@@ -223,6 +224,7 @@ def test_a_bad_entry_stops_all_ranks_and_the_next_program_works(entry, message):
     np.testing.assert_array_equal(run(home, *good), expected(home, good[0]))
 
 
+@pytest.mark.slow
 def test_tables_that_differ_between_ranks_are_refused():
     wanted = jnp.tile(TABLES["any"][None], (RANKS, 1, 1)).at[5, 2, 1].set(7)
     run = over_ranks(lambda h, w: copy(h, w[0]), (SPEC, SPEC))

@@ -156,6 +156,7 @@ def test_vmap_scan_and_remat_compute_each_for_itself():
             assert_close(got[1][i], sums, 1e-5)
 
 
+@pytest.mark.slow
 def test_vmap_over_rows_alone_keeps_the_weights():
     rows, _, weights, sizes = stacked(3)
     got = jax.jit(jax.vmap(op.grouped_matmul, in_axes=(0, None, None)))(rows, weights[0], sizes[0])

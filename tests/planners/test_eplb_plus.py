@@ -64,6 +64,7 @@ def test_all_implementations_follow_the_rule(shape, seed, scale, empty):
     check_plan(Plan(*want, domain=domain), counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), most=st.sampled_from([0, 1, 100, 2**31 // 24]))
@@ -80,6 +81,7 @@ def test_any_replicas(shape, seed, most):
     np.testing.assert_array_equal(np.asarray(want[1], np.int64).sum(1), tokens)
 
 
+@pytest.mark.slow
 def test_the_largest_load():
     tokens, placement = np.array([2**31 - 1, 0], np.int32), np.array([[0, -1], [1, -1]], np.int32)
     want = np.array([[0, -1], [1, 0]], np.int32), np.array([[2**30, 2**30 - 1], [0, 0]], np.int32)

@@ -163,3 +163,17 @@ def test_counts_wider_than_int32_do_not_wrap_round(more, message, x64):
     for array in (counts, jnp.asarray(counts)):
         with pytest.raises(STOPPED, match=message):
             jax.block_until_ready(exact(array, 3, 2))
+
+
+@pytest.mark.parametrize("transformation", [lambda plan: plan, jax.vmap], ids=["alone", "mapped"])
+def test_lowering_for_a_tpu_says_what_it_needs_and_what_to_use_there(transformation):
+    counts = np.ones((3, 4, 8), np.int32)
+    plan = transformation(lambda counts: exact(counts, 3, 4))
+    traced = jax.jit(plan).trace(jnp.asarray(counts if transformation is jax.vmap else counts[0]))
+    with pytest.raises(RuntimeError) as refused:
+        traced.lower(lowering_platforms=("tpu",))
+    assert str(refused.value) == (
+        "the planner of Exact exists in C++ alone, for CPUs and NVIDIA GPUs, and not for tpu: "
+        "use greedy or ultraep there, which plan in jnp"
+    )
+    assert "moe_lb_plan_exact" in traced.lower().as_text()

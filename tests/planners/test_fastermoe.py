@@ -63,6 +63,7 @@ def test_it_is_the_rule(shape, min_saved, seed, empty):
     assert_all_agree(placement, quota, counts, shape[3], min_saved)
 
 
+@pytest.mark.slow
 def test_these_cases_copy_experts():
     rng, copies = np.random.default_rng(0), 0
     for _ in range(50):

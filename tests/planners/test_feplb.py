@@ -72,6 +72,7 @@ def test_it_is_the_rule(shape, options, seed, scale, empty):
     assert_all_agree(placement, quota, domain, options)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), most=st.sampled_from([0, 1, 100, 2**31 // 260]))
 def test_any_replicas_and_quota(seed, most):

@@ -32,6 +32,7 @@ def test_legal_plans(shape, seed, empty, min_tokens):
     assert_three_agree(placement, quota, domain, min_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), most=st.sampled_from([0, 1, 2, 100, 2**31 // 260]))
@@ -44,6 +45,7 @@ def test_any_placement_and_quota(shape, seed, most):
     assert_three_agree(placement, quota, domain, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_many_tokens_of_few_experts(shape):
     num_ranks, num_home, slots, domain = shape
