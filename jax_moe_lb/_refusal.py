@@ -1,4 +1,4 @@
-"""An operation that refuses to be lowered, in words, for the platforms on which a program cannot run."""
+"""`refuse` is an operation that refuses to be lowered, in words, for platforms on which a program cannot run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +16,8 @@ def refuse(*operands: Any, results: tuple[Any, ...], explain: Callable[[str], st
     Use it as the default of `jax.lax.platform_dependent`: it costs nothing where another branch is taken.
 
     Args:
-        *operands: what the results would depend on.
-        results: their shapes, dtypes and placements; see `like`.
+        *operands: arrays that the results would depend on.
+        results: the results' shapes, dtypes and placements; see `like`.
         explain: says in one line, given the platform, what is needed and what to use there.
 
     Raises:
@@ -34,10 +34,12 @@ def _types(*operands: Any, results: tuple[Any, ...], explain: Callable[[str], st
 
 def _lower(ctx: Any, *operands: Any, results: tuple[Any, ...], explain: Callable[[str], str]) -> Any:
     del operands, results
+    # Only now is the platform known. A traced program holds branches for all platforms, and just one is lowered.
     raise RuntimeError(explain(", ".join(ctx.platforms or ctx.module_context.platforms)))
 
 
 def _batch(operands: Any, dims: Any, *, results: tuple[Any, ...], explain: Callable[[str], str]) -> Any:
+    # `jax.vmap` must be able to trace the branch that nobody takes.
     size = next(operand.shape[dim] for operand, dim in zip(operands, dims, strict=True) if dim is not None)
     shapes = tuple(
         result.update(shape=(size, *result.shape), sharding=result.sharding.update(spec=(None, *result.sharding.spec)))

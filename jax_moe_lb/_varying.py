@@ -1,4 +1,4 @@
-"""Manual mesh axes: constants that must vary over the same ones as what they meet.
+"""Constants are made here to vary over the same manual mesh axes as what they meet.
 
 Inside `jax.shard_map` the type of a value says over which mesh axes it differs. The branches of a conditional, the
 carry of a loop and the operands of a custom call must agree in that, and a constant varies over none.
@@ -13,7 +13,7 @@ from jax import Array
 
 
 def vary_like(tree: Any, *others: Any) -> Any:
-    """The same values, which also vary over every manual mesh axis that one of `others` varies over.
+    """Returns the same values, which also vary over every manual mesh axis that one of `others` varies over.
 
     Use it for constants and for results of callbacks, before they meet the others in a loop or a conditional. Only
     types change; the compiled program does not.
@@ -30,12 +30,22 @@ def vary_like(tree: Any, *others: Any) -> Any:
 
 
 def vary_alike(arrays: Any, *others: Array) -> tuple[Array, ...]:
-    """The arrays, each of which varies over all mesh axes that any of them or of the others varies over."""
+    """Returns the arrays, each of which varies over all mesh axes that any of them or of the others varies over.
+
+    Use it for the operands of a custom call, and for the carry of a loop.
+
+    Args:
+        arrays: arrays of JAX.
+        *others: arrays that these will meet.
+    """
     return tuple(vary_like(tuple(arrays), *arrays, *others))
 
 
 def varying_axes(array: Any) -> frozenset[str]:
-    """The manual mesh axes over which an array differs; none outside `jax.shard_map`, or where that does not check."""
+    """Returns the manual mesh axes over which an array differs.
+
+    There are none outside `jax.shard_map`, or where that does not check.
+    """
     return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 

@@ -1,12 +1,12 @@
-"""Checks of sizes that many places make, each with one message."""
+"""Sizes that many places check are checked here, each with one message."""
 
 
 def home_experts_per_rank(num_experts: int, num_ranks: int, holder: str | None = None) -> int:
-    """The `L = E / R` experts that are at home on every rank.
+    """Returns `L = E / R`, the number of experts that are at home on every rank, and refuses others.
 
     Args:
-        num_experts: `E`.
-        num_ranks: `R`.
+        num_experts: `E`, the number of experts of a layer.
+        num_ranks: `R`, the number of ranks in the expert-parallel group.
         holder: what the message calls the argument that has so many experts; `None`: they are `num_experts` themselves.
 
     Raises:
@@ -26,8 +26,8 @@ def check_domain(domain: int, num_ranks: int, argument: str = "domain") -> None:
     """Refuses domains that do not cut the ranks into equal blocks.
 
     Args:
-        domain: ranks of a domain.
-        num_ranks: `R`.
+        domain: how many ranks a domain has.
+        num_ranks: `R`, the number of ranks in the expert-parallel group.
         argument: what the message calls the domain.
 
     Raises:

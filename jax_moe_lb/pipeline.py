@@ -1,4 +1,4 @@
-"""The one executor: routing to counts to plan to weights to tokens to experts and back."""
+"""`moe` is the one executor: it goes from routing to counts to plan to weights to tokens to experts and back."""
 
 import jax
 import jax.numpy as jnp
@@ -26,28 +26,30 @@ from jax_moe_lb.transport.rounds import combine
 from jax_moe_lb.types import Counts, State, TokenMask, Tokens, iota, wide_dtype
 
 CHECKPOINT_NAMES = ("moe_routing", "moe_sent", "moe_served")
-"""Names of intermediates for `jax.checkpoint_policies`: the routing, and token copies
-before and after the experts."""
+"""The names of intermediates for `jax.checkpoint_policies`: the routing, and token copies before and after the experts.
+
+Give them to `save_only_these_names` to keep those and compute the rest again in the backward pass.
+"""
 
 
 @pytree
 class Stats:
-    """What happened in one layer and microbatch; equal on all ranks of the group.
+    """Reports what happened in one layer and microbatch; equal on all ranks of the group.
 
     `moe` returns it without the leading dimensions, over which callers stack groups and layers.
 
     Args:
-        counts: token copies that each rank routed to each expert.
-        quota: token copies of each expert that each rank served.
-        load_before: token copies that each rank would serve under plain expert parallelism.
-        load_after: token copies that each rank served.
-        imbalance_before: `max / mean` of the load, likewise before and after.
-        imbalance_after: see above.
-        straggler_before: `max - mean` of the load, in token copies.
-        straggler_after: see above.
-        rounds: how often the receive buffer was filled.
-        rows_moved: token copies that were served by another rank than their own, one way.
-        weight_bytes_moved: bytes of expert weights copied into slots of other ranks.
+        counts: `[R, E]` int32, the token copies that each rank routed to each expert.
+        quota: `[E, R]` int32, the token copies of each expert that each rank served.
+        load_before: `[R]` int32, the token copies that each rank would serve under plain expert parallelism.
+        load_after: `[R]` int32, the token copies that each rank served.
+        imbalance_before: `max / mean` of `load_before`; 1 is level.
+        imbalance_after: `max / mean` of `load_after`; 1.05 or less is usual where slots suffice.
+        straggler_before: `max - mean` of `load_before`, in token copies.
+        straggler_after: `max - mean` of `load_after`, in token copies.
+        rounds: int32, how often the receive buffer was filled; 1 is usual, and more shows as time.
+        rows_moved: int32, the token copies that were served by another rank than their own, one way.
+        weight_bytes_moved: the bytes of expert weights that were copied into slots of other ranks.
         loss: the weighted sum of the router losses; add it to the model's.
     """
 
@@ -80,25 +82,25 @@ def moe(
     losses: Losses = Losses(),
     sequence_length: int | None = None,
 ) -> tuple[Tokens, Stats, State]:
-    """A mixture-of-experts layer on one rank; call it inside `jax.shard_map`.
+    """Computes a mixture-of-experts layer on one rank; call it inside `jax.shard_map`.
 
-    Equal to a dense mixture of experts in values and gradients, whatever the plan. `nn.MoE` is this for whole arrays;
+    It equals a dense mixture of experts in values and gradients, whatever the plan. `nn.MoE` is this for whole arrays;
     call `moe` yourself inside your own `shard_map`.
 
     Args:
-        x: this rank's tokens.
-        kernel: the router's, equal on all ranks; maps tokens to logits.
+        x: `[T, H]`, this rank's tokens.
+        kernel: `[H, E]`, the router's weights, equal on all ranks; they map tokens to logits.
         experts: the `L` home experts of this rank.
         router: `TopK`, `ForceBalanced` or a callable like them.
-        system: the strategies.
-        topology: of `Topology.from_mesh`, with the axes that `x` varies over.
-        state: of `system.balancer.init`, or what the last call returned.
-        bias: added to the router's scores when it chooses experts; not learned.
-        homes: place of each of the router's experts: slot `p % L` of rank `p // L`; `None`: expert `e` at place `e`.
-            What follows the router, statistics included, numbers experts by their place.
-        mask: false for padding tokens, which no expert serves and whose output is 0.
-        losses: coefficients of the router losses.
-        sequence_length: consecutive tokens of a sequence, for the sequence-wise loss.
+        system: the strategies; the functions of `systems.py` make the usual ones.
+        topology: what `Topology.from_mesh` returned, with the axes that `x` varies over.
+        state: what `system.balancer.init` or the last call returned; `()` for balancers without history.
+        bias: `[E]`, added to the router's scores when it chooses experts; not learned.
+        homes: `[E]`, the place of each of the router's experts: slot `p % L` of rank `p // L`; `None`: expert `e` is at
+            place `e`. What follows the router, statistics included, numbers experts by their place.
+        mask: `[T]`, false for padding tokens, which no expert serves and whose output is 0.
+        losses: the coefficients of the router losses; none by default.
+        sequence_length: how many consecutive tokens make a sequence, for the sequence-wise loss.
 
     Returns:
         The outputs, what happened, and the balancer's new state.
@@ -149,7 +151,18 @@ def route(
     bias: Float[Array, "E"] | None = None,
     mask: TokenMask | None = None,
 ) -> Routing:
-    """Asks the router for the experts and weights of this rank's tokens, in float32 at least."""
+    """Asks the router for the experts and weights of this rank's tokens, in float32 at least.
+
+    Args:
+        x: `[T, H]`, this rank's tokens.
+        kernel: `[H, E]`, the router's weights, equal on all ranks.
+        router: `TopK`, `ForceBalanced` or a callable like them.
+        topology: its expert axes say which of all tokens are this rank's.
+        bias: `[E]`, added to the scores when experts are chosen.
+        mask: `[T]`, false for padding tokens, which get `NO_EXPERT`.
+    """
+    # Logits that differ in their last bits choose other experts, so they are computed wide and at full precision,
+    # which accelerators do not give by default.
     dtype = wide_dtype(x)
     logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision=jax.lax.Precision.HIGHEST)
     first_token = jax.lax.axis_index(topology.expert_axes) * x.shape[0]
@@ -159,31 +172,51 @@ def route(
 
 
 def count(routing: Routing, num_experts: int, topology: Topology) -> Counts:
-    """The exact load of this microbatch, `[R, E]`, equal on all ranks.
+    """Gathers the counts of this microbatch, `[R, E]` int32, equal on all ranks.
 
     Every rank also counts what its router got wrong, so that all of them stop or none does.
+
+    Args:
+        routing: what `route` returned on this rank.
+        num_experts: `E`.
+        topology: its expert axes are the ranks that count together.
     """
     valid = (routing.experts >= NO_EXPERT) & (routing.experts < num_experts)
     bad_weights = ~jnp.isfinite(routing.weights).all()
+    # The range of bad ids is enough for a message, and has a fixed size. Good ones count as 0, which no bad id is.
     bad_ids = jnp.where(valid, 0, routing.experts).reshape(-1)
     lowest, highest = bad_ids.min(initial=0), bad_ids.max(initial=0)
     wrong = jnp.stack([(~valid).sum(dtype=jnp.int32), lowest, highest, bad_weights.astype(jnp.int32)])
     mine = jnp.concatenate([tokens_per_expert(routing.experts.reshape(1, -1), num_experts)[0], wrong])
+    # One all-gather for counts and errors: a second collective would cost as much again, for four integers.
     table = jax.lax.all_gather(mine, topology.expert_axes, to="invarying")
     counts, wrong = table[:, :num_experts], table[:, num_experts:]
     ok = (wrong[:, 0] == 0).all() & (wrong[:, 3] == 0).all()
+    # `ensure` returns 0 or stops the program. Added to the counts, it is neither dropped as unused nor late.
     return counts + ensure(ok, check_routed, wrong, np.int32(num_experts))
 
 
 def at_homes(experts: Int[Array, "T K"], counts: Counts, homes: Int[Array, "E"]) -> tuple[Int[Array, "T K"], Counts]:
-    """Experts and counts by place. The router keeps its own numbers: ties, groups and losses stay as they are."""
+    """Renumbers experts and counts by place; the router keeps its own numbers, so ties, groups and losses stay.
+
+    Args:
+        experts: `[T, K]` int32, the router's experts; `NO_EXPERT` stays.
+        counts: `[R, E]` int32, by the router's numbers.
+        homes: `[E]` int32, the place of each expert, a permutation; other values stop the program.
+    """
+    # A permutation sorts to 0, 1, 2, ...; anything else would give two experts one place.
     ok = (jnp.sort(homes) == iota(homes.shape[0])).all()
     places = jnp.where(experts < 0, NO_EXPERT, homes[jnp.maximum(experts, 0)])
     return places, counts[:, jnp.argsort(homes)] + ensure(ok, check_homes, homes)
 
 
 def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:
-    """The experts, as different values on each data shard: the transpose sums their gradients over the shards."""
+    """Returns the experts as different values on each data shard: the transpose sums their gradients over the shards.
+
+    Args:
+        experts: the home experts of this rank, which are equal on all data shards.
+        topology: its data axes are the shards.
+    """
 
     def vary(leaf: Array) -> Array:
         # Gathered over some of these axes, they already differ over them.
@@ -210,7 +243,7 @@ def _stats(
         straggler_after=straggler(load_after),
         rounds=rounds,
         rows_moved=moved.rows,
-        # In floating point: a rack moves more than 2^31 bytes.
+        # In floating point, since a rack moves more than 2^31 bytes.
         weight_bytes_moved=moved.replicas.astype(jnp.float32) * expert_bytes,
         loss=loss,
     )

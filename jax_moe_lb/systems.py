@@ -1,4 +1,4 @@
-"""A system is an alias of three choices: who serves, how weights travel, how tokens travel."""
+"""A system joins three choices: who serves, how weights travel, and how tokens travel."""
 
 from dataclasses import dataclass, field
 
@@ -26,7 +26,7 @@ from jax_moe_lb.transport.staged import Staged
 
 @dataclass(frozen=True)
 class System:
-    """What `moe` runs: who serves, how weights travel, and how tokens do.
+    """Says what `moe` runs: who serves, how weights travel, and how tokens do.
 
     Make one out of your own three choices; the functions of this module are those of the papers. It is hashable, and so
     may be a static argument of `jax.jit`.
@@ -35,8 +35,9 @@ class System:
         balancer: it edits the plan.
         replicate: it fills the slots.
         dispatch: it serves the tokens; its headroom sets the receive buffer.
-        replica_slots: `S - L`, slots per rank beyond those of the home experts; at most `E - L`. Two are usual; every
-            one costs the memory of an expert's weights and gradients, once for all layers. One rank alone has none.
+        replica_slots: `S - L`, the slots of a rank beyond those of its home experts; at most `E - L`. Two are usual;
+            every one costs the memory of an expert's weights and gradients, once for all layers. One rank alone has
+            none.
 
     Examples:
         >>> from jax_moe_lb import Chain, Exact, RailS, Spray
@@ -55,9 +56,12 @@ class System:
 
 
 def plain(headroom: float = 1.05) -> System:
-    """Plain expert parallelism: every expert is served at home, however skewed the load.
+    """Serves every expert at home, however skewed the load: plain expert parallelism.
 
     Use it where routing is level already, and as the baseline of every comparison.
+
+    Args:
+        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual, in all systems here.
 
     Examples:
         >>> system = plain()
@@ -68,9 +72,13 @@ def plain(headroom: float = 1.05) -> System:
 
 
 def greedy(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """Quotas on replicas, planned in one greedy pass inside the jitted program.
+    """Gives quotas to replicas, planned in one greedy pass inside the jitted program.
 
-    It needs no custom calls, so it is the first to try. Two replica slots on each rank are usual.
+    It needs no custom calls, so it is the first to try.
+
+    Args:
+        replica_slots: the slots of a rank beyond its home experts; 2 are usual.
+        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
 
     Examples:
         >>> system = greedy(replica_slots=2)
@@ -81,9 +89,13 @@ def greedy(replica_slots: int = 2, headroom: float = 1.05) -> System:
 
 
 def ultraep(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """UltraEP's planner brings every rank of a domain under one limit near the mean, for every microbatch; relays.
+    """Brings every rank of a domain under one limit near the mean in every microbatch, by UltraEP's planner.
 
     Use it on rack-scale domains, where a hot expert has many replicas, which relays feed.
+
+    Args:
+        replica_slots: the slots of a rank beyond its home experts; 2 are usual, as in the paper.
+        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
 
     Examples:
         >>> system = ultraep(replica_slots=2)
@@ -94,10 +106,14 @@ def ultraep(replica_slots: int = 2, headroom: float = 1.05) -> System:
 
 
 def exact(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """The lowest maximum load that a search finds, then few replicas; it needs the custom calls.
+    """Plans the lowest maximum load that a search finds, then few replicas; it needs the custom calls.
 
     Use it on CPUs and NVIDIA GPUs, where the receive buffer shall be near the mean: with enough slots the maximum is
     within its `eps`, 0.01, of the lowest one found.
+
+    Args:
+        replica_slots: the slots of a rank beyond its home experts; 2 are usual.
+        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
 
     Examples:
         >>> system = exact(replica_slots=2)
@@ -108,9 +124,13 @@ def exact(replica_slots: int = 2, headroom: float = 1.05) -> System:
 
 
 def hybridep(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """HybridEP's plan on any mesh: every rank holds the experts of its expert domain, as large as the slots allow.
+    """Makes every rank hold the experts of its expert domain, as large as the slots allow: HybridEP's plan on any mesh.
 
     On a mesh of `hybrid_mesh` use `Migrate` instead, which moves experts before tokens are known, with any system.
+
+    Args:
+        replica_slots: the slots of a rank beyond its home experts; `(n - 1) L` of them hold an expert domain of `n`.
+        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
 
     Examples:
         >>> system = hybridep(replica_slots=2)
@@ -121,10 +141,13 @@ def hybridep(replica_slots: int = 2, headroom: float = 1.05) -> System:
 
 
 def feplb(replica_slots: int = 4, headroom: float = 1.05) -> System:
-    """FEPLB: the busiest experts move, whole, to idle ranks of their domain, while the others are served.
+    """Moves the busiest experts, whole, to idle ranks of their domain, while the others are served: FEPLB.
 
-    Use it inside one NVLink domain, where copy engines move weights. Four replica slots, the default, let a rank
-    take four experts.
+    Use it inside one NVLink domain, where copy engines move weights.
+
+    Args:
+        replica_slots: the slots of a rank beyond its home experts, and so the experts that it can take; 4 are usual.
+        headroom: the rows that a rank can receive in one round of either wave, over the mean; 1.05 is usual.
 
     Examples:
         >>> system = feplb()
@@ -135,9 +158,14 @@ def feplb(replica_slots: int = 4, headroom: float = 1.05) -> System:
 
 
 def fastermoe(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """FasterMoE's shadowing, with the costs of `FasterMoE`'s defaults: hot experts on every rank, if that pays.
+    """Copies hot experts to every rank of their domain if that pays: FasterMoE, with the costs of its defaults.
 
     Use it to reproduce that baseline.
+
+    Args:
+        replica_slots: the slots of a rank beyond its home experts; each hot expert takes one on every other rank. 2 are
+            usual.
+        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
 
     Examples:
         >>> system = fastermoe()
@@ -148,9 +176,13 @@ def fastermoe(replica_slots: int = 2, headroom: float = 1.05) -> System:
 
 
 def eplb(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """EPLB: replicas by the load of earlier microbatches, made anew every few.
+    """Makes replicas by the load of earlier microbatches, anew every few: EPLB.
 
     Use it as a baseline, and where loads change slowly and no time for a planner is left.
+
+    Args:
+        replica_slots: the slots of a rank beyond its home experts; 2 are usual.
+        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
 
     Examples:
         >>> system = eplb()
@@ -161,9 +193,13 @@ def eplb(replica_slots: int = 2, headroom: float = 1.05) -> System:
 
 
 def eplb_plus(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """EPLB+: EPLB's rule on the load of every microbatch.
+    """Applies EPLB's rule to the load of every microbatch: EPLB+.
 
     Use it to reproduce that baseline of UltraEP's paper.
+
+    Args:
+        replica_slots: the slots of a rank beyond its home experts; 2 are usual.
+        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
 
     Examples:
         >>> system = eplb_plus()
@@ -174,9 +210,13 @@ def eplb_plus(replica_slots: int = 2, headroom: float = 1.05) -> System:
 
 
 def lplb(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """LPLB: a linear program over a fixed graph of replicas, solved on the host.
+    """Solves a linear program over a fixed graph of replicas, on the host: LPLB.
 
     Use it to study that baseline: it calls the host in every layer.
+
+    Args:
+        replica_slots: the slots of a rank beyond its home experts, each an edge of the graph; 2 are usual.
+        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
 
     Examples:
         >>> system = lplb()
@@ -187,9 +227,12 @@ def lplb(replica_slots: int = 2, headroom: float = 1.05) -> System:
 
 
 def rails(headroom: float = 1.05) -> System:
-    """RailS: tokens between nodes are sprayed over all rails. Mesh axes must make up the nodes.
+    """Sprays tokens between nodes over all rails: RailS. Mesh axes must make up the nodes.
 
     Use it where nodes have several network interfaces and their ranks do not all send the same.
+
+    Args:
+        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
 
     Examples:
         >>> system = rails()

@@ -1,4 +1,4 @@
-"""HybridEP's Algorithm 1, rank by rank, and the replica groups of a compiled program to compare with it."""
+"""HybridEP's Algorithm 1 is done here rank by rank, to compare with the replica groups of a compiled program."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What needs what in a program: the dependencies of a compiled or of a lowered module, as a graph.
+"""The dependencies of a compiled or of a lowered module are read as a graph, which says what needs what.
 
 Edges are a superset of the real ones: a loop, a conditional or a call needs all that its parts read from outside.
 So where there is no path there is none.

@@ -1,4 +1,4 @@
-"""`moe_lb::Exact` in NumPy and plain Python: the same plan, integer by integer, at a thousandth of the speed.
+"""This is `moe_lb::Exact` in NumPy and plain Python: it makes the same plan, at a thousandth of the speed.
 
 Every function stands for the C++ file that its docstring names, whose header says why it does what it does.
 """

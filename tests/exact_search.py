@@ -1,4 +1,4 @@
-"""The search over placements of `moe_lb::Exact`; see exact_reference.py."""
+"""This is the search over placements of `moe_lb::Exact`; see exact_reference.py."""
 
 import numpy as np
 

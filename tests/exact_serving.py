@@ -1,4 +1,4 @@
-"""Who serves what, and the steps of `moe_lb::Exact` that change it; see exact_reference.py."""
+"""These steps of `moe_lb::Exact` decide who serves what; see exact_reference.py."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""One MoE layer over a mesh, next to its dense reference."""
+"""One MoE layer runs over a mesh here, next to its dense reference."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Expert domains as mesh axes: equal to a dense layer, and no collective where Algorithm 1 has no link."""
+"""Expert domains as mesh axes equal a dense layer, and have no collective where Algorithm 1 has no link."""
 
 import functools
 import subprocess

@@ -1,4 +1,4 @@
-"""Planning homes, on the host."""
+"""Homes are planned on the host, as `plan_relocation` promises."""
 
 import numpy as np
 import pytest

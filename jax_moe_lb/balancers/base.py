@@ -1,4 +1,4 @@
-"""What a balancer is: it edits the plan, and nothing else."""
+"""A balancer edits the plan, and does nothing else."""
 
 import abc
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Balancer(abc.ABC):
     """
 
     def init(self, counts_shape: tuple[int, int]) -> State:
-        """What it remembers before the first step; `()` unless it keeps history.
+        """Returns what it remembers before the first step; `()` unless it keeps history.
 
         Args:
             counts_shape: `(R, E)`, the shape of the counts that `rebalance` will get.
@@ -48,9 +48,11 @@ class Balancer(abc.ABC):
         """Edits the plan for this microbatch.
 
         Args:
-            counts: `[R, E]`, its exact load; NumPy's on a host, traced in a program.
-            plan: legal for `counts`; that of plain expert parallelism unless another balancer came first.
-            topology: ranks and domains.
+            counts: `[R, E]` int32, the token copies that each rank routes to each expert; NumPy's on a host, traced in
+                a program.
+            plan: a plan that is legal for `counts`; that of plain expert parallelism unless another balancer came
+                first.
+            topology: it says which ranks share a domain, and which a node.
             state: what `init` or the last call returned.
 
         Returns:
@@ -58,29 +60,29 @@ class Balancer(abc.ABC):
         """
 
     def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
-        """Which experts `rebalance` may take from home, known before it runs; all, unless a balancer says otherwise.
+        """Says which experts `rebalance` may take from home, before it runs; all, unless a balancer says otherwise.
 
         The others are static: all their tokens are served at home, and `Staged` needs no plan to send those.
 
         Args:
-            plan: what `rebalance` will be given.
+            plan: the plan that `rebalance` will be given.
         """
         return jnp.ones(plan.num_experts, bool)
 
     def native_planner(self, domain: int) -> NativePlanner | None:
-        """The planner in C++ that `rebalance` applies to placement and quota, if it does nothing else; else `None`.
+        """Returns the planner in C++ that `rebalance` applies to a plan, if it does nothing else; else `None`.
 
         With it the plan can be made on the host while a GPU computes; see `ops/plan_and_copy.py`.
 
         Args:
-            domain: ranks of a domain of the plan.
+            domain: how many ranks a domain of the plan has.
         """
         del domain
         return None
 
     @property
     def needs_counts(self) -> bool:
-        """Whether the placement depends on the load; true, unless a balancer says otherwise.
+        """Says whether the placement depends on the load; true, unless a balancer says otherwise.
 
         Where it does not, no planner has to run between router and dispatch, and weights can travel before tokens are
         known. The simulator asks for it.
@@ -95,8 +97,8 @@ class Chain(Balancer):
     Use it to combine papers: experts that travel between datacenters, level loads inside them, tokens on all rails.
 
     Args:
-        balancers: in the order in which they edit the plan. One that plans from the counts alone, as `Exact` does,
-            belongs before those that refine a plan, and `RailS` belongs last.
+        balancers: the balancers, in the order in which they edit the plan. One that plans from the counts alone, as
+            `Exact` does, belongs before those that refine a plan, and `RailS` belongs last.
 
     Examples:
         >>> import numpy as np
@@ -112,12 +114,13 @@ class Chain(Balancer):
     balancers: tuple[Balancer, ...]
 
     def init(self, counts_shape: tuple[int, int]) -> tuple[State, ...]:
-        """One state per balancer."""
+        """Returns one state per balancer, in their order."""
         return tuple(balancer.init(counts_shape) for balancer in self.balancers)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Asks every balancer in turn."""
+        """Asks every balancer in turn, each for an edit of the plan that the last one left."""
         states = []
+        # Each keeps its own state, so that the chain's has the same structure in every step and fits a scan's carry.
         for balancer, before in zip(self.balancers, state, strict=True):
             plan, after = balancer.rebalance(counts, plan, topology, before)
             states.append(after)
@@ -125,5 +128,5 @@ class Chain(Balancer):
 
     @property
     def needs_counts(self) -> bool:
-        """Whether any of them does."""
+        """Says whether the placement of any of them depends on the load."""
         return any(balancer.needs_counts for balancer in self.balancers)

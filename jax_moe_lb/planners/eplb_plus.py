@@ -1,4 +1,4 @@
-"""EPLB's greedy rule on fixed homes: a replica for the highest load per copy, packed onto the lightest ranks."""
+"""EPLB's greedy rule, on fixed homes: experts of the highest load per copy get replicas on the lightest ranks."""
 
 import jax
 import jax.numpy as jnp

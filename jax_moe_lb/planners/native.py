@@ -132,6 +132,7 @@ def run_planner(
         # dtype of what they meet.
         numbers = {name: value.item() if isinstance(value, np.generic) else value for name, value in options.items()}
         planned = _as_tuple(reference(*operands, **numbers))
+        # Both branches must give the same shapes, and a reference may return its result in more dimensions.
         return tuple(result.reshape(shape) for result, shape in zip(planned, shapes, strict=True))
 
     return by_platform(*alike(*operands), native=native, reference=otherwise)
@@ -210,6 +211,7 @@ def alike(*arrays: Any) -> tuple[jax.Array, ...]:
 
 def saturated(array: Any) -> Any:
     """Clips integers of more than 32 bits to int32's range, so that a sum is refused instead of wrapping round."""
+    # A conversion to int32 alone would drop the high halves of 64-bit numbers without a word.
     return array.clip(-(2**31), 2**31 - 1) if array.dtype.itemsize > 4 else array
 
 

@@ -9,10 +9,10 @@ from jax_moe_lb.planners.native import alike, run_planner
 from jax_moe_lb.types import AnyArray, iota
 
 MAX_TICKS = 32767
-"""The slowest rail's time per row: products of loads and ticks then fit 46 bits, in two halves of int32."""
+"""The longest time per row of a rail. Products of loads and ticks then have at most 46 bits: two halves in int32."""
 
 MAX_CHUNKS = 4096
-"""The most chunks of a pair of nodes on a rail; more would make the loop long and the shares no more even."""
+"""The most chunks of a pair of nodes on each rail, which bounds the loop over them."""
 
 RowsBetween = Int[AnyArray, "R R"]
 Ticks = Int[AnyArray, "N"]

@@ -110,6 +110,7 @@ def attempt(d: Queues, limit: Array, floor: Array) -> tuple[Int[Array, "B P M"],
         given=jnp.zeros_like(d.holds, jnp.int32),
     )
     size = d.queue.shape[1]
+    # Domains that are done, or have failed, wait for the others: their steps change nothing.
     end = jax.lax.while_loop(
         lambda a: ((a.need > 0) & (a.place < size)).any(), lambda a: _replicate(d, limit, floor, a), start
     )
@@ -123,13 +124,18 @@ def _replicate(d: Queues, limit: Array, floor: Array, a: _Attempt) -> _Attempt:
     place = jnp.minimum(a.place, d.queue.shape[1] - 1)
     expert = d.queue[b, place]
     able = (a.room > 0) & (a.open > 0) & ~d.holds[b, expert] & (a.given[b, expert] == 0)
+    # A tie goes to the lower rank. Where none is able, rank 0 is read and gets no tokens.
     rank = jax.lax.argmax(jnp.where(able, a.room, 0), 1, jnp.int32)
     tokens = jnp.minimum(jnp.minimum(a.need, a.left), jnp.where(able[b, rank], a.room[b, rank], 0))
+    # The floor is what is still to be given, shared by all that could take some: a rank that takes less would leave
+    # more to the others than their share.
     dynamic = ceil_divide(a.need, jnp.maximum(able.sum(1, dtype=jnp.int32), 1))
     tokens = jnp.where((a.place == place) & (tokens >= jnp.where(floor > 0, floor, dynamic)), tokens, 0)
     need, left = a.need - tokens, a.left - tokens
     stay = (tokens > 0) & (need > 0) & (left > 0)
     following = (place // home + 1) * home  # the first expert of the next giver
+    # A giver that has a surplus left at its last expert cannot meet the limit. Beyond the end the loop stops, and a
+    # need that is not 0 then says that the attempt failed.
     stuck = (need > 0) & ~stay & (place + 1 == following)
     moved_on = jnp.where(need > 0, jnp.where(stuck, d.queue.shape[1], place + 1), following)
     next_place = jnp.where(stay, place, moved_on)

@@ -1,5 +1,4 @@
-"""`plan_layer` makes the plan of a layer by the system's own balancer, and `groups` says who exchanges tokens with whom.
-"""
+"""`plan_layer` makes the plan of a layer by the system's own balancer; `groups` says who exchanges tokens with whom."""
 
 import math
 from dataclasses import dataclass
@@ -83,7 +82,7 @@ def plan_layer(
     slots = num_home + (system.replica_slots if topology.num_ranks > 1 else 0)
     start = plain_plan(counts, topology, min(slots, counts.shape[1]))
     plan, state = system.balancer.rebalance(counts, start, topology, state)
-    # A balancer may answer in JAX's arrays; matrices of bytes below need NumPy's 64 bits.
+    # A balancer may answer in JAX's arrays; what follows on the host wants NumPy's.
     plan = jax.tree.map(np.asarray, plan)
     waves = system.dispatch.waves(counts, start, plan, system.balancer)
     return system.replicate.plan(plan) if plan.slots > num_home else plan, waves, state

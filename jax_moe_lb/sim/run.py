@@ -39,7 +39,7 @@ class StageTime:
 
     @property
     def hidden_s(self) -> float:
-        """The seconds that other stages hide; at least 0."""
+        """Returns the seconds that other stages hide; at least 0."""
         return max(self.busy_s - self.exposed_s, 0.0)
 
 
@@ -62,7 +62,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The bytes of all four together."""
+        """Returns the bytes of all four together."""
         return self.weights + self.replicas + self.buffers + self.kept
 
 
@@ -75,7 +75,8 @@ class Report:
         stages: the time of each stage by its name, in the order in which they first happen.
         level_bytes: the bytes sent on all links of each level, by its name.
         imbalance_before: `max / mean` of the load at home, the mean over layers; 1 for uniform routing.
-        imbalance_after: `max / mean` of the load under the plans, the mean over layers; 1.05 or less is usual.
+        imbalance_after: `max / mean` of the load under the plans, the mean over layers; 1.05 or less is usual where
+            quotas are planned and slots suffice.
         rounds: the most rounds of any layer; 1 is usual under good plans.
         memory: the bytes on one rank.
         timeline: all tasks with their times.
@@ -256,11 +257,13 @@ def _report(
     memory: Memory,
     states: States,
 ) -> Report:
+    # Under uniform routing one rank stands for all, and then the waves have one line.
     timeline = Timeline(max(len(wave.rows) for work in layers for wave in work.waves))
     Scheduler(model, cluster, step, timeline).run(list(layers))
     stage_bytes: dict[str, float] = {}
     totals = np.zeros(len(cluster.levels))
     for task in timeline.tasks:
+        # Products and the planner send nothing.
         sent = np.zeros(len(cluster.levels)) if task.flow is None else np.array(level_bytes(task.flow, cluster))
         stage_bytes[task.stage] = stage_bytes.get(task.stage, 0.0) + float(sent.sum())
         totals += sent
@@ -285,6 +288,7 @@ def _memory(system: System, model: ModelShape, cluster: Cluster, migration: Migr
     home, gathered = model.experts // cluster.num_ranks * model.expert_bytes, migration.gathered_bytes(model, cluster)
     # Experts that are gathered again need two sets: one in use and the next layer's on its way.
     held = gathered * (2 if migration.gather_again else model.layers)
+    # Ranks keep what they decoded of every layer until its next gather, where differences are to be taken from it.
     if migration.codec.remembers:
         held += model.layers * (gathered + home)
     slots = system.replica_slots * (model.expert_bytes + model.expert_gradient_bytes)

@@ -106,7 +106,7 @@ class LayerWork:
         planner_s: the time from counts to plan, in seconds; 0 where the placement does not depend on the load.
         replicate: the exchange that copies weights into slots; `None` where there are no replicas.
         return_home: the exchange that brings the gradients of replicas home; `None` where there are none.
-        engine: whether weights are copied by copy engines, which products do not wait for.
+        engine: whether weights are copied by copy engines, which have a stream of their own.
         early: whether weights travel before counts are known, as the placement does not depend on them.
         waves: the waves of tokens, in order. With two, the first needs no plan.
         load: `[R]`, the token copies that each rank serves.
@@ -185,6 +185,7 @@ def _part(system: System, model: ModelShape, group: Group, plan: Plan, waves: li
 
 
 def _rounds(system: System, model: ModelShape, plan: Plan) -> int:
+    # Rounded up, in integers.
     return -(-int(load(plan).max()) // receive_capacity(system, model))
 
 
@@ -206,11 +207,12 @@ def _merged(
 
     waves = []
     for at, (matrices, rows, _) in enumerate(parts[0].waves):
+        # Groups have different ranks, so their lines are disjoint; on links what they send adds up.
         by_rank = np.zeros((cluster.num_ranks, rows.shape[1]), np.int64)
         for part in parts:
             by_rank[part.ranks] = part.waves[at][1]
         dispatch = [on_links((p.waves[at][0][hop] for p in parts), model.row_bytes) for hop in range(len(matrices))]
-        # All groups wait for the one with the most rounds, as `agreed` makes them do between processes.
+        # One number stands for all groups: they share links, so a layer lasts as long as its busiest group.
         waves.append(Wave(tuple(dispatch), by_rank, max(part.waves[at][2] for part in parts)))
     loads = np.zeros(cluster.num_ranks, np.int64)
     for part in parts:
@@ -219,6 +221,7 @@ def _merged(
     gradients = on_links((part.gradients for part in parts), model.expert_gradient_bytes)
     return replace(
         shared_work(model, cluster, migration, counts.shape[1], system.dispatch),
+        # A placement that does not depend on the load is there before tokens are: nothing is planned in the layer.
         planner_s=cluster.planner_s if system.balancer.needs_counts else 0.0,
         replicate=None if weights.is_empty else weights,
         return_home=None if gradients.is_empty else gradients,

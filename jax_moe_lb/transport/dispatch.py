@@ -92,6 +92,7 @@ class Dispatch(Exchange[ReceiptT]):
         # A bad plan must not reach `address`, which computes offsets of copies from it.
         plan = ensure_legal(plan, routed.counts)
         receipt = self.address(routed.experts, routed.counts, plan, topology)
+        # Named, so that a policy of `jax.checkpoint` can keep the copies, or gather them from the tokens again.
         sent = checkpoint_name(to_sending_order(x, receipt, routed.experts.shape[1]), "moe_sent")
         copies = in_rounds(sent, experts, plan, receipt, replicate, self, topology)
         return Served(copies, receipt, plan, receipt.rounds), state
@@ -135,7 +136,7 @@ class Dispatch(Exchange[ReceiptT]):
 
     @property
     def address_bytes(self) -> int:
-        """The bytes in which a rank tells every other where its rows are, per layer: two integers of 4 by default.
+        """Says in how many bytes a rank tells every other where its rows are, per layer: two integers, 8, by default.
 
         The simulator asks for it.
         """

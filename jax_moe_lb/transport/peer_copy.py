@@ -65,7 +65,7 @@ class PeerCopy(Replicate):
 
     @property
     def uses_copy_engines(self) -> bool:
-        """True: products run beside these copies."""
+        """Says yes: products run beside these copies."""
         return True
 
 

@@ -85,5 +85,5 @@ class Relay(Replicate):
 
     @property
     def uses_copy_engines(self) -> bool:
-        """Whether copy engines move the weights: yes, as `copies` makes the copies."""
+        """Says whether copy engines move the weights, which is up to `copies`: yes."""
         return self.copies.uses_copy_engines

@@ -109,7 +109,7 @@ class Replicate(abc.ABC):
 
     @property
     def uses_copy_engines(self) -> bool:
-        """Whether copy engines move the weights, so that products run beside them; false by default.
+        """Says whether copy engines move the weights, so that products run beside them; false by default.
 
         The simulator asks for it.
         """

@@ -36,7 +36,7 @@ class Waves:
 
     @property
     def rounds(self) -> Int[Array, ""]:
-        """The number of times that the receive buffer is filled, int32: 2 where both waves have rows and fit."""
+        """Counts how often the receive buffer is filled, int32: 2 times where both waves have rows that fit."""
         return self.static.rounds + self.dynamic.rounds
 
 

@@ -1,4 +1,4 @@
-"""What every balancer and system must keep, on every workload."""
+"""Every balancer and system must keep these rules, on every workload."""
 
 import inspect
 

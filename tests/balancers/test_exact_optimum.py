@@ -1,4 +1,4 @@
-"""`Exact` beside the optimum of a mixed-integer program, where slots are too few for the mean."""
+"""`Exact` is held against the optimum of a mixed-integer program, where slots are too few for the mean."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""RailS: what a node sends, in chunks over its rails; and what that does to those who receive it."""
+"""RailS puts what a node sends on its rails, in chunks; here is what that does to those who receive it."""
 
 from dataclasses import replace
 

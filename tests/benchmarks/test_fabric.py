@@ -1,4 +1,4 @@
-"""Flows over a fabric with rails: what the simulation keeps, and what it says where the answer is known."""
+"""The simulation of flows over a fabric with rails keeps what it must, and is right where the answer is known."""
 
 from dataclasses import replace
 

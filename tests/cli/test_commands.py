@@ -1,4 +1,4 @@
-"""What `plan` and `replay` print and write."""
+"""`plan` and `replay` print and write what they promise."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`doctor`, and whether it tells the truth: what it says is compared with what the operations compile to."""
+"""`doctor` tells the truth: what it says is compared with what the operations compile to."""
 
 import json
 import platform

@@ -1,4 +1,4 @@
-"""Bad input: one line on stderr, nothing on stdout, exit code 2."""
+"""Bad input is refused with one line on stderr, nothing on stdout, and exit code 2."""
 
 import numpy as np
 import pytest

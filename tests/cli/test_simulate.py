@@ -1,4 +1,4 @@
-"""`simulate`, `advise` and `calibrate`: what they print and write, and what they refuse."""
+"""`simulate`, `advise` and `calibrate` print and write what they promise, and refuse what they must."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A run small enough for a test."""
+"""This makes a training run that is small enough for a test."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Runs whose experts move."""
+"""Training goes on as before when experts move between steps."""
 
 import dataclasses
 import shutil

@@ -1,4 +1,4 @@
-"""Running a program of these tests in a sandbox."""
+"""This runs a program of these tests in a sandbox."""
 
 import json
 import subprocess

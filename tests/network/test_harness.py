@@ -1,4 +1,4 @@
-"""Networks of namespaces: how fast, how counted, how they end."""
+"""Networks of namespaces are as fast as asked, count what travels, and end cleanly."""
 
 import os
 import signal

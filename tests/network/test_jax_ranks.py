@@ -1,4 +1,4 @@
-"""JAX processes in network namespaces: the layer, its traffic, and ranks that die."""
+"""JAX processes in network namespaces compute the layer, move what its plan says, and stop when ranks die."""
 
 import jax
 import numpy as np

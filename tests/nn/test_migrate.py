@@ -1,4 +1,4 @@
-"""The Flax layer with expert domains."""
+"""The Flax layer equals its reference with expert domains, too."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Experts that move between steps."""
+"""A layer whose experts move between steps computes the same as before."""
 
 import jax
 import jax.numpy as jnp

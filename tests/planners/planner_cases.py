@@ -1,4 +1,4 @@
-"""Random inputs of every planner, and the three implementations of it."""
+"""This makes random inputs of every planner, and names its three implementations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

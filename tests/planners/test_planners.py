@@ -1,4 +1,4 @@
-"""What every planner keeps: one result from all implementations, under all transformations, on all meshes."""
+"""Every planner gives one result from all implementations, under all transformations, on all meshes."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Which system is fastest."""
+"""`advise` finds the fastest system, and says why others cannot run."""
 
 import numpy as np
 import pytest

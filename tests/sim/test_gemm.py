@@ -1,4 +1,4 @@
-"""Seconds of grouped FFNs."""
+"""Grouped FFNs take as long as their weights or a measured curve say."""
 
 import numpy as np
 import pytest

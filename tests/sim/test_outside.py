@@ -1,4 +1,4 @@
-"""Strategies that the simulator has never heard of: it asks them what they need."""
+"""The simulator runs strategies that it has never heard of: it asks them what they need."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,4 @@
-"""Experts in fewer bytes: what travels, what arrives, and whose gradients come home."""
+"""Experts travel in fewer bytes: what is sent, what arrives and whose gradients come home is as promised."""
 
 import jax
 import jax.numpy as jnp

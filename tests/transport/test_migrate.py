@@ -1,4 +1,4 @@
-"""Experts on their way before tokens are known."""
+"""Experts travel before tokens are known, and everything is as if they had not."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Spraying over rails: the same rows in the same places as direct dispatch, whatever the plan says of rails."""
+"""Spraying over rails puts the same rows in the same places as direct dispatch, whatever the plan says of rails."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""Two waves over one plan: the numbers of one wave, and no way from planner and copies to the first."""
+"""Two waves over one plan give the numbers of one wave, and no way leads from planner and copies to the first."""
 
 import dataclasses
 import functools
