@@ -1,5 +1,11 @@
 """Sizes that many places check are checked here, each with one message."""
 
+from typing import Any
+
+import numpy as np
+
+INT32_MAX = np.iinfo(np.int32).max
+
 
 def home_experts_per_rank(num_experts: int, num_ranks: int, holder: str | None = None) -> int:
     """Returns `L = E / R`, the number of experts that are at home on every rank, and refuses others.
@@ -35,3 +41,17 @@ def check_domain(domain: int, num_ranks: int, argument: str = "domain") -> None:
     """
     if domain < 1 or num_ranks % domain:
         raise ValueError(f"{argument} is {domain}; expected a divisor of the {num_ranks} ranks")
+
+
+def check_total(counts: Any) -> None:
+    """Refuses counts on a host whose sum does not fit int32, planning's integer type; what is traced passes.
+
+    Args:
+        counts: integers of any shape.
+
+    Raises:
+        ValueError: the sum is larger; a sum in int32 would wrap round to another number.
+    """
+    # A sum of unsigned 64-bit counts could wrap round too; float64 is exact far beyond int32.
+    if isinstance(counts, np.ndarray) and (total := counts.sum(dtype=np.float64)) > INT32_MAX:
+        raise ValueError(f"counts sum to {total:.0f} tokens; expected at most {INT32_MAX}")

@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jax_moe_lb._varying import vary_like
-from jax_moe_lb.checks import check_domain, home_experts_per_rank
+from jax_moe_lb._varying import vary_like, varying_axes
+from jax_moe_lb.checks import check_domain, check_total, home_experts_per_rank
 from jax_moe_lb.plan import Plan
+from jax_moe_lb.planners.native import saturated
 from jax_moe_lb.split import Split, nearest_first
 from jax_moe_lb.types import AnyArray, Counts, host_iota
-
-INT32_MAX = np.iinfo(np.int32).max
 
 
 def check_counts(counts: AnyArray) -> None:
@@ -42,9 +41,7 @@ def check_counts(counts: AnyArray) -> None:
         raise ValueError(
             f"counts of rank {rank}, expert {expert} is {counts[rank, expert]}; expected a number of tokens, at least 0"
         )
-    # A sum of unsigned 64-bit counts could wrap round; float64 is exact far beyond int32.
-    if counts.sum(dtype=np.float64) > INT32_MAX:
-        raise ValueError(f"counts sum to {counts.sum(dtype=np.float64):.0f} tokens; expected at most {INT32_MAX}")
+    check_total(counts)
 
 
 def check_plan(plan: Plan, counts: AnyArray, dynamic: AnyArray | None = None) -> None:
@@ -89,6 +86,7 @@ def ensure_legal(plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = 
     them stop or none does.
     """
     _check_shapes(plan, counts.shape)
+    plan = jax.tree.map(lambda leaf: jnp.asarray(saturated(leaf), jnp.int32), plan)
     legal = jnp.stack([~broken.any() for broken, _ in _rules(plan, counts, dynamic, jnp)]).all()
     stop = ensure(legal, check_plan, plan, counts, dynamic)
     return jax.tree.map(lambda leaf: leaf + stop, plan)
@@ -149,22 +147,63 @@ def checked_permutation(name: str, permutation: Any, shape: tuple[int, int]) -> 
 
 
 def ensure(ok: Bool[jax.Array, ""], check: Callable[..., None], *args: Any) -> Int[jax.Array, ""]:
-    """Computes zero; if not `ok`, calls `check(*args)` on the host, where it raises.
+    """Computes zero; if not `ok` on some rank of the mesh, calls `check` on the host of all, where it raises.
 
     Add the zero to what is used next, so that no compiler can drop the check.
-    """
 
-    def call(*args: Any) -> np.ndarray:
-        check(*args)
-        return np.zeros((), np.int32)
+    Args:
+        ok: whether the check would pass on this rank; equal on all ranks of its expert-parallel group.
+        check: refuses what is wrong in `args` with a ValueError.
+        *args: pytrees of arrays, equal on all ranks of the group.
+    """
+    axes = _group_axes(ok)
+    # If one group stopped and the others went on, they would wait for it in their next common exchange until XLA
+    # gives up and ends the process.
+    everywhere = _all_of(ok, axes) if axes else ok
 
     def stop(args: Any) -> jax.Array:
-        answer = jax.pure_callback(call, jax.ShapeDtypeStruct((), jnp.int32), *args, vmap_method="sequential")
-        return vary_like(answer, ok)
+        # All ranks are here, so all of them can learn what is wrong, and say the same.
+        of_groups = jax.tree.map(lambda leaf: _gathered(jnp.asarray(leaf), axes), args)
+        shape = jax.ShapeDtypeStruct((), jnp.int32)
+        answer = jax.pure_callback(partial(_check_groups, check), shape, *of_groups, vmap_method="sequential")
+        return vary_like(answer, everywhere)
 
-    # Neither a constant nor what a callback returns has the manual axes of `ok`, which both branches must share.
-    zero = vary_like(np.int32(0), ok)
-    return jax.lax.cond(ok, lambda args: zero, stop, args)
+    # Neither a constant nor what a callback returns has the manual axes of `everywhere`; both branches must share them.
+    zero = vary_like(np.int32(0), everywhere)
+    return jax.lax.cond(everywhere, lambda args: zero, stop, args)
+
+
+def _group_axes(ok: Bool[jax.Array, ""]) -> tuple[str, ...]:
+    """The manual mesh axes that tell groups apart, for which `ok` may differ."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    # Without `check_vma` no type says over which axes a value varies; then every manual axis may be one.
+    is_checked = bool(manual) and bool(varying_axes(jax.lax.axis_index(manual[0])))
+    return tuple(name for name in manual if not is_checked or name in varying_axes(ok))
+
+
+def _all_of(ok: Bool[jax.Array, ""], axes: tuple[str, ...]) -> Bool[jax.Array, ""]:
+    return jax.lax.pmin(ok.astype(jnp.int32), axes) == 1
+
+
+def _gathered(leaf: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """What all groups have, one after the other."""
+    missing = tuple(name for name in axes if name not in varying_axes(leaf))
+    varied = jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+    return jax.lax.all_gather(varied, axes, to="invarying") if axes else leaf[None]
+
+
+def _check_groups(check: Callable[..., None], *of_groups: Any) -> np.ndarray:
+    """Checks one group after the other; says which one is wrong where not all are."""
+    wrong = {}
+    num_groups = len(jax.tree.leaves(of_groups)[0])
+    for group in range(num_groups):
+        try:
+            check(*jax.tree.map(lambda leaf, group=group: np.asarray(np.asarray(leaf)[group]), of_groups))
+        except ValueError as error:
+            wrong[group] = error
+    for group, reason in wrong.items():
+        raise reason if len(wrong) == num_groups else ValueError(f"group {group} of {num_groups}: {reason}")
+    return np.zeros((), np.int32)
 
 
 def _check_shapes(plan: Plan, counts_shape: tuple[int, ...]) -> None:
@@ -198,7 +237,8 @@ def _rules(
     in_range = (placement >= -1) & (placement < plan.num_experts)
     expert = xp.where(in_range, placement, -1)
     copies = _copies(expert, plan.num_experts)
-    routed, served = counts.sum(0, dtype=np.int32), quota.sum(1, dtype=np.int32)
+    routed = counts.sum(0, dtype=np.int64 if xp is np else np.int32)
+    served = quota.sum(1, dtype=routed.dtype)
 
     yield (
         ~in_range,
@@ -233,7 +273,7 @@ def _rules(
         lambda e, r: f"plan.quota of expert {e}, rank {r} is {quota[e, r]}; expected 0: no slot of the rank holds it",
     )
     yield (
-        served != routed,
+        ~_sums_to(quota, routed),
         lambda e: f"plan.quota of expert {e} sums to {served[e]} tokens; expected the {routed[e]} of counts",
     )
     if dynamic is not None:
@@ -253,6 +293,13 @@ def _rules(
             rails < 0,
             lambda r, t, n: f"plan.rails of rank {r} to {t}, rail {n} is {rails[r, t, n]}; expected at least 0",
         )
+
+
+def _sums_to(quota: AnyArray, routed: AnyArray) -> AnyArray:
+    """Whether the quotas of each expert, at least 0, sum to the tokens routed to it."""
+    # In halves of 16 bits: whole sums of wrong quotas could wrap round in 32 bits to the number that is expected.
+    high, low = (part.sum(1, dtype=routed.dtype) for part in (quota >> 16, quota & 0xFFFF))
+    return (high + (low >> 16) == routed >> 16) & (low & 0xFFFF == routed & 0xFFFF)
 
 
 def _relay_rules(plan: Plan, relay: AnyArray, copies: AnyArray) -> Iterator[tuple[AnyArray, Callable[..., str]]]:

@@ -25,6 +25,9 @@ from jax_moe_lb.transport.dispatch import Routed
 from jax_moe_lb.transport.rounds import combine
 from jax_moe_lb.types import Counts, State, TokenMask, Tokens, iota, wide_dtype
 
+TOKEN_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float64)
+"""What tokens may be; the custom calls and the kernels of accelerators have no form for others."""
+
 CHECKPOINT_NAMES = ("moe_routing", "moe_sent", "moe_served")
 """The names of intermediates for `jax.checkpoint_policies`: the routing, and token copies before and after the experts.
 
@@ -164,6 +167,9 @@ def route(
     # Logits that differ in their last bits choose other experts, so they are computed wide and at full precision,
     # which accelerators do not give by default.
     dtype = wide_dtype(x)
+    if mask is not None:
+        # Padding may hold anything: NaN times the zero gradient of its logits would be NaN in the kernel's gradient.
+        x = jnp.where(mask[:, None], x, 0)
     logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision=jax.lax.Precision.HIGHEST)
     first_token = jax.lax.axis_index(topology.expert_axes) * x.shape[0]
     routing = router(logits, bias, first_token)
@@ -252,6 +258,8 @@ def _stats(
 def _check_arguments(x: Tokens, kernel: Float[Array, "H E"], experts: Experts, topology: Topology) -> None:
     if not topology.expert_axes:
         raise ValueError("topology has no expert_axes; expected one made by Topology.from_mesh")
+    if x.dtype not in TOKEN_DTYPES:
+        raise ValueError(f"x has dtype {x.dtype}; expected bfloat16, float32 or float64")
     width, num_experts = kernel.shape
     home, experts_width, _ = experts.up.shape
     if home * topology.num_ranks != num_experts:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from jax_moe_lb._plan_file import ARRAYS, read_arrays, write_arrays
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb._varying import vary_like
-from jax_moe_lb.checks import home_experts_per_rank
+from jax_moe_lb.checks import check_total, home_experts_per_rank
 from jax_moe_lb.split import Split, kept, nearest_first
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import AnyArray, Counts, Load, host_iota, iota, namespace
@@ -166,6 +166,7 @@ def plain_plan(counts: Counts, topology: Topology, slots: int | None = None) -> 
         array([[5, 1, 0, 0],
                [0, 0, 1, 3]], dtype=int32)
     """
+    check_total(counts)
     if counts.ndim != 2 or counts.shape[0] != topology.num_ranks:
         raise ValueError(f"counts has shape {counts.shape}; expected [R, E] with R = {topology.num_ranks}")
     num_ranks, num_experts = counts.shape

@@ -164,13 +164,22 @@ class TopK:
             logits: `[T, E]`.
             experts: `[T, K]` integers, the expert of each token copy.
         """
-        scores = self.score(logits)
-        weights = jnp.take_along_axis(scores, experts, axis=1)
-        if self.renormalise:
-            weights = weights / weights.sum(-1, keepdims=True)
+        log_scores = _log_scores(self.score, logits)
+        chosen = jnp.take_along_axis(log_scores, experts, axis=1)
+        # A quotient of scores that underflow is 0 / 0, and its gradient is so long before: their logarithms are not.
+        scores = jnp.take_along_axis(self.score(logits), experts, axis=1)
+        weights = jax.nn.softmax(chosen, -1) if self.renormalise else scores
         # Sigmoid scores do not sum to 1; the losses want shares.
-        affinity = scores / scores.sum(-1, keepdims=True)
-        return Routing(experts.astype(jnp.int32), weights * self.scale, logits, affinity)
+        return Routing(experts.astype(jnp.int32), weights * self.scale, logits, jax.nn.softmax(log_scores, -1))
+
+
+def _log_scores(score: Callable[[Logits], Logits], logits: Logits) -> Logits:
+    """The logarithm of the scores, without underflow for the two scores that have a logarithm of their own."""
+    if score is jax.nn.softmax:
+        return jax.nn.log_softmax(logits, -1)
+    if score is jax.nn.sigmoid:
+        return jax.nn.log_sigmoid(logits)
+    return jnp.log(score(logits))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The executor on every kind of mesh, under every transformation, and given nonsense."""
 
+from dataclasses import dataclass, replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import (
     CHECKPOINT_NAMES,
+    Balancer,
     Direct,
     Experts,
     ForceBalanced,
@@ -18,6 +21,7 @@ from jax_moe_lb import (
     System,
     TopK,
     Topology,
+    feplb,
     greedy,
     pipeline,
     plain,
@@ -219,6 +223,60 @@ def test_bad_values_stop_all_ranks(router, scale, message):
     run_with(TopK(2))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_fault_in_one_data_parallel_group_stops_all_with_its_message(check_vma):
+    """The other group must not go on alone: it would wait in the next all-reduce until XLA ends the process."""
+    case, mesh = Case(), make_mesh((2, 4), ("data", "expert"))
+    x, mask, kernel, experts, _ = arguments(case, BY_NAME["zipf"], 8)
+    layer = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), greedy(), check_vma=check_vma))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"group .* of \d: router logits of rank 2 give"):
+        jax.block_until_ready(layer(x.at[6 * case.num_tokens, 0].set(jnp.nan), mask, kernel, experts))
+    jax.block_until_ready(layer(x, mask, kernel, experts))
+
+
+@dataclass(frozen=True)
+class LosesOfExpertZero(Balancer):
+    """Its plan lacks a token of expert 0 where that has at least `limit`."""
+
+    limit: int
+
+    def rebalance(self, counts, plan, topology, state):
+        busy = counts[:, 0].sum(dtype=jnp.int32) >= self.limit
+        return replace(plan, quota=plan.quota.at[0, 0].add(-busy.astype(jnp.int32))), state
+
+
+@pytest.mark.slow
+def test_an_illegal_plan_in_one_data_parallel_group_stops_all():
+    case, mesh = Case(), make_mesh((2, 4), ("data", "expert"))
+    x, mask, kernel, experts, _ = arguments(case, BY_NAME["zipf"], 8)
+    # All tokens of the second group want expert 0.
+    x = x.at[4 * case.num_tokens :, case.features].set(100.0)
+    system = System(LosesOfExpertZero(4 * case.num_tokens))
+    layer = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), system))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"group 1 of 2: plan.quota of expert 0 sums to \d+ tokens"):
+        jax.block_until_ready(layer(x, mask, kernel, experts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", [np.nan, np.inf, -np.inf])
+def test_padding_may_hold_anything(padding):
+    """Outputs and gradients are those of padding that holds zeros."""
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    x, mask, kernel, experts, target = arguments(case, BY_NAME["empty_rank"], 8)
+    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), greedy()))
+    found, want = (layer(jnp.where(mask[:, None], x, value), mask, kernel, experts, target) for value in (padding, 0.0))
+    assert not mask.all()
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
+def test_tokens_of_another_dtype_are_refused_by_name():
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    x, mask, kernel, experts, _ = arguments(case, BY_NAME["zipf"], 8)
+    with pytest.raises(ValueError, match="x has dtype float16; expected bfloat16, float32 or float64"):
+        jax.eval_shape(sharded_moe(mesh, Topology.from_mesh(mesh), plain()), x.astype("float16"), mask, kernel, experts)
+
+
 def lose_a_token(counts, plan, topology):
     quota = plan.quota.copy()
     quota[np.unravel_index(quota.argmax(), quota.shape)] -= 1
@@ -299,9 +357,10 @@ def test_the_whole_layer_lowers_for_a_gpu(monkeypatch):
 
 
 @pytest.mark.slow
-def test_no_tokens_at_all():
+@pytest.mark.parametrize("system", [greedy(), feplb()], ids=["greedy", "feplb"])
+def test_no_tokens_at_all(system):
     case, mesh = Case(), make_mesh((8,), ("expert",))
-    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), greedy()))
+    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), system))
     x = jnp.zeros((0, case.width))
     (y, stats), gradients = layer(x, jnp.zeros((0,), bool), *case.params("float32"), x)
     assert y.shape == x.shape

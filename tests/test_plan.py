@@ -1,6 +1,7 @@
 import copy
 import os
 import pickle
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax_moe_lb import Plan, Split, Topology, check_plan, imbalance, load, neare
 from jax_moe_lb.legality import ensure_legal
 from jax_moe_lb.split import arrivals
 from tests.oracle import random_plan, split
+from tests.planners.planner_cases import STOPPED
 
 
 @st.composite
@@ -331,3 +333,36 @@ def test_damaged_files_and_pickles_are_refused(tmp_path):
     np.save(tmp_path / "plan.npy", COUNTS)
     with pytest.raises(ValueError, match=r"plan.npy: placement is missing"):
         Plan.load(tmp_path / "plan.npy")
+
+
+def test_quotas_that_wrap_round_in_32_bits_are_refused():
+    """On a host sums are wide; in a program no sum of wrong quotas can come out right."""
+    counts = np.zeros((4, 4), np.int32)
+    counts[0, 0] = 8
+    plan = plain_plan(counts, Topology.flat(4))
+    wide = plan.quota.astype(np.int64)
+    wide[0, 0] = 2**32 + 8
+    for refuse in (
+        check_plan,
+        lambda plan, counts: jax.block_until_ready(jax.jit(lambda c: ensure_legal(plan, c))(counts)),
+    ):
+        with pytest.raises(STOPPED, match=r"plan.quota of expert 0 sums to \d+ tokens; expected the 8 of counts"):
+            refuse(replace(plan, quota=wide), counts)
+
+
+def test_many_large_quotas_do_not_sum_to_what_is_expected():
+    counts = np.zeros((8, 8), np.int32)
+    counts[0, 0] = 2**30
+    placement = np.full((8, 2), -1, np.int32)
+    placement[:, 0], placement[1:, 1] = np.arange(8), 0
+    quota = np.zeros((8, 8), np.int32)
+    quota[0, :5] = 2**30  # 5 * 2**30 is 2**30 in 32 bits
+    plan = Plan(placement, quota, domain=8)
+    for refuse in (check_plan, lambda plan, counts: jax.block_until_ready(jax.jit(ensure_legal)(plan, counts))):
+        with pytest.raises(STOPPED, match=r"plan.quota of expert 0 sums to 5368709120 tokens; expected the 1073741824"):
+            refuse(plan, counts)
+
+
+def test_counts_beyond_32_bits_make_no_plan():
+    with pytest.raises(ValueError, match=r"counts sum to 4294967304 tokens; expected at most 2147483647"):
+        plain_plan(np.array([[2**32 + 8, 0]], np.int64), Topology.flat(1))

@@ -109,3 +109,26 @@ def test_the_bias_evens_out_the_load():
 def test_bad_routers_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("depth", [20.0, 45.0, 90.0, 400.0])
+@pytest.mark.parametrize("score", [jax.nn.softmax, jax.nn.sigmoid])
+def test_weights_of_experts_far_below_the_best_are_finite_and_so_are_their_gradients(score, depth, x64):
+    """Chosen logits so low that their scores underflow: the weights are those of float64, where they do not."""
+    logits = np.array([[0.0, -depth, -depth - 1, -depth - 3]])
+    experts = jnp.array([[1, 2]], jnp.int32)
+
+    def first_weight(logits):
+        return TopK(2, score=score).with_experts(logits, experts).weights[0, 0]
+
+    # Scores that fall exponentially: those of the two differ by a factor e.
+    weight, gradient = jax.jit(jax.value_and_grad(first_weight))(jnp.asarray(logits, jnp.float32))
+    want = 1 / (1 + np.exp(-1))
+    np.testing.assert_allclose(weight, want, rtol=1e-5)
+    np.testing.assert_allclose(gradient, [[0, want * (1 - want), -want * (1 - want), 0]], rtol=1e-4, atol=1e-7)
+
+
+def test_affinities_are_shares_where_all_sigmoid_scores_underflow():
+    routing = TopK(2, score=jax.nn.sigmoid)(jnp.full((1, 4), -200.0))
+    np.testing.assert_allclose(routing.scores, np.full((1, 4), 0.25), rtol=1e-6)
+    np.testing.assert_allclose(routing.weights, np.full((1, 2), 0.5), rtol=1e-6)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.checks import home_experts_per_rank
@@ -199,6 +199,9 @@ class MoE(nnx.Module):
         num_tokens = math.prod(x.shape[:-1])
         if num_tokens % shards:
             raise ValueError(f"x has {num_tokens} tokens; expected a multiple of the {shards} shards of the mesh")
+        if jax.typeof(x).sharding.mesh.empty:
+            # An array on no mesh has no place there that the outputs could take: it is put on all devices first.
+            x = place(x, NamedSharding(self.mesh, PartitionSpec()), self.mesh)
         # Weights and tokens are cast before they travel, so that bfloat16 halves what travels.
         x = x if self.dtype is None else x.astype(self.dtype)
         tokens = x.reshape(num_tokens, x.shape[-1])

@@ -4,9 +4,12 @@ Bits and bytes are told apart by their names, and a number without a unit is ref
 decimal; `KiB`, `MiB` and `GiB` are binary.
 """
 
+import math
 import re
 from fractions import Fraction
 from typing import Any
+
+from jax_moe_lb.sim.limits import shown
 
 DECIMAL = {prefix: Fraction(1000) ** power for power, prefix in enumerate(("", "k", "M", "G", "T", "P"))}
 """They are exact, so that `10 us` is the number nearest to it."""
@@ -27,6 +30,13 @@ TIMES = {unit: Fraction(1, 1000**power) for power, unit in enumerate(("s", "ms",
 
 SPEEDS = {f"{prefix}FLOP/s": factor for prefix, factor in DECIMAL.items()}
 """These units are in floating-point operations per second."""
+
+
+NUMBER = r"[-+]?[\d.]{1,40}(?:[eE][-+]?\d{1,3})?"
+"""A number has no more digits than this: a power of a Fraction is computed in full, however large it is."""
+
+LEAST, MOST = 1e-15, 1e30
+"""In base units, quantities other than 0 lie between these, so that sums and quotients of them stay finite."""
 
 
 def rate(value: Any) -> float:
@@ -56,11 +66,15 @@ def _parsed(value: Any, units: dict[str, Fraction], expected: str, least: float 
         ValueError: there is no number or no unit, or one of another kind.
     """
     # -1 stands for what cannot be read, so that all mistakes end in the one message below.
-    found = re.fullmatch(r"\s*([-+.\deE]+)\s*([A-Za-z/]+)\s*", value) if isinstance(value, str) else None
+    found = re.fullmatch(rf"\s*({NUMBER})\s*([A-Za-z/]{{1,10}})\s*", value) if isinstance(value, str) else None
     try:
         number = float(Fraction(found[1]) * units[found[2]]) if found else -1.0
-    except (ValueError, KeyError, OverflowError):
+    except (ValueError, KeyError):
         number = -1.0
+    except OverflowError:
+        number = math.inf
     if number < 0 or (least is not None and number <= least):
-        raise ValueError(f"is {value!r}; expected {expected}")
+        raise ValueError(f"is {shown(value)}; expected {expected}")
+    if number and not LEAST <= number <= MOST:
+        raise ValueError(f"is {shown(value)}; expected {expected}, from {LEAST:g} to {MOST:g} in units without a prefix")
     return number

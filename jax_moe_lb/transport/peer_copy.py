@@ -1,6 +1,6 @@
 """`PeerCopy` fills slots by copies that need no compute of the ranks they come from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ class PeerCopy(Replicate):
             names it. The default is 120; a step that legitimately takes longer needs more.
         chunk_bytes: what a relay forwards at once, in bytes. Small chunks reach the end of a chain of relays sooner,
             and each costs a launch; 1 MiB is the default.
+        site: what messages call these copies; give another name where one program has several kinds.
 
     Examples:
         >>> from jax_moe_lb import FEPLB, Staged, System
@@ -40,6 +41,7 @@ class PeerCopy(Replicate):
 
     timeout_s: float = 120.0
     chunk_bytes: int = 1 << 20
+    site: str = "PeerCopy"
 
     def start(self, experts: Experts, plan: Plan, topology: Topology) -> Pending:
         """Begins the copies of the replicas; they may still be under way when it returns. See `Replicate.start`."""
@@ -61,7 +63,11 @@ class PeerCopy(Replicate):
 
     def route(self, topology: Topology) -> Route:
         """Returns all ranks of the group, which copy from each other: a planner in C++ may start the copies itself."""
-        return Route(topology.expert_axes, "PeerCopy", self.timeout_s, self.chunk_bytes)
+        return Route(topology.expert_axes, self.site, self.timeout_s, self.chunk_bytes)
+
+    def again(self) -> "PeerCopy":
+        """Returns the same under another name: messages then say in which pass ranks wait."""
+        return replace(self, site=f"{self.site}, backward")
 
     @property
     def uses_copy_engines(self) -> bool:

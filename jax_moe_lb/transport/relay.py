@@ -87,3 +87,7 @@ class Relay(Replicate):
     def uses_copy_engines(self) -> bool:
         """Says whether copy engines move the weights, which is up to `copies`: yes."""
         return self.copies.uses_copy_engines
+
+    def again(self) -> "Relay":
+        """Returns the same relays over copies of another name."""
+        return replace(self, copies=self.copies.again())

@@ -96,6 +96,14 @@ class Replicate(abc.ABC):
         """
         return plan
 
+    def again(self) -> "Replicate":
+        """Returns the replication that copies the same weights again in the backward pass; this one, by default.
+
+        Where `start` is a custom call it must differ from this one, in the name of its copies for example: a compiler
+        may take two equal calls for one, and then a `join` would find its copies joined already.
+        """
+        return self
+
     def route(self, topology: Topology) -> Route | None:
         """Says between whom a planner in C++ may copy as soon as it has a plan; `None`, the default: it may not.
 

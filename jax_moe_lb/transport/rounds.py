@@ -83,7 +83,8 @@ def _backward(
     # Without the barrier XLA sees that the forward pass made the same replicas, and keeps those until now instead. It
     # ties the weights to the gradients, which do not exist before the backward pass has come here.
     experts, upstream = jax.lax.optimization_barrier((experts, upstream))
-    slots, sum_at_home = jax.vjp(lambda experts: replicate(experts, plan, topology), experts)
+    again = replicate.again()
+    slots, sum_at_home = jax.vjp(lambda experts: again(experts, plan, topology), experts)
 
     def one_round(i: Array, carry: tuple[Copies, Experts]) -> tuple[Copies, Experts]:
         copy_gradients, slot_gradients = carry

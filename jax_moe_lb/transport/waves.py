@@ -111,10 +111,15 @@ def serve_in_waves(
     return out, plan, waves
 
 
+def _per_tok(receipt: DirectReceipt, tokens: Tokens) -> int:
+    """`K`; where there is no token any number will do."""
+    return receipt.order.size // max(tokens.shape[0], 1) or 1
+
+
 def _first_wave(tokens: Tokens, experts: Experts, receipt: DirectReceipt, ways: Ways) -> Copies:
     """Computes the outputs of the static copies, which need home weights alone."""
     with jax.named_scope("static_wave"):
-        copies = to_sending_order(tokens, receipt, receipt.order.size // tokens.shape[0])
+        copies = to_sending_order(tokens, receipt, _per_tok(receipt, tokens))
         return _rounds(
             copies, receipt, lambda rows, sizes: grouped_ffn(rows, experts, sizes), jnp.zeros_like(copies), ways
         )
@@ -169,10 +174,11 @@ def _save(
 
 def _backward(ways: Ways, saved: Saved, gradients: tuple[Copies, Any, Any]) -> tuple[Tokens, Experts, None, None, None]:
     tokens, experts, plan, waves = saved
+    ways = ways._replace(replicate=ways.replicate.again())
     # Without the barrier XLA sees that the forward pass made the same replicas, and keeps those until now instead. It
     # ties the weights to the gradients, which do not exist before the backward pass has come here.
     experts, upstream = jax.lax.optimization_barrier((experts, gradients[0]))
-    per_tok = waves.dynamic.order.size // tokens.shape[0]
+    per_tok = _per_tok(waves.dynamic, tokens)
     copies, by_token = jax.vjp(lambda tokens: to_sending_order(tokens, waves.dynamic, per_tok), tokens)
     pending = _start(experts, plan, ways)
 

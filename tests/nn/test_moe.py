@@ -266,3 +266,16 @@ def test_linen_users_get_the_same_layer():
 def test_bad_arguments_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(make_mesh((8,), ("expert",)))
+
+
+@pytest.mark.slow
+def test_tokens_on_no_mesh_go_through_a_layer_on_an_explicit_one():
+    """The README's layer on another kind of mesh: what is on no mesh comes back replicated over it."""
+    x = jax.random.normal(jax.random.key(1), (8, 4, 16))
+    outs = []
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        mesh = make_mesh((8,), ("expert",), axis_type)
+        layer = MoE(16, 8, 16, TopK(2), mesh=mesh, topology=Topology.from_mesh(mesh), system=greedy(), rngs=nnx.Rngs(0))
+        outs.append(layer(x)[0])
+    assert outs[1].sharding.is_fully_replicated
+    np.testing.assert_allclose(*outs, rtol=1e-6)
