@@ -1,10 +1,18 @@
-"""A plan in a file: an .npz archive of named arrays, which is written whole and checked when it is read."""
+"""A plan in a file: an .npz archive of named arrays, which is written whole and checked when it is read.
+
+`read_named` reads such files, and .npy files, of anybody: it looks at what a file promises before anything is made.
+"""
 
 import io
+import math
 import os
 import secrets
+import stat
+import struct
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import IO, Any, get_args
 
 import numpy as np
 
@@ -19,6 +27,19 @@ _SETTINGS = {
     "split_locality": (np.bool_, "a bool"),
 }
 """A file of a plan also holds these, each without dimensions; beside them stand dtype, and dtype in words."""
+
+MOST_PLAN_BYTES = 2**32
+"""An array of a plan has at most so many bytes."""
+
+MOST_MEMBERS = 1000
+"""An archive has at most so many arrays; usual are two to seven."""
+
+MOST_DIRECTORY_BYTES = 2**19
+"""The directory of an archive has at most so many: 46 for each member, beside its name."""
+
+
+class LimitError(ValueError):
+    """A file is no damaged one, but beyond what is read; the message says what it has and what was expected."""
 
 
 def write_arrays(path: Path, parts: dict[str, Any]) -> None:
@@ -41,9 +62,91 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         OSError: the file cannot be read.
         ValueError: it is damaged or holds no plan; the message names the file and what is wrong in it.
     """
-    arrays = _arrays_of(path, path.read_bytes())
+    arrays = _arrays_of(path)
     _check_arrays(path, arrays)
     return arrays
+
+
+def read_named(path: Path, names: Sequence[str], most_bytes: int) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Reads arrays of an .npz file by their names, or the array of an .npy file under the first of them.
+
+    Of an archive only these are unpacked, and of every array the header is read first: a small file may promise
+    terabytes, or unpack to them.
+
+    Args:
+        path: the file.
+        names: the arrays to read; those that an archive lacks are left out.
+        most_bytes: an array has at most so many bytes.
+
+    Returns:
+        The arrays by their names, and the names of all arrays that the file has: none for an .npy file.
+
+    Raises:
+        OSError: the file cannot be read.
+        LimitError: it is no regular file, or too large.
+        Exception: it is damaged, which makes NumPy and zipfile raise nearly anything.
+    """
+    # Opening a pipe waits for a writer, and a device may never end, so that what it is must be known before.
+    if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
+        raise LimitError("no regular file; expected one")
+    with path.open("rb") as file:
+        if file.read(2) != b"PK":
+            file.seek(0)
+            _check_header(file, most_bytes)
+            file.seek(0)
+            # Pickles run code of whoever wrote them: a file of a stranger must not.
+            return {names[0]: np.lib.format.read_array(file, allow_pickle=False)}, []
+        _check_directory(file)
+        with zipfile.ZipFile(file) as archive:
+            members = {name.removesuffix(".npy"): name for name in archive.namelist()}
+            wanted = [name for name in names if name in members]
+            return {name: _member(archive, members[name], most_bytes) for name in wanted}, list(members)
+
+
+def _member(archive: zipfile.ZipFile, name: str, most_bytes: int) -> np.ndarray:
+    # NumPy writes no others, and some of them take memory by what the file asks for.
+    if archive.getinfo(name).compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError("another compression")
+    with archive.open(name) as file:
+        _check_header(file, most_bytes)
+    with archive.open(name) as file:
+        return np.lib.format.read_array(file, allow_pickle=False)
+
+
+def _check_header(file: IO[bytes], most_bytes: int) -> None:
+    """Refuses an array by the shape and dtype at the start of its file."""
+    version = np.lib.format.read_magic(file)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    start = file.tell()
+    # Version 2 may promise a header of 4 GiB, which NumPy reads before it refuses more than 10000 characters.
+    if version == (2, 0) and int.from_bytes(file.read(4), "little") > 2**16:
+        raise ValueError("a long header")
+    file.seek(start)
+    # Version 3 has other letters in names of fields, and numbers have no fields.
+    shape, _, dtype = readers[version](file)
+    # An entry may have no bytes at all, and then the entries are counted.
+    num_bytes = math.prod(shape) * max(dtype.itemsize, 1)
+    if min(shape, default=0) < 0:
+        raise ValueError("a negative dimension")
+    if num_bytes > most_bytes:
+        raise LimitError(f"an array of {num_bytes / 2**30:.3g} GiB; expected at most {most_bytes / 2**30:.3g} GiB")
+
+
+def _check_directory(file: IO[bytes]) -> None:
+    """Refuses an archive by the size of its directory, which zipfile reads whole."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - 2**16 - 22, 0))
+    tail = file.read()
+    # The directory's end is the last that looks so, behind which there is but a comment.
+    at = tail.rfind(b"PK\5\6")
+    if at < 0 or len(tail) - at < 22:
+        raise ValueError("no end of a directory")
+    members, num_bytes = struct.unpack_from("<HL", tail, at + 10)
+    # A directory of 64-bit numbers has its own end before this one; only archives of 65536 members or 4 GiB need it.
+    if members > MOST_MEMBERS or tail[max(at - 20, 0) :].startswith(b"PK\6\7"):
+        raise LimitError(f"an archive of {members} arrays or more; expected at most {MOST_MEMBERS}")
+    if num_bytes > MOST_DIRECTORY_BYTES:
+        raise LimitError(f"an archive with a directory of {num_bytes} bytes; expected at most {MOST_DIRECTORY_BYTES}")
 
 
 def _write_whole(path: Path, content: bytes) -> None:
@@ -67,15 +170,18 @@ def _write_whole(path: Path, content: bytes) -> None:
         raise
 
 
-def _arrays_of(path: Path, content: bytes) -> dict[str, np.ndarray]:
+def _arrays_of(path: Path) -> dict[str, np.ndarray]:
     """Reads the known arrays of an .npz file, unchecked; names that nobody knows are left out."""
     try:
-        # Pickles run code of whoever wrote them: a file of a stranger must not.
-        loaded = np.load(io.BytesIO(content), allow_pickle=False)
-        known = (*ARRAYS, *_SETTINGS)
-        found = {} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in known if name in loaded}
+        found, members = read_named(path, (*ARRAYS, *_SETTINGS), MOST_PLAN_BYTES)
+    except OSError:
+        raise
+    except LimitError as error:
+        raise ValueError(f"{path}: {error}") from error
     except Exception as error:  # a damaged file makes NumPy and zipfile raise nearly anything
         raise ValueError(f"{path}: damaged, or no .npz file of numbers; expected one that Plan.save wrote") from error
+    # An .npy file holds one array without a name.
+    found = found if members else {}
     for name in ("placement", "quota", *_SETTINGS):
         if name not in found:
             raise ValueError(f"{path}: {name} is missing; expected a file that Plan.save wrote")

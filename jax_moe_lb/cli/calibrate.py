@@ -36,6 +36,9 @@ FEW_ROWS, MANY_ROWS = 8, 8192
 
 REPEATS = 7
 
+MOST_RANKS = 256
+"""So many virtual devices at most share the cores of a CPU: each of them takes tens of MB."""
+
 
 @dataclass(frozen=True)
 class Measured:

@@ -9,6 +9,9 @@ import typer
 
 BAD_INPUT = 2
 
+MOST_CHARACTERS = 500
+"""A line on stderr has so many characters of a longer message: names and lists of strangers may have any length."""
+
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
@@ -25,5 +28,13 @@ def one_line_errors() -> Iterator[None]:
 
 
 def print_error(message: str) -> None:
-    """Prints one line on stderr."""
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    """Prints one line on stderr: without its middle if it is long, and without what a terminal would obey."""
+    line = " ".join(message.split())
+    if len(line) > MOST_CHARACTERS:
+        # What was expected stands at the end.
+        line = f"{line[: MOST_CHARACTERS // 2]} ... {line[-MOST_CHARACTERS // 2 :]}"
+    typer.echo(f"error: {''.join(map(_printable, line))}", err=True)
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()

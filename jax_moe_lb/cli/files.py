@@ -1,5 +1,6 @@
 """These functions read recorded counts and write plans; what is wrong with a file becomes one line that names it."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -8,9 +9,20 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from jax_moe_lb._plan_file import LimitError, read_named
 from jax_moe_lb.checks import home_experts_per_rank
 from jax_moe_lb.legality import check_counts
 from jax_moe_lb.plan import Plan
+from jax_moe_lb.sim.limits import MOST_ENTRIES, shown
+
+MOST_BYTES = 2**30
+"""An array of recorded counts has at most so many bytes, unpacked."""
+
+MOST_LAYERS = 2**17
+"""A trace has at most so many layers, of all steps together: 1000 steps of a model with 131 layers."""
+
+NAMES_SHOWN = 3
+"""A message lists so many arrays of a file that lacks the wanted one."""
 
 
 class Trace(NamedTuple):
@@ -107,28 +119,35 @@ def write_plans(path: Path, plans: Sequence[Plan], leading_shape: tuple[int, ...
 def _load(argument: str, path: Path) -> dict[str, np.ndarray]:
     """Reads `counts` and, if it is there, `steps` of an npz, or the array of an npy under the name `counts`."""
     try:
-        # Pickles run code of whoever wrote them: a recorded trace of a stranger must not.
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return {"counts": loaded}
-        with loaded:
-            names = loaded.files
-            arrays = {name: loaded[name] for name in ("counts", "steps") if name in names}
+        arrays, names = read_named(path, ("counts", "steps"), MOST_BYTES)
     except OSError as error:
         raise ValueError(f"{argument} is {path}: {error.strerror or error}; expected a .npy or .npz file") from error
+    except LimitError as error:
+        raise ValueError(f"{argument} is {path}: {error}, in a .npy or .npz file") from error
     except Exception as error:  # a damaged file makes NumPy and zipfile raise nearly anything
         raise ValueError(
             f"{argument} is {path}: damaged, or no NumPy file of numbers; expected .npy or .npz"
         ) from error
     if "counts" not in arrays:
-        raise ValueError(f"{argument} is {path}, which holds {names}; expected an array called 'counts'")
+        raise ValueError(f"{argument} is {path}, which holds {_listed(names)}; expected an array called 'counts'")
     return arrays
+
+
+def _listed(names: list[str]) -> str:
+    """Lists names in a message, which ends after the first few."""
+    first = ", ".join(map(shown, names[:NAMES_SHOWN]))
+    return f"[{first}]" if len(names) <= NAMES_SHOWN else f"[{first}, and {len(names) - NAMES_SHOWN} more]"
 
 
 def _checked(argument: str, path: Path, counts: np.ndarray) -> Int[np.ndarray, "... R E"]:
     """Makes the counts int32, planning's integer type, if every layer of every step can be planned for."""
     if counts.size == 0:
         raise ValueError(f"{argument} {path}: counts has shape {counts.shape}; expected no empty dimension")
+    if math.prod(counts.shape[:-2]) > MOST_LAYERS or math.prod(counts.shape[-2:]) > MOST_ENTRIES:
+        raise ValueError(
+            f"{argument} {path}: counts has shape {counts.shape}; expected at most {MOST_LAYERS} layers of all steps "
+            f"together and {MOST_ENTRIES} entries of each"
+        )
     for index in np.ndindex(counts.shape[:-2]):
         try:
             check_counts(counts[index])

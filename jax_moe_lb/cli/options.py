@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from jax_moe_lb.sim.limits import shown
+
 Balancer = Annotated[
     str, typer.Option("--balancer", metavar="NAME", help="It plans: plain, greedy or another file of balancers/.")
 ]
@@ -23,18 +25,26 @@ Out = Annotated[Path | None, typer.Option("--out", metavar="PLAN.npz", help="Wri
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def positive(argument: str, text: str | None) -> int | None:
+MOST = 10**18
+"""No number of an option is larger: an expert of so many bytes, which is the largest that anybody may ask for."""
+
+
+def positive(argument: str, text: str | None, most: int = MOST) -> int | None:
     """Parses the number of an option, `None` if the option was not given.
 
     Args:
         argument: the option's name, for the message.
         text: what the user wrote.
+        most: the largest number that the option takes.
 
     Raises:
-        ValueError: it is no integer, or below 1.
+        ValueError: it is no integer, below 1, or above `most`.
     """
     if text is None:
         return None
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{argument} is {text!r}; expected an integer, at least 1")
-    return int(text)
+    # Without leading zeros; Python refuses to read thousands of digits.
+    digits = text.lstrip("0") if text.isdecimal() else ""
+    if not digits or len(digits) > len(str(most)) or not 1 <= int(digits) <= most:
+        wanted = f"from 1 to {most}" if digits else "at least 1"
+        raise ValueError(f"{argument} is {shown(text)}; expected an integer, {wanted}")
+    return int(digits)

@@ -8,6 +8,7 @@ import numpy as np
 import typer
 from jaxtyping import Int
 
+from jax_moe_lb.checks import INT32_MAX
 from jax_moe_lb.cli.compose import candidates, compose
 from jax_moe_lb.cli.errors import one_line_errors
 from jax_moe_lb.cli.files import read_routing
@@ -17,6 +18,7 @@ from jax_moe_lb.cli.tables import advice_table, layer_table, report_json, verdic
 from jax_moe_lb.sim import Cluster, Migration, ModelShape, Report, mean_report, replay, skewed_counts
 from jax_moe_lb.sim.advise import Outcome, outcomes, verdict
 from jax_moe_lb.sim.config import Config, load_config
+from jax_moe_lb.sim.limits import shown
 from jax_moe_lb.sim.trace import write_png, write_trace
 from jax_moe_lb.transport.codec import Codec
 
@@ -58,7 +60,7 @@ def simulate(
         counts = _counts(read, model, cluster, trace, imbalance)
         model = _as_recorded(model, counts, trace)
         step, name = read.step.build(), system or read.system
-        slots = positive("--replica-slots", replica_slots) if replica_slots else read.replica_slots
+        slots = positive("--replica-slots", replica_slots, INT32_MAX) if replica_slots else read.replica_slots
         migration = _migration(read, name, domain_sizes)
         candidate = compose(name, model, cluster, step, slots, migration)
         steps = replay(candidate.system, model, cluster, counts, migration=candidate.migration, step=step)
@@ -113,18 +115,18 @@ def advise(
 def calibrate(
     out: Annotated[Path, typer.Argument(metavar="OUT.yaml", help="Written; `simulate` and `advise` read it.")],
     ranks: Annotated[
-        str | None, typer.Option("--ranks", metavar="R", help="Virtual devices, where there is only a CPU; 2.")
+        str | None, typer.Option("--ranks", metavar="R", help="Virtual devices if there is only a CPU; 2, at most 256.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure this machine: grouped FFNs, exchanges, copies of weights and a planner, through the library's calls."""
     with one_line_errors():
         # It sets up devices, and what it imports is only for them.
-        from jax_moe_lb.cli.calibrate import measure, to_yaml
+        from jax_moe_lb.cli.calibrate import MOST_RANKS, measure, to_yaml
 
         if out.is_dir() or not out.parent.is_dir():
             raise ValueError(f"OUT is {out}; expected a file in a folder that exists")
-        found = measure(positive("--ranks", ranks) or 2)
+        found = measure(positive("--ranks", ranks, MOST_RANKS) or 2)
         text = to_yaml(found)
         out.write_text(text)
         # It is read again at once: what `simulate` would refuse is found here.
@@ -139,7 +141,7 @@ def _model(argument: str, source: str, config: Config, tokens: str | None) -> Mo
     if config.model is None:
         raise ValueError(f"{argument} {source} has no model; expected one, or the name of a preset")
     model = config.model.build()
-    wanted = positive("--tokens", tokens)
+    wanted = positive("--tokens", tokens, INT32_MAX)
     return model if wanted is None else replace(model, tokens=wanted)
 
 
@@ -178,14 +180,14 @@ def _imbalance(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 1 <= value < float("inf"):
-        raise ValueError(f"--imbalance is {text!r}; expected a number, at least 1")
+        raise ValueError(f"--imbalance is {shown(text)}; expected a number, at least 1")
     return value
 
 
 def _migration(config: Config, name: str, domain_sizes: str | None) -> Migration:
     found = config.migration.build()
     if domain_sizes is not None:
-        sizes = tuple(positive("--domain-sizes", size) or 1 for size in domain_sizes.split(","))
+        sizes = tuple(positive("--domain-sizes", size, INT32_MAX) or 1 for size in domain_sizes.split(","))
         found = replace(found, domain_sizes=sizes)
     if found.domain_sizes and not name.startswith("hybridep"):
         raise ValueError(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jaxtyping import Int
 
+from jax_moe_lb.checks import INT32_MAX
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.run import Report, mean_report, replay
@@ -170,12 +171,16 @@ def pays_from(
     Returns:
         The tokens; `None` if it is not faster at the most that is tried.
     """
-    found = None
+    found, recorded = None, trace[:1, :1].astype(np.float64)
     # From the most tokens down, as it may be slower in between: what counts is from where on it stays faster.
     for tokens in reversed(SWEPT_TOKENS):
         scaled = replace(model, layers=1, tokens=tokens, pre_expert_s=_scaled_s(model, cluster, tokens))
         # Rounding keeps the skew, up to a token of every entry.
-        counts = np.rint(trace[:1, :1].astype(np.float64) * (tokens / model.tokens)).astype(np.int32)
+        wanted = np.rint(recorded * (tokens / model.tokens))
+        # On very many ranks the most tokens are more copies than planners count.
+        if wanted.sum() > INT32_MAX:
+            continue
+        counts = wanted.astype(np.int32)
         times = [
             next(replay(one.system, scaled, cluster, counts, migration=one.migration, step=step)).step_s
             for one in (candidate, baseline)

@@ -9,25 +9,36 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from jax_moe_lb.checks import INT32_MAX
 from jax_moe_lb.sim import units
 from jax_moe_lb.sim.cluster import Cluster, Links
 from jax_moe_lb.sim.gemm import AnalyticGemm, Gemm, MeasuredGemm
+from jax_moe_lb.sim.limits import MOST_LAYERS, MOST_POINTS, MOST_WIDTH, shown
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.schedule import Step
 from jax_moe_lb.sim.work import Migration
+from jax_moe_lb.sim.yaml_file import read_yaml
+from jax_moe_lb.topology import LEVEL_NAMES
 from jax_moe_lb.transport.codec import Codec, CodecBase
 
 VERSION = 1
 """The format has this version. Files of another one are refused."""
 
+MOST_NAME = 60
+"""Messages show so much of a key, and so much of a name is compared with those of presets."""
+
 Size = Annotated[float, BeforeValidator(units.size)]
 Rate = Annotated[float, BeforeValidator(units.rate)]
 Time = Annotated[float, BeforeValidator(units.time)]
 Speed = Annotated[float, BeforeValidator(units.speed)]
-Count = Annotated[int, Field(strict=True, ge=1)]
+Count = Annotated[int, Field(strict=True, ge=1, le=INT32_MAX)]
+"""Planners count in int32, so no number of anything is larger."""
+
+Layers = Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
+Width = Annotated[int, Field(strict=True, ge=1, le=MOST_WIDTH)]
+Rows = Annotated[float, Field(ge=0, le=INT32_MAX)]
 
 
 class _Section(BaseModel):
@@ -49,10 +60,10 @@ class LevelSection(_Section):
 class GemmSection(_Section):
     """This section has a curve (`rows` and `speeds`) or the analytic model (`peak` and `half_rows`)."""
 
-    rows: tuple[float, ...] | None = None
-    speeds: tuple[Speed, ...] | None = None
+    rows: tuple[Rows, ...] | None = Field(default=None, max_length=MOST_POINTS)
+    speeds: tuple[Speed, ...] | None = Field(default=None, max_length=MOST_POINTS)
     peak: Speed | None = None
-    half_rows: float = 0.0
+    half_rows: Rows = 0.0
     launch: Time = 0.0
 
     def build(self) -> Gemm:
@@ -71,7 +82,7 @@ class GemmSection(_Section):
 class ClusterSection(_Section):
     """This section has a machine; see `Cluster`."""
 
-    levels: tuple[LevelSection, ...]
+    levels: tuple[LevelSection, ...] = Field(max_length=len(LEVEL_NAMES))
     gemm: GemmSection
     compute: Speed
     copy_engines: Rate | None = None
@@ -89,9 +100,9 @@ class ClusterSection(_Section):
 class ModelSection(_Section):
     """This section has a model; see `ModelShape`."""
 
-    layers: Count
-    hidden: Count
-    inner: Count
+    layers: Layers
+    hidden: Width
+    inner: Width
     experts: Count
     per_token: Count
     tokens: Count
@@ -111,7 +122,7 @@ class ModelSection(_Section):
 class MigrationSection(_Section):
     """This section has the gathers of expert domains; see `Migration`."""
 
-    domain_sizes: tuple[Count, ...] = ()
+    domain_sizes: tuple[Count, ...] = Field(default=(), max_length=len(LEVEL_NAMES))
     ratio: float = 1.0
     base: CodecBase = CodecBase.SHARED
     gather_again: bool = False
@@ -137,8 +148,8 @@ class RoutingSection(_Section):
     """This section says which counts are drawn where no trace is given; see `skewed_counts`."""
 
     imbalance: float = Field(default=1.0, ge=1.0)
-    seed: int = 0
-    layers: Count = 4
+    seed: int = Field(default=0, ge=0, lt=2**64)
+    layers: Layers = 4
 
 
 class Config(_Section):
@@ -148,7 +159,7 @@ class Config(_Section):
     cluster: ClusterSection | None = None
     model: ModelSection | None = None
     system: str = "plain"
-    replica_slots: int | None = Field(default=None, strict=True, ge=0)
+    replica_slots: int | None = Field(default=None, strict=True, ge=0, le=INT32_MAX)
     migration: MigrationSection = MigrationSection()
     routing: RoutingSection = RoutingSection()
     step: StepSection = StepSection()
@@ -190,38 +201,41 @@ def load_config(argument: str, source: str) -> Config:
 def _of_preset(argument: str, source: str, section: str, name: str) -> Any:
     found = _read(f"{argument} {source}: {section}", name).get(section)
     if found is None:
-        raise ValueError(f"{argument} {source}: {section} is {name!r}, a preset without one")
+        raise ValueError(f"{argument} {source}: {section} is {shown(name)}, a preset without one")
     return found
 
 
 def _read(argument: str, source: str) -> dict[str, Any]:
     is_file = source.endswith((".yaml", ".yml")) or "/" in source
     if not is_file and source not in preset_names():
-        near = difflib.get_close_matches(source, preset_names(), 3, 0.4) or preset_names()
-        raise ValueError(f"{argument} is {source!r}, no preset and no .yaml file; near ones are {', '.join(near)}")
+        near = difflib.get_close_matches(source[:MOST_NAME], preset_names(), 3, 0.4) or preset_names()
+        raise ValueError(f"{argument} is {shown(source)}, no preset and no .yaml file; near ones are {', '.join(near)}")
     try:
-        text = (Path(source) if is_file else resources.files(__package__) / "presets" / f"{source}.yaml").read_text()
-        # Other loaders of YAML run code that the file names.
-        data = yaml.safe_load(text)
+        if is_file:
+            data = read_yaml(Path(source))
+        else:
+            with resources.as_file(resources.files(__package__) / "presets" / f"{source}.yaml") as preset:
+                data = read_yaml(preset)
     except OSError as error:
         raise ValueError(f"{argument} is {source}: {error.strerror or error}; expected a .yaml file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{argument} {source} is no YAML: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{argument} {source} {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{argument} {source} holds {type(data).__name__}; expected keys, the first of them version")
     if data.get("version") != VERSION:
-        raise ValueError(f"{argument} {source}: version is {data.get('version')!r}; expected {VERSION}")
+        raise ValueError(f"{argument} {source}: version is {shown(data.get('version'))}; expected {VERSION}")
     return data
 
 
 def _first(error: ValidationError) -> str:
     """Says what is wrong first, in one line with the key's path."""
     found = error.errors()[0]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"]).lstrip(".")
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part[:MOST_NAME]}" for part in found["loc"]]
+    path = "".join(parts).lstrip(".")
     if found["type"] == "extra_forbidden":
         return f"{path} is unknown"
     if found["type"] == "missing":
         return f"{path} is missing"
     if found["type"] == "value_error":
         return f"{path} {found['ctx']['error']}"
-    return f"{path} is {found['input']!r}: {found['msg'].lower()}"
+    return f"{path} is {shown(found['input'])}: {found['msg'].lower()}"

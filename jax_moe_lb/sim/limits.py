@@ -1,12 +1,12 @@
 """Limits of what a file or an argument may ask for.
 
 They are far above what is usual, and low enough for the memory of one machine: whoever asks for more is told so at
-once, and not after minutes. `simulate_uniform` holds no counts and takes more ranks and experts than the others.
+once, and not after minutes. `simulate_uniform` holds no counts and takes more ranks and experts than the others do.
 """
 
 from typing import Any
 
-from jax_moe_lb.legality import INT32_MAX
+from jax_moe_lb.checks import INT32_MAX
 
 MOST_LAYERS = 1000
 """A model has at most so many layers; the presets have up to 94."""
@@ -18,7 +18,10 @@ MOST_POINTS = 1000
 """A curve of measured GEMMs has at most so many points; `calibrate` measures 6."""
 
 MOST_ENTRIES = 2**24
-"""A step holds counts of at most so many pairs of ranks and experts, over all layers that are planned apart."""
+"""The counts of a layer have at most so many entries, one for each rank and expert: 4096 of both."""
+
+MOST_COUNTS = 2**28
+"""The counts of all layers that are planned apart have at most so many entries together, which take 1 GiB."""
 
 MOST_RANK_LAYERS = 2**21
 """A timeline has a start and an end of every task for each rank, in all layers; at most so many pairs of the two."""
@@ -51,12 +54,13 @@ def check_entries(layers: int, num_ranks: int, num_experts: int) -> None:
         num_experts: `E`, at least `R`.
 
     Raises:
-        ValueError: there are more than `MOST_ENTRIES` of them.
+        ValueError: there are more than `MOST_ENTRIES` in a layer, or `MOST_COUNTS` in all.
     """
-    if layers * num_ranks * num_experts > MOST_ENTRIES:
+    entries = num_ranks * num_experts
+    if entries > MOST_ENTRIES or layers * entries > MOST_COUNTS:
         raise ValueError(
-            f"counts would be [{layers}, {num_ranks}, {num_experts}], layers, ranks and experts; expected at most "
-            f"{MOST_ENTRIES} entries (simulate_uniform takes any number of ranks)"
+            f"counts of {layers} layers, {num_ranks} ranks and {num_experts} experts are too many; expected at most "
+            f"{MOST_ENTRIES} entries in a layer and {MOST_COUNTS} in all (simulate_uniform needs none)"
         )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jax_moe_lb.checks import home_experts_per_rank
+from jax_moe_lb.sim.limits import check_entries, check_tokens
 from jax_moe_lb.sim.model import ModelShape
 
 HIGHEST_POWER = 40.0
@@ -33,8 +34,8 @@ def skewed_counts(
         `[layers, R, E]` int32.
 
     Raises:
-        ValueError: the experts are no multiple of the ranks, or the imbalance is above what choosing different experts
-            allows.
+        ValueError: the experts are no multiple of the ranks, the imbalance is above what choosing different experts
+            allows, the copies of a layer do not fit int32, or the counts are too many to hold.
 
     Examples:
         >>> from jax_moe_lb.sim import ModelShape, skewed_counts
@@ -45,6 +46,8 @@ def skewed_counts(
         ((2, 4, 16), 8000, 1.5)
     """
     home_experts_per_rank(model.experts, num_ranks)
+    check_entries(layers, num_ranks, model.experts)
+    check_tokens(model.tokens, model.per_token, num_ranks)
     rng = np.random.default_rng(seed)
     return np.stack([_layer(model, num_ranks, imbalance, rng) for _ in range(layers)])
 

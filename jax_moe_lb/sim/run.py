@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Num
 
+from jax_moe_lb.checks import check_total
 from jax_moe_lb.plan import imbalance, load, plain_plan
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.events import Timeline
+from jax_moe_lb.sim.limits import check_entries, check_timeline
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import level_bytes
 from jax_moe_lb.sim.schedule import Scheduler, Step
@@ -118,7 +120,8 @@ def simulate(
         states: those of the report of the step before, for balancers that keep history.
 
     Raises:
-        ValueError: counts of another shape, or counts that the balancer refuses.
+        ValueError: counts of another shape, counts that do not fit int32 or memory, or counts that the balancer
+            refuses.
 
     Examples:
         >>> from jax_moe_lb import greedy
@@ -309,5 +312,12 @@ def _checked(counts: Any, model: ModelShape, cluster: Cluster) -> Int[np.ndarray
         )
     if not np.issubdtype(counts.dtype, np.integer):
         raise ValueError(f"counts has dtype {counts.dtype}; expected integers")
-    # Planners count in int32.
-    return counts.reshape(-1, *counts.shape[-2:]).astype(np.int32)
+    layers = counts.reshape(-1, *counts.shape[-2:])
+    check_entries(*layers.shape)
+    check_timeline(model.layers, cluster.num_ranks)
+    if layers.min() < 0:
+        raise ValueError(f"counts has an entry {layers.min()}; expected numbers of tokens, at least 0")
+    for layer in layers:
+        check_total(layer)
+    # Planners count in int32, into which the sums of these fit.
+    return layers.astype(np.int32)

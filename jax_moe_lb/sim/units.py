@@ -76,5 +76,6 @@ def _parsed(value: Any, units: dict[str, Fraction], expected: str, least: float 
     if number < 0 or (least is not None and number <= least):
         raise ValueError(f"is {shown(value)}; expected {expected}")
     if number and not LEAST <= number <= MOST:
-        raise ValueError(f"is {shown(value)}; expected {expected}, from {LEAST:g} to {MOST:g} in units without a prefix")
+        between = f"from {LEAST:g} to {MOST:g} in units without a prefix"
+        raise ValueError(f"is {shown(value)}; expected {expected}, {between}")
     return number

@@ -41,7 +41,9 @@ def read_yaml(path: Path) -> Any:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, " if mark else ""
         raise ValueError(f"is no YAML: {where}{_shortened(error.problem or error.context)}") from error
-    except (_LimitError, yaml.YAMLError) as error:
+    except _LimitError:
+        raise
+    except yaml.YAMLError as error:
         raise ValueError(f"is no YAML: {_shortened(error)}") from error
     except Exception as error:  # dates and tags with bad values make PyYAML raise nearly anything
         raise ValueError(f"is no YAML: a value cannot be read, {_shortened(error)}") from error
@@ -71,7 +73,10 @@ def _check_events(text: str) -> None:
     An alias counts as all that stands behind it. So a file that doubles itself by aliases in aliases, or merges such,
     is refused at the line where it becomes too large.
     """
-    nodes, sizes, started = 0, {}, []
+    nodes = 0
+    sizes: dict[str | None, int] = {}
+    # Of each collection that has not ended: its anchor, and the values before it.
+    started: list[tuple[str | None, int]] = []
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, before = started.pop()
@@ -80,7 +85,7 @@ def _check_events(text: str) -> None:
         if not isinstance(event, yaml.NodeEvent):
             continue
         if isinstance(event, yaml.AliasEvent) and any(anchor == event.anchor for anchor, _ in started):
-            raise _LimitError(f"line {_line(event)}, {_shortened(event.anchor)} stands for what it is in; expected none")
+            raise _LimitError(f"repeats {shown(event.anchor)} inside itself in line {_line(event)}; expected an end")
         # An alias that nobody has defined is PyYAML's to refuse.
         nodes += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
         if isinstance(event, yaml.CollectionStartEvent):
@@ -88,13 +93,13 @@ def _check_events(text: str) -> None:
         if isinstance(event, yaml.ScalarEvent):
             sizes[event.anchor] = 1
             _check("characters in a value", len(event.value), MOST_CHARACTERS, event)
-        _check("values, with what aliases repeat", nodes, MOST_NODES, event)
+        _check("values, those that aliases repeat included,", nodes, MOST_NODES, event)
         _check("values inside each other", len(started), MOST_DEPTH, event)
 
 
 def _check(what: str, number: int, most: int, event: Any) -> None:
     if number > most:
-        raise _LimitError(f"line {_line(event)} has {number} {what}; expected at most {most}")
+        raise _LimitError(f"has {number} {what} by line {_line(event)}; expected at most {most}")
 
 
 def _line(event: Any) -> int:
