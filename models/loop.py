@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -15,33 +16,40 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from jax.stages import Traced
 from rich.console import Console
 
-from jax_moe_lb import moved_experts
-from models.checkpoint import Checkpoints
+from jax_moe_lb import System, moved_experts
+from models.checkpoint import Checkpoints, restore_newest, steps_in
 from models.data import Corpus
-from models.parallel import make_mesh, make_system, place_batch
-from models.presets import TrainConfig
+from models.files import FolderLock, free_sibling, write_whole
+from models.parallel import batch_sharding, make_mesh, make_system, place_batch
+from models.presets import ParallelConfig, TrainConfig
 from models.progress import StepLine
 from models.recording import Recorder, RunFolder
 from models.relocation import described, next_homes
 from models.report import write_report
+from models.stopping import StopRequest
 from models.summary import summarise
 from models.training import Programs, make_programs
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
+Tell = Callable[[str], None]
+
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A run has had its input checked.
+    """A run has had its input checked, and has its folder for itself.
 
     Args:
         config: the sizes of the run.
         corpus: the text to learn from.
         folder: where its files go.
+        lock: keeps other trainings out of the folder; `None` in processes that write nothing.
         mesh: its devices.
         programs: what runs on the devices.
+        step: the program of one step, which is traced already.
         done_steps: steps that are behind already, 0 for a new run.
         state: the state after them; `None` for a new run.
     """
@@ -49,50 +57,104 @@ class Run:
     config: TrainConfig
     corpus: Corpus
     folder: RunFolder
+    lock: FolderLock | None
     mesh: Mesh
     programs: Programs
+    step: Traced
     done_steps: int
     state: nnx.State | None
 
+    def release(self) -> None:
+        """Lets other trainings have the folder."""
+        if self.lock is not None:
+            self.lock.release()
 
-def prepare(config: TrainConfig, corpus: Corpus, run_dir: Path, *, resume: bool = False) -> Run:
-    """Does everything that can fail because of what the user asked for.
+
+def prepare(
+    config: TrainConfig,
+    corpus: Corpus,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    tell: Tell = print,
+) -> Run:
+    """Does everything that can fail because of what the user asked for, and only then touches the folder.
 
     Args:
         config: the sizes of the run.
         corpus: the text to learn from.
-        run_dir: the folder of the run, made if it is missing; without `resume`, an earlier run in it is removed.
-        resume: whether to continue from the newest checkpoint there.
+        run_dir: the folder of the run, made if it is missing. It has no run in it, or one of the next two is set.
+        resume: whether to continue from the newest checkpoint there that is not damaged.
+        overwrite: whether to move an earlier run aside, into a folder beside this one.
+        tell: is called with a line about what was found or moved.
 
     Raises:
         ValueError: something does not fit; the message names the argument, its value and what was expected.
     """
+    if resume and overwrite:
+        raise ValueError("overwrite is set, and so is resume; expected one of them")
     corpus.check_length(config.sequence_length)
     folder, mesh = RunFolder(run_dir), make_mesh(config.parallel)
-    programs = make_programs(config, mesh, make_system(config.parallel))
-    done_steps, state = _resumed(config, corpus, folder, programs) if resume else (0, None)
-    if jax.process_index() == 0:
-        _claim(config, corpus, folder, resume)
-    # No process may look for checkpoints while another still removes old ones.
+    system = make_system(config.parallel)
+    programs = make_programs(config, mesh, system)
+    _check_slots(config, system)
+    writes = jax.process_index() == 0
+    # Asked here since tracing takes seconds, and under the lock since another run may have come meanwhile.
+    if resume:
+        _check_continues(config, corpus, folder)
+    elif writes:
+        _check_place(folder)
+        if not overwrite:
+            _check_empty(folder)
+    step = _traced(config, mesh, programs)
+    lock = _locked(folder) if writes else None
+    run = Run(config, corpus, folder, lock, mesh, programs, step, 0, None)
+    try:
+        if resume:
+            done_steps, state = _resumed(run, tell)
+            run = dataclasses.replace(run, done_steps=done_steps, state=state)
+        if writes:
+            _claim(run, resume, overwrite, tell)
+    except BaseException:
+        run.release()
+        raise
+    # No process may look for checkpoints while another still moves old ones.
     multihost_utils.sync_global_devices("run folder")
-    return Run(config, corpus, folder, mesh, programs, done_steps, state)
+    return run
 
 
-def execute(run: Run, console: Console) -> dict:
-    """Trains, writes the run folder, and returns the summary, which is empty on all processes but the first.
+def execute(run: Run, console: Console, stop: StopRequest | None = None) -> dict:
+    """Trains, writes the run folder, and returns the summary.
 
     Args:
-        run: what `prepare` returned.
+        run: what `prepare` returned; its folder is free for others afterwards.
         console: where progress is shown.
+        stop: ends the run after the step that is under way, with a checkpoint; `None` for a run that nobody stops.
+
+    Returns:
+        The summary, which is empty if the run was stopped, and on all processes but the first.
     """
-    started, config, corpus = time.perf_counter(), run.config, run.corpus
+    try:
+        return _execute(run, console, StopRequest() if stop is None else stop)
+    finally:
+        run.release()
+
+
+def _execute(run: Run, console: Console, stop: StopRequest) -> dict:
+    started, config, corpus, step = time.perf_counter(), run.config, run.corpus, run.done_steps
+
+    def tell(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     state = run.programs.init() if run.state is None else run.state
-    recorder = Recorder(run.folder, run.done_steps + 1, writes=jax.process_index() == 0)
+    recorder = Recorder(run.folder, step + 1, writes=jax.process_index() == 0, tell=tell)
     validate = _validation(run)
     # Compiled before the clock of the first step starts, which would otherwise seem slow.
-    step_program, compile_s = _compiled(run, state)
-    with Checkpoints(run.folder.checkpoints) as checkpoints, StepLine(console, run.done_steps, config.steps) as line:
-        for step in range(run.done_steps + 1, config.steps + 1):
+    step_program, compile_s = _compiled(run)
+    with Checkpoints(run.folder.checkpoints) as checkpoints, StepLine(console, step, config.steps) as line:
+        while step < config.steps and not stop.requested():
+            step += 1
             tokens = place_batch(corpus.batch(config.seed, step, config.batch_size, config.sequence_length), run.mesh)
             step_started = time.perf_counter()
             state, loss, stats = step_program(state, tokens)
@@ -106,10 +168,20 @@ def execute(run: Run, console: Console) -> dict:
                 line.note(row, validation_loss)
             if config.relocate_interval is not None and step % config.relocate_interval == 0:
                 state = _moved(run, state, step, recorder)
-            if step % config.checkpoint_interval == 0 or step == config.steps:
-                recorder.flush()
-                checkpoints.save(step, state)
-    return _finish(run, state, compile_s, time.perf_counter() - started)
+            if step % config.checkpoint_interval == 0:
+                _save(checkpoints, recorder, step, state)
+        # The last step, or the one after which the run was stopped.
+        _save(checkpoints, recorder, step, state)
+    if step < config.steps:
+        tell(f"stopped by {stop.name} after step {step} of {config.steps}; --resume goes on in {run.folder.path}")
+        return {}
+    return _finish(run, recorder, state, {"compile_s": compile_s, "wall_s": time.perf_counter() - started}, tell)
+
+
+def _save(checkpoints: Checkpoints, recorder: Recorder, step: int, state: nnx.State) -> None:
+    # The arrays first: a resumed run needs those of the steps before its checkpoint, and drops those after.
+    recorder.flush()
+    checkpoints.save(step, state)
 
 
 def _moved(run: Run, state: nnx.State, step: int, recorder: Recorder) -> nnx.State:
@@ -123,39 +195,114 @@ def _moved(run: Run, state: nnx.State, step: int, recorder: Recorder) -> nnx.Sta
     return state
 
 
-def _resumed(config: TrainConfig, corpus: Corpus, folder: RunFolder, programs: Programs) -> tuple[int, nnx.State]:
-    if not folder.checkpoints.is_dir() or not folder.config.exists():
+def _check_place(folder: RunFolder) -> None:
+    path = folder.path.absolute()
+    nearest = next(place for place in (path, *path.parents) if place.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ValueError(f"run_dir is {str(folder.path)!r}; expected a writable folder, which {str(nearest)!r} is not")
+
+
+def _check_empty(folder: RunFolder) -> None:
+    if folder.has_run:
+        raise ValueError(
+            f"run_dir is {str(folder.path)!r}, which has a run; expected --resume to go on with it, "
+            "--overwrite to move it aside, or another folder"
+        )
+
+
+def _check_continues(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> None:
+    """Refuses to resume what is not there, or would not go on as it began."""
+    steps = steps_in(folder.checkpoints)
+    if not steps or not folder.config.exists():
         raise ValueError(f"resume is set, but {str(folder.path)!r} has no checkpoint; expected a run_dir with one")
-    earlier, now = json.loads(folder.config.read_text()), _described(config, corpus)
-    for name, value in _fixed(now).items():
-        if value != _fixed(earlier)[name]:
-            raise ValueError(f"{name} is {value!r}; expected {_fixed(earlier)[name]!r}, that of the run to resume")
-    with Checkpoints(folder.checkpoints) as checkpoints:
-        step = checkpoints.newest_step
-        if step is None:
-            raise ValueError(f"resume is set, but {str(folder.checkpoints)!r} is empty; expected a checkpoint")
-        if step > config.steps:
-            raise ValueError(f"steps is {config.steps}; expected at least {step}, that of the checkpoint to resume")
-        return step, checkpoints.restore(step, programs.state_shapes)
+    try:
+        before = _fixed(json.loads(folder.config.read_bytes()))
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{str(folder.config)!r} cannot be read; expected the config of the run to resume") from error
+    for name, value in _fixed(_described(config, corpus)).items():
+        if value != before.get(name):
+            raise ValueError(f"{name} is {value!r}; expected {before.get(name)!r}, that of the run to resume")
+    if steps[0] > config.steps:
+        raise ValueError(f"steps is {config.steps}; expected at least {steps[0]}, that of the checkpoint to resume")
+    # Refuses lines that cannot be read.
+    folder.rows("step")
 
 
 def _fixed(described: dict) -> dict:
     """Collects what a resumed run may not change."""
     config = described["config"]
-    names = ("batch_size", "sequence_length", "seed")
-    fixed = config["model"] | {name: config[name] for name in names} | {"data": described["data"]["fingerprint"]}
+    parallel = ParallelConfig(**config["parallel"])
+    fixed = {
+        "system": parallel.system,
+        # The counts of all steps are one array.
+        "expert_parallel": parallel.expert_parallel,
+        # Whoever names a default asks for the same as who does not.
+        "ranks_per_domain": parallel.ranks_per_domain or parallel.expert_parallel,
+        "replica_slots": make_system(parallel).replica_slots,
+    }
+    fixed |= {name: config[name] for name in ("batch_size", "sequence_length", "seed")}
+    fixed |= config["model"] | {"data": described["data"]["fingerprint"]}
     # Without it a checkpoint holds no homes.
     return fixed | {"relocating": config.get("relocate_interval") is not None}
 
 
-def _claim(config: TrainConfig, corpus: Corpus, folder: RunFolder, resume: bool) -> None:
+def _check_slots(config: TrainConfig, system: System) -> None:
+    """Refuses more slots than there are experts; the layer would, too, but it does not know what the option is."""
+    most = config.model.num_experts - config.model.num_experts // config.parallel.expert_parallel
+    if system.replica_slots > most:
+        raise ValueError(
+            f"replica_slots is {system.replica_slots}; expected at most {most}, the experts that are not at home on a "
+            "rank"
+        )
+
+
+def _traced(config: TrainConfig, mesh: Mesh, programs: Programs) -> Traced:
+    """Traces the step, which is when systems refuse options that do not fit the model or the mesh."""
+    shape = (config.batch_size, config.sequence_length + 1)
+    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh))
+    return programs.step.trace(programs.state_shapes, tokens)
+
+
+def _locked(folder: RunFolder) -> FolderLock:
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        if not resume:
-            folder.clear()
-        folder.config.write_text(json.dumps(_described(config, corpus), indent=2) + "\n")
+        return FolderLock(folder.path)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"run_dir is {str(folder.path)!r}, in which another training is under way; expected another folder"
+        ) from error
     except OSError as error:
-        raise ValueError(f"run_dir is {str(folder.path)!r}; expected a writable folder: {error.strerror}") from error
+        raise ValueError(_unwritable(folder, error)) from error
+
+
+def _unwritable(folder: RunFolder, error: OSError) -> str:
+    return f"run_dir is {str(folder.path)!r}; expected a writable folder: {error.strerror}"
+
+
+def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State]:
+    """Restores the newest checkpoint that is whole, and moves newer ones out of the way of those to come."""
+    folder = run.folder
+    _check_continues(run.config, run.corpus, folder)
+    step, state = restore_newest(folder.checkpoints, run.programs.state_shapes, tell)
+    for damaged in steps_in(folder.checkpoints):
+        if damaged > step and run.lock is not None:
+            folder.damaged.mkdir(exist_ok=True)
+            aside = free_sibling(folder.damaged / str(damaged), "damaged")
+            (folder.checkpoints / str(damaged)).rename(aside)
+            tell(f"going on from step {step}; the checkpoint of step {damaged} is now {str(aside)!r}")
+    return step, state
+
+
+def _claim(run: Run, resume: bool, overwrite: bool, tell: Tell) -> None:
+    folder = run.folder
+    if not resume and not overwrite:
+        _check_empty(folder)
+    try:
+        if overwrite and folder.has_run:
+            tell(f"the run in {str(folder.path)!r} is now in {str(folder.move_aside())!r}")
+        write_whole(folder.config, (json.dumps(_described(run.config, run.corpus), indent=2) + "\n").encode())
+    except OSError as error:
+        raise ValueError(_unwritable(folder, error)) from error
 
 
 def _described(config: TrainConfig, corpus: Corpus) -> dict:
@@ -173,11 +320,10 @@ def _described(config: TrainConfig, corpus: Corpus) -> dict:
     return {"config": dataclasses.asdict(config), "data": data, "environment": environment}
 
 
-def _compiled(run: Run, state: nnx.State) -> tuple[Callable, float]:
+def _compiled(run: Run) -> tuple[Callable, float]:
     """Compiles the step ahead, so that its time is not that of the first step; returns it and the seconds it took."""
-    started, config = time.perf_counter(), run.config
-    tokens = np.zeros((config.batch_size, config.sequence_length + 1), np.int32)
-    program = run.programs.step.lower(state, place_batch(tokens, run.mesh)).compile()
+    started = time.perf_counter()
+    program = run.step.lower().compile()
     return program, time.perf_counter() - started
 
 
@@ -188,13 +334,16 @@ def _validation(run: Run) -> Callable[[nnx.State], float]:
     return lambda state: float(np.mean([float(run.programs.evaluate(state, batch)) for batch in batches]))
 
 
-def _finish(run: Run, state: nnx.State, compile_s: float, wall_s: float) -> dict:
+def _finish(run: Run, recorder: Recorder, state: nnx.State, times: dict[str, float], tell: Tell) -> dict:
     """Sums the run up in files, from what is in its folder."""
     if jax.process_index() != 0:
         return {}
     num_params = sum(leaf.size for leaf in jax.tree.leaves(nnx.filter_state(state, nnx.Param)))
     summary = summarise(run.folder) | {"num_groups": run.config.parallel.data_parallel, "num_params": num_params}
-    summary |= {"compile_s": compile_s, "wall_s": wall_s}
-    run.folder.summary.write_text(json.dumps(summary, indent=2) + "\n")
-    write_report(run.folder)
+    summary |= times
+    write_whole(run.folder.summary, (json.dumps(summary, indent=2) + "\n").encode())
+    if recorder.arrays["steps"]:
+        write_report(run.folder)
+    else:
+        tell("no counts of any step are left; report.html is not written")
     return summary

@@ -41,10 +41,14 @@ def make_mesh(parallel: ParallelConfig) -> Mesh:
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Splits a batch by sequence over all devices."""
+    return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+
 def place_batch(batch: np.ndarray, mesh: Mesh) -> jax.Array:
     """Splits a batch that every process holds by sequence over all devices."""
-    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    return jax.make_array_from_callback(batch.shape, sharding, lambda index: batch[index])
+    return jax.make_array_from_callback(batch.shape, batch_sharding(mesh), lambda index: batch[index])
 
 
 def system_names() -> list[str]:

@@ -1,8 +1,12 @@
 """The run folder has what is written while a model trains, and read back for its report."""
 
+import io
 import json
 import math
-import shutil
+import os
+import zipfile
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jax_moe_lb import Stats
+from models.files import free_sibling, move_into, part, write_whole
 
 PER_LAYER = ("imbalance_before", "imbalance_after")
 """These are recorded as their mean and maximum over layers."""
@@ -34,6 +39,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Names the folder of the newest checkpoints."""
         return self.path / "checkpoint"
+
+    @property
+    def damaged(self) -> Path:
+        """Names the folder of checkpoints that a resumed run found damaged, which are kept and not used."""
+        return self.path / "damaged"
 
     @property
     def metrics(self) -> Path:
@@ -68,11 +78,25 @@ class RunFolder:
         """Names the files with the figures of the report."""
         return [self.path / f"{name}.png" for name in FIGURES]
 
-    def clear(self) -> None:
-        """Removes what an earlier run left here, and nothing else."""
-        shutil.rmtree(self.checkpoints, ignore_errors=True)
-        for file in (self.metrics, self.counts, self.config, self.summary, self.report, *self.figures):
-            file.unlink(missing_ok=True)
+    @property
+    def files(self) -> list[Path]:
+        """Names all that a run leaves in its folder, whose other files are not the run's.
+
+        The first is the one without which nothing can be resumed.
+        """
+        files = [self.config, self.metrics, self.counts, self.summary, self.report, *self.figures]
+        return [*files, *map(part, files), self.checkpoints, self.damaged]
+
+    @property
+    def has_run(self) -> bool:
+        """Says whether a run left something here; files that it was only about to write do not count."""
+        return any(path.exists() for path in self.files if path.suffix != ".part")
+
+    def move_aside(self) -> Path:
+        """Moves what an earlier run left here, and nothing else, into a new folder beside this one; returns that."""
+        aside = free_sibling(self.path, "before")
+        move_into(aside, self.files)
+        return aside
 
     def rows(self, kind: str, last_step: int | None = None) -> list[dict]:
         """Reads the lines of `metrics.jsonl` of one kind, up to a step.
@@ -86,12 +110,37 @@ class RunFolder:
     def keep_until(self, last_step: int) -> None:
         """Drops the lines that were written after the checkpoint of `last_step`."""
         kept = self._rows(last_step)
-        self.metrics.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in kept).encode())
 
     def _rows(self, last_step: int | None) -> list[dict]:
-        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
-        rows = [json.loads(line) for line in lines]
+        lines = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
+        rows = []
+        for number, line in enumerate(lines, 1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                # A run that is killed while it writes a line leaves the beginning of one.
+                if number < len(lines):
+                    where = f"line {number} of {str(self.metrics)!r}"
+                    raise ValueError(f"{where} is {line[:40]!r}; expected a JSON object") from error
         return [row for row in rows if last_step is None or row["step"] <= last_step]
+
+    def read_counts(self) -> dict[str, np.ndarray] | None:
+        """Reads the arrays of `counts.npz`, `None` if there are none.
+
+        Raises:
+            ValueError: the file cannot be read, or does not hold them.
+        """
+        if not self.counts.exists():
+            return None
+        try:
+            with np.load(self.counts) as arrays:
+                read = {name: arrays[name] for name in ("steps", *PER_STEP)}
+        except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(f"counts in {str(self.counts)!r} cannot be read; expected those of the run") from error
+        if len({len(array) for array in read.values()}) != 1:
+            raise ValueError(f"counts in {str(self.counts)!r} have different lengths; expected that of steps")
+        return read
 
 
 class Recorder:
@@ -101,16 +150,18 @@ class Recorder:
         folder: the run folder, which exists already.
         first_step: the steps before it are kept, those from it on are written anew.
         writes: whether this process writes files; one of them should.
+        tell: is called with a line about what is missing.
     """
 
-    def __init__(self, folder: RunFolder, first_step: int, *, writes: bool) -> None:
+    def __init__(
+        self, folder: RunFolder, first_step: int, *, writes: bool, tell: Callable[[str], None] = print
+    ) -> None:
         self.folder, self.writes = folder, writes
         self.arrays: dict[str, list[np.ndarray | np.int32]] = {name: [] for name in ("steps", *PER_STEP)}
-        if first_step > 1 and folder.counts.exists():
-            with np.load(folder.counts) as earlier:
-                kept = earlier["steps"] < first_step
-                # Steps after the checkpoint are done again, and would stand there twice.
-                self.arrays = {name: list(earlier[name][kept]) for name in self.arrays}
+        if first_step > 1 and writes and (earlier := _counts_or_none(folder, tell)):
+            # Steps after the checkpoint are done again, and would stand there twice.
+            kept = earlier["steps"] < first_step
+            self.arrays = {name: list(earlier[name][kept]) for name in self.arrays}
         if writes:
             folder.keep_until(first_step - 1)
 
@@ -141,16 +192,28 @@ class Recorder:
         self._append(row)
 
     def flush(self) -> None:
-        """Writes the arrays; the lines are written as they come."""
+        """Writes the arrays, and has the lines, which are written as they come, reach the disk."""
         if self.writes and self.arrays["steps"]:
             stacked: dict[str, Any] = {name: np.stack(rows) for name, rows in self.arrays.items()}
-            np.savez_compressed(self.folder.counts, **stacked)
+            packed = io.BytesIO()
+            np.savez_compressed(packed, **stacked)
+            write_whole(self.folder.counts, packed.getvalue())
+            with self.folder.metrics.open("a") as file:
+                os.fsync(file.fileno())
 
     def _append(self, row: dict) -> None:
         if self.writes:
             # Each line is written as it comes: a run that is killed keeps all before.
             with self.folder.metrics.open("a") as file:
                 file.write(json.dumps(row) + "\n")
+
+
+def _counts_or_none(folder: RunFolder, tell: Callable[[str], None]) -> dict[str, np.ndarray] | None:
+    try:
+        return folder.read_counts()
+    except ValueError as error:
+        tell(f"{error}; those of the steps so far are lost")
+        return None
 
 
 def summarised(stats: Stats) -> dict[str, float]:

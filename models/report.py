@@ -7,6 +7,7 @@ from string import Template
 
 import numpy as np
 
+from models.files import write_whole
 from models.plots import counts_png, imbalance_png, load_png, loss_png, served_png
 from models.recording import RunFolder
 from models.summary import RECENT_STEPS
@@ -63,7 +64,7 @@ def write_report(folder: RunFolder) -> None:
     with np.load(folder.counts) as arrays:
         figures = _figures(folder, dict(arrays), summary)
     for path, (_, _, png) in zip(folder.figures, figures, strict=True):
-        path.write_bytes(png)
+        write_whole(path, png)
     config = described["config"]
     page = PAGE.substitute(
         title=escape(f"{folder.path.name}: training report"),
@@ -73,7 +74,7 @@ def write_report(folder: RunFolder) -> None:
         sections="\n".join(map(_section, figures)),
         tables="".join(_table(*table) for table in _tables(described, summary)),
     )
-    folder.report.write_text(page, encoding="utf-8")
+    write_whole(folder.report, page.encode())
 
 
 def _headline(config: dict, summary: dict) -> str:

@@ -3,17 +3,24 @@
 import dataclasses
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import jax
+import numpy as np
 import typer
+from jax.experimental import multihost_utils
 from rich.console import Console
 
 from models.data import Corpus, corpus_from, default_corpus
 from models.loop import execute, prepare
 from models.parallel import default_system, offer_cpu_devices, system_names
 from models.presets import PRESETS, TrainConfig, preset
+from models.recording import RunFolder
+from models.stopping import StopRequest
+
+RUN_DIR = "Where files go. [default: runs/PRESET, then runs/PRESET-2, ...; the last of them to resume or overwrite]"
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -37,9 +44,12 @@ def train(
     learning_rate: Annotated[float | None, typer.Option(help="At its peak.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of parameters and batches.")] = None,
     data: Annotated[list[Path] | None, typer.Option(help="File or folder of text; may be repeated.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Replaces the run in it. [default: runs/PRESET]")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help=RUN_DIR)] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run folder.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Move the run in the folder aside, and start anew.")
     ] = False,
 ) -> None:
     """Trains a model and writes metrics, checkpoints and a report into a run folder."""
@@ -51,19 +61,42 @@ def train(
     sizes: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "sequence_length": sequence_length}
     sizes |= {"learning_rate": learning_rate, "seed": seed}
     sizes |= {"relocate_interval": relocate_interval, "relocate_min_gain": relocate_min_gain}
-    run_dir = Path("runs") / name if run_dir is None else run_dir
-    try:
-        config = _configured(preset(name), parallel, sizes, force_balanced)
-        corpus = default_corpus(config.max_corpus_bytes) if not data else corpus_from(data)
-        if not distributed:
-            offer_cpu_devices(config.parallel.num_shards)
-        run = prepare(config, corpus, run_dir, resume=resume)
-    except ValueError as error:
-        _refuse(str(error))
-    _introduce(console, config, corpus)
-    summary = execute(run, console)
-    if summary:
-        _conclude(console, summary, run_dir)
+    with StopRequest() as stop:
+        try:
+            config = _configured(preset(name), parallel, sizes, force_balanced)
+            corpus = default_corpus(config.max_corpus_bytes) if not data else corpus_from(data)
+            if not distributed:
+                offer_cpu_devices(config.parallel.num_shards)
+            if run_dir is None:
+                run_dir = _default_run_dir(Path("runs") / name, last=resume or overwrite, distributed=distributed)
+            tell = partial(_print, console)
+            run = prepare(config, corpus, run_dir, resume=resume, overwrite=overwrite, tell=tell)
+        except ValueError as error:
+            _refuse(str(error))
+        _introduce(console, config, corpus, run_dir)
+        summary = execute(run, console, stop)
+        if summary:
+            _conclude(console, summary, run_dir)
+    if stop.exit_code:
+        raise typer.Exit(stop.exit_code)
+
+
+def _default_run_dir(first: Path, *, last: bool, distributed: bool) -> Path:
+    """Numbers the runs of a preset, so that a run that no folder was named for harms no other.
+
+    Args:
+        first: the folder of the first run.
+        last: whether to return the folder of the last run instead of that of the next.
+        distributed: whether other processes have to choose the same.
+    """
+    others = {path.name.removeprefix(f"{first.name}-"): path for path in first.parent.glob(f"{first.name}-*")}
+    folders = {1: first} | {int(number): path for number, path in others.items() if number.isdigit()}
+    number = max((number for number, path in folders.items() if RunFolder(path).has_run), default=0)
+    number = max(number, 1) if last else number + 1
+    if distributed:
+        # One of them may begin to write before another looks.
+        number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+    return first if number == 1 else first.with_name(f"{first.name}-{number}")
 
 
 def _join_processes() -> None:
@@ -96,10 +129,10 @@ def _refuse(message: str) -> NoReturn:
     raise typer.Exit(2)
 
 
-def _introduce(console: Console, config: TrainConfig, corpus: Corpus) -> None:
+def _introduce(console: Console, config: TrainConfig, corpus: Corpus, run_dir: Path) -> None:
     entropy_nats = corpus.unigram_entropy_nats
     devices = f"{config.parallel.data_parallel} x {config.parallel.expert_parallel} {jax.devices()[0].platform} devices"
-    _print(console, f"{config.parallel.system} on {devices}, {config.tokens_per_step} bytes a step")
+    _print(console, f"{config.parallel.system} on {devices}, {config.tokens_per_step} bytes a step, in {run_dir}")
     _print(console, f"data: {len(corpus.train):,} + {len(corpus.validation):,} bytes of {corpus.source}")
     _print(console, f"byte-unigram entropy of the validation text: {_nats(entropy_nats)}")
 

@@ -97,14 +97,6 @@ def test_checkpoint_holds_no_replica(trained_run):
     assert all(leaf.sharding.spec[0] == "expert" for leaf in experts)
 
 
-def test_new_run_replaces_the_old_but_nothing_else(trained_run, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(trained_run, folder)
-    (folder / "notes.txt").write_text("mine")
-    prepare(CONFIG, CORPUS, folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "notes.txt"]
-
-
 def test_resume_refuses_what_would_not_continue(trained_run):
     for change, message in [
         ({"batch_size": 24}, "batch_size is 24; expected 16"),

@@ -1,0 +1,79 @@
+"""These functions write files that are whole or not there, and keep the files of one run from those of another."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file aside and renames it, so that whoever is killed meanwhile leaves the file as it was.
+
+    Args:
+        path: the file.
+        content: all that it shall hold.
+    """
+    aside = part(path)
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        # A rename may reach the disk before the content does.
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def part(path: Path) -> Path:
+    """Names the file in which `write_whole` prepares another."""
+    return path.with_name(f"{path.name}.part")
+
+
+def free_sibling(path: Path, word: str) -> Path:
+    """Finds a name beside a path that is not taken: `<path>.<word>-1`, or with the next number.
+
+    Args:
+        path: a file or folder.
+        word: what its sibling is to it.
+    """
+    whole, number = path.resolve(), 1
+    while (sibling := whole.with_name(f"{whole.name}.{word}-{number}")).exists():
+        number += 1
+    return sibling
+
+
+def move_into(folder: Path, paths: Iterable[Path]) -> None:
+    """Moves those of the files and folders that exist into a new folder, in the order given.
+
+    Args:
+        folder: the folder, which does not exist yet.
+        paths: what is moved; it keeps its name.
+    """
+    folder.mkdir()
+    for path in paths:
+        if path.exists():
+            # Unlike a rename it also leaves a file system, as it must where the folder of the run is a mount.
+            shutil.move(path, folder / path.name)
+
+
+class FolderLock:
+    """This lock keeps other processes from writing into a folder; it goes with the process, however that ends.
+
+    Args:
+        folder: the folder, which exists; the lock is a file in it that stays there.
+
+    Raises:
+        BlockingIOError: another holds the lock.
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = (folder / ".lock").open("a")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.file.close()
+            raise
+
+    def release(self) -> None:
+        """Lets others have the folder."""
+        self.file.close()

@@ -1,0 +1,106 @@
+"""`python -m tests.models.kill_training --kills 20` kills a training at random moments, and resumes it each time.
+
+At the end it compares the losses with those of a run that nobody killed: they are equal bit for bit, or the exit code
+is 1.
+"""
+
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from models.checkpoint import steps_in
+from models.recording import RunFolder
+
+ROOT = Path(__file__).parents[2]
+STEPS_PER_KILL = 30
+MAX_WAIT_S = 600.0
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen:
+    """A training of the tiny model, under way."""
+    command = [sys.executable, "-m", "tests.models.tiny_training", "--run-dir", str(folder), *options]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def how_to_go_on(folder: Path) -> list[str]:
+    """A run that was killed before its first checkpoint begins anew; all others must be resumable."""
+    if steps_in(RunFolder(folder).checkpoints):
+        return ["--resume"]
+    return ["--overwrite"] if RunFolder(folder).has_run else []
+
+
+def finish(process: subprocess.Popen) -> str:
+    output, errors = process.communicate(timeout=MAX_WAIT_S)
+    if process.returncode:
+        raise RuntimeError(f"a training ended with exit code {process.returncode}: {errors.strip()[-2000:]}")
+    return output
+
+
+def wait_for_steps(process: subprocess.Popen, folder: Path) -> None:
+    """Until the process has appended a line to the metrics, which it writes anew when it starts, or has ended."""
+    metrics, kept = RunFolder(folder).metrics, None
+    earlier = metrics.stat().st_ino if metrics.exists() else None
+    until = time.monotonic() + MAX_WAIT_S
+    while process.poll() is None and time.monotonic() < until:
+        if metrics.exists() and (now := metrics.stat()).st_ino != earlier:
+            kept = now.st_size if kept is None else kept
+            if now.st_size > kept:
+                return
+        time.sleep(0.005)
+
+
+def kill(process: subprocess.Popen, folder: Path, wait_s: float, *, at_once: bool) -> None:
+    """SIGKILL so many seconds after the first line that the process writes, or after its start."""
+    if not at_once:
+        wait_for_steps(process, folder)
+    time.sleep(wait_s)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def losses(folder: Path) -> list[tuple[str, int, float]]:
+    kinds = ("step", "validation")
+    return [(kind, row["step"], row["loss"]) for kind in kinds for row in RunFolder(folder).rows(kind)]
+
+
+def kill_and_compare(folder: Path, kills: int, seed: int) -> list[tuple[str, int, float]]:
+    """Trains twice, once with kills, asserts that both runs had the same losses, and returns them."""
+    generator, steps = random.Random(seed), ["--steps", str(STEPS_PER_KILL * max(kills, 1))]
+    straight, killed = folder / "straight", folder / "killed"
+    process, began = start(straight, *steps), time.monotonic()
+    wait_for_steps(process, straight)
+    startup_s, began = time.monotonic() - began, time.monotonic()
+    finish(process)
+    training_s = time.monotonic() - began
+    for number in range(1, kills + 1):
+        how = how_to_go_on(killed)
+        # Most kills hit a training that is under way; every fourth may hit its start, too.
+        at_once = number % 4 == 0
+        wait_s = generator.uniform(0, startup_s if at_once else 2 * training_s / kills)
+        kill(start(killed, *steps, *how), killed, wait_s, at_once=at_once)
+        rows = RunFolder(killed).rows("step")
+        print(f"kill {number}: {' '.join(how) or 'new'}, at step {rows[-1]['step'] if rows else 0}", flush=True)
+    finish(start(killed, *steps, *how_to_go_on(killed)))
+    want, got = losses(straight), losses(killed)
+    assert got == want, [pair for pair in zip(got, want, strict=False) if pair[0] != pair[1]][:3] or (got, want)
+    return got
+
+
+def main(
+    kills: Annotated[int, typer.Option(min=0, help="How often the training is killed.")] = 20,
+    seed: Annotated[int, typer.Option(help="Of the moments.")] = 0,
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        rows = kill_and_compare(Path(folder), kills, seed)
+    print(f"{len(rows)} losses are equal bit for bit after {kills} kills")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,141 @@
+"""What a run leaves in its folder is whole, is never removed, and belongs to one training at a time."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from models.files import FolderLock, free_sibling, part, write_whole
+from models.recording import PER_STEP, Recorder, RunFolder
+from models.stopping import StopRequest
+
+
+def test_a_killed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    file = tmp_path / "counts.npz"
+    write_whole(file, b"before")
+
+    def killed(descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(file, b"after")
+    assert file.read_bytes() == b"before"
+    monkeypatch.undo()
+    write_whole(file, b"after")
+    assert file.read_bytes() == b"after"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_siblings_are_numbered(tmp_path):
+    first = free_sibling(tmp_path / "run", "before")
+    assert first == tmp_path / "run.before-1"
+    first.mkdir()
+    assert free_sibling(tmp_path / "run", "before") == tmp_path / "run.before-2"
+
+
+def test_a_run_is_moved_aside_and_other_files_stay(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.checkpoints.mkdir(parents=True)
+    (folder.checkpoints / "weights").write_text("weights")
+    for name in ("config.json", "notes.txt", "counts.npz.part"):
+        (folder.path / name).write_text(name)
+    assert folder.has_run
+    aside = folder.move_aside()
+    assert aside == tmp_path / "run.before-1"
+    assert {path.name for path in aside.iterdir()} == {"config.json", "counts.npz.part", "checkpoint"}
+    assert (aside / "checkpoint" / "weights").read_text() == "weights"
+    assert [path.name for path in folder.path.iterdir()] == ["notes.txt"]
+    assert not folder.has_run
+
+
+def test_a_file_that_was_about_to_be_written_is_no_run(tmp_path):
+    folder = RunFolder(tmp_path)
+    part(folder.config).write_text("{")
+    assert not folder.has_run
+
+
+def test_lock_goes_with_the_process(tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; from models.files import FolderLock\n"
+        "lock = FolderLock(Path(sys.argv[1])); print('locked', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(BlockingIOError):
+            FolderLock(tmp_path)
+        other.kill()
+    FolderLock(tmp_path).release()
+    FolderLock(tmp_path).release()
+
+
+def test_a_broken_last_line_is_dropped(tmp_path):
+    folder = RunFolder(tmp_path)
+    rows = [{"kind": "step", "step": step, "loss": 1.0 / step} for step in (1, 2, 3)]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "step", "st')
+    assert folder.rows("step") == rows
+    folder.keep_until(2)
+    assert [json.loads(line) for line in folder.metrics.read_text().splitlines()] == rows[:2]
+
+
+def test_a_broken_line_between_others_is_refused(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text('{"kind": "step", "step": 1}\n{"ki\n{"kind": "step", "step": 3}\n')
+    with pytest.raises(ValueError, match=r"line 2 of '.*metrics.jsonl' is b'\{\"ki'; expected a JSON object"):
+        folder.rows("step")
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut short", "wrong arrays", "lengths"])
+def test_unreadable_counts_count_as_absent_and_a_line_says_so(tmp_path, content):
+    folder, lines = RunFolder(tmp_path), []
+    arrays = {name: np.zeros((3, 1)) for name in PER_STEP} | {"steps": np.arange(1, 4)}
+    if isinstance(content, bytes):
+        folder.counts.write_bytes(content)
+    else:
+        changed = {"steps": np.arange(1, 3)} if content == "lengths" else {}
+        np.savez(folder.counts, **(arrays | changed if content == "lengths" else {"other": np.zeros(1)}))
+    recorder = Recorder(folder, 3, writes=True, tell=lines.append)
+    assert recorder.arrays["steps"] == []
+    assert len(lines) == 1
+    assert str(folder.counts) in lines[0]
+    np.savez(folder.counts, **arrays)
+    assert len(Recorder(folder, 3, writes=True, tell=lines.append).arrays["steps"]) == 2
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_first_signal_asks_for_an_end(number, code):
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert not stop.requested()
+        os.kill(os.getpid(), number)
+        until = time.monotonic() + 10
+        while not stop.requested() and time.monotonic() < until:
+            time.sleep(0.001)
+        assert stop.name == number.name
+        assert stop.exit_code == code
+    assert signal.getsignal(number) is before
+    assert StopRequest().exit_code == 0
+
+
+@pytest.mark.slow
+def test_second_signal_ends_at_once_whatever_the_main_thread_does():
+    code = (
+        "import hashlib\nfrom models.stopping import StopRequest\n"
+        "with StopRequest():\n"
+        "    print('ready', flush=True)\n"
+        # A minute in C, where no handler of Python's runs, as in a compilation.
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**8)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 128 + signal.SIGTERM

@@ -1,0 +1,265 @@
+"""A folder with a run is touched by nobody but whoever goes on with the run or asks to move it aside."""
+
+import dataclasses
+import json
+import shutil
+import signal
+
+import jax
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from models import presets
+from models.checkpoint import CHECKSUMS, Checkpoints, steps_in
+from models.loop import execute, prepare
+from models.presets import ParallelConfig
+from models.recording import RunFolder
+from models.train import app
+from tests.models.kill_training import STEPS_PER_KILL, finish, kill_and_compare, start, wait_for_steps
+from tests.models.small import CONFIG, CORPUS
+
+pytestmark = pytest.mark.slow
+
+
+def contents(folder):
+    """Every file but the lock, which holds nothing."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {path.relative_to(folder): path.read_bytes() for path in files}
+
+
+@pytest.fixture
+def copied(trained_run, tmp_path):
+    """The folder of a finished run, which is the default one in the current folder."""
+    return shutil.copytree(trained_run, tmp_path / "runs" / "tiny")
+
+
+@pytest.fixture
+def command_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(presets.PRESETS, "tiny", CONFIG)
+    monkeypatch.setattr("models.train.default_corpus", lambda max_bytes: CORPUS)
+    return lambda *arguments: CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--replica-slots", "100"],
+        ["--replica-slots", "100", "--overwrite"],
+        ["--replica-slots", "100", "--overwrite", "--run-dir", "runs/tiny"],
+        ["--replica-slots", "100", "--resume"],
+    ],
+    ids=" ".join,
+)
+def test_a_bad_option_touches_nothing(copied, command_line, tmp_path, options):
+    before = contents(tmp_path)
+    result = command_line(*options)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: replica_slots is 100; expected ")
+    assert result.stderr.count("\n") == 1
+    assert contents(tmp_path) == before
+
+
+def test_what_only_tracing_finds_touches_nothing(copied, monkeypatch):
+    def refuses(*arguments):
+        raise ValueError("found by tracing")
+
+    monkeypatch.setattr("models.training.next_byte_loss", refuses)
+    before = contents(copied)
+    with pytest.raises(ValueError, match="found by tracing"):
+        prepare(CONFIG, CORPUS, copied, overwrite=True)
+    assert contents(copied) == before
+    assert not copied.with_name("tiny.before-1").exists()
+
+
+def test_a_folder_with_a_run_needs_an_option(copied, command_line):
+    before = contents(copied)
+    result = command_line("--run-dir", "runs/tiny")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: run_dir is 'runs/tiny', which has a run; expected --resume to go on with it, --overwrite to move it "
+        "aside, or another folder\n"
+    )
+    assert command_line("--resume", "--overwrite").stderr.startswith("error: overwrite is set, and so is resume;")
+    assert contents(copied) == before
+
+
+def test_overwriting_moves_the_run_aside_and_nothing_else(copied):
+    before = contents(copied)
+    (copied / "notes.txt").write_text("mine")
+    lines = []
+    prepare(CONFIG, CORPUS, copied, overwrite=True, tell=lines.append).release()
+    assert sorted(path.name for path in copied.iterdir()) == [".lock", "config.json", "notes.txt"]
+    aside = copied.with_name("tiny.before-1")
+    assert contents(aside) == before
+    assert len(lines) == 1
+    assert str(aside) in lines[0]
+
+
+def test_runs_in_no_named_folder_are_numbered(copied, command_line, monkeypatch):
+    folders = []
+
+    def noted(config, corpus, run_dir, **options):
+        folders.append(str(run_dir))
+        raise ValueError("enough")
+
+    monkeypatch.setattr("models.train.prepare", noted)
+    command_line()
+    shutil.copytree(copied, copied.with_name("tiny-9"))
+    shutil.copytree(copied, copied.with_name("tiny-10.before-1"))
+    for options in ([], ["--resume"], ["--overwrite"]):
+        command_line(*options)
+    shutil.rmtree(copied.parent)
+    command_line()
+    command_line("--resume")
+    assert folders == ["runs/tiny-2", "runs/tiny-10", "runs/tiny-9", "runs/tiny-9", "runs/tiny", "runs/tiny"]
+
+
+def test_two_trainings_do_not_share_a_folder(tmp_path):
+    run = prepare(CONFIG, CORPUS, tmp_path)
+    message = r"in which another training is under way; expected another folder"
+    for options in ({"overwrite": True}, {"resume": True}):
+        # As if the first had written a checkpoint already.
+        RunFolder(tmp_path).checkpoints.joinpath("4").mkdir(parents=True, exist_ok=True)
+        before = contents(tmp_path)
+        with pytest.raises(ValueError, match=message) as refused:
+            prepare(CONFIG, CORPUS, tmp_path, **options)
+        assert repr(str(tmp_path)) in str(refused.value)
+        assert contents(tmp_path) == before
+    run.release()
+    prepare(CONFIG, CORPUS, tmp_path, overwrite=True).release()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"system": "plain"}, "system is 'plain'; expected 'exact', that of the run to resume"),
+        ({"expert_parallel": 4}, "expert_parallel is 4; expected 8, that of the run to resume"),
+        ({"replica_slots": 1}, "replica_slots is 1; expected 2, that of the run to resume"),
+        ({"ranks_per_domain": 4}, "ranks_per_domain is 4; expected 8, that of the run to resume"),
+    ],
+)
+def test_a_run_is_resumed_as_it_was_laid_out(trained_run, change, message):
+    before = contents(trained_run)
+    other = dataclasses.replace(CONFIG, parallel=dataclasses.replace(CONFIG.parallel, **change))
+    with pytest.raises(ValueError) as refused:
+        prepare(other, CORPUS, trained_run, resume=True)
+    assert str(refused.value) == message
+    assert contents(trained_run) == before
+
+
+def test_a_default_that_is_named_is_the_default(copied):
+    same = dataclasses.replace(CONFIG, parallel=ParallelConfig(replica_slots=2, ranks_per_domain=8))
+    run = prepare(same, CORPUS, copied, resume=True)
+    run.release()
+    assert run.done_steps == CONFIG.steps
+
+
+def test_an_unreadable_config_is_refused_in_one_line(copied):
+    RunFolder(copied).config.write_text('{"config": {"mod')
+    with pytest.raises(ValueError, match=r"config.json' cannot be read; expected the config of the run to resume"):
+        prepare(CONFIG, CORPUS, copied, resume=True)
+
+
+def flip(checkpoint):
+    """Flips a bit in the middle of the largest file."""
+    largest = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 4
+    largest.write_bytes(content)
+
+
+def cut(checkpoint):
+    manifest = checkpoint / "default" / "manifest.ocdbt"
+    manifest.write_bytes(manifest.read_bytes()[:10])
+
+
+def cut_without_checksums(checkpoint):
+    (checkpoint / CHECKSUMS).unlink()
+    cut(checkpoint)
+
+
+# Orbax leaves a coroutine behind when it fails to read.
+@pytest.mark.filterwarnings("ignore:Exception ignored:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("damage", [flip, cut, cut_without_checksums])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(copied, damage):
+    folder, lines = RunFolder(copied), []
+    damage(folder.checkpoints / "8")
+    run = prepare(CONFIG, CORPUS, copied, resume=True, tell=lines.append)
+    run.release()
+    assert run.done_steps == 4
+    assert steps_in(folder.checkpoints) == [4]
+    assert [path.name for path in folder.damaged.iterdir()] == ["8.damaged-1"]
+    assert "the checkpoint of step 8 in" in lines[0]
+    assert "is damaged: " in lines[0]
+    assert "going on from step 4" in lines[1]
+    with Checkpoints(folder.checkpoints) as checkpoints:
+        checkpoints.save(8, run.state)
+    assert steps_in(folder.checkpoints) == [8, 4]
+
+
+def test_all_checkpoints_damaged_is_refused_and_touches_nothing(copied):
+    for step in (4, 8):
+        flip(RunFolder(copied).checkpoints / str(step))
+    before, lines = contents(copied), []
+    with pytest.raises(ValueError, match=r"every checkpoint in '.*' is damaged; expected one that is whole"):
+        prepare(CONFIG, CORPUS, copied, resume=True, tell=lines.append)
+    assert len(lines) == 2
+    assert contents(copied) == before
+
+
+def test_a_checkpoint_without_checksums_is_used(copied):
+    folder, lines = RunFolder(copied), []
+    (folder.checkpoints / "8" / CHECKSUMS).rename(folder.checkpoints / "8" / f"{CHECKSUMS}.part")
+    run = prepare(CONFIG, CORPUS, copied, resume=True, tell=lines.append)
+    run.release()
+    assert (run.done_steps, lines) == (8, [])
+
+
+def test_a_finished_run_without_readable_counts_is_resumed_with_a_line(copied, command_line):
+    folder = RunFolder(copied)
+    folder.counts.write_bytes(b"PK\x03\x04")
+    result = command_line("--resume")
+    assert result.exit_code == 0, result.output
+    assert "counts in 'runs/tiny/counts.npz' cannot be read" in result.stdout
+    assert "report.html is not written" in result.stdout
+
+
+def test_a_run_that_is_stopped_before_its_first_step_can_be_resumed(tmp_path):
+    class Stopped:
+        name = "SIGTERM"
+
+        def requested(self):
+            return True
+
+    assert execute(prepare(CONFIG, CORPUS, tmp_path), Console(quiet=True), Stopped()) == {}
+    run = prepare(CONFIG, CORPUS, tmp_path, resume=True)
+    run.release()
+    assert run.done_steps == 0
+    assert jax.tree.leaves(run.state)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_with_a_checkpoint_a_line_and_an_exit_code(tmp_path, number, code):
+    process = start(tmp_path, "--steps", "100000")
+    wait_for_steps(process, tmp_path)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=300)
+    assert (process.returncode, errors) == (code, "")
+    folder = RunFolder(tmp_path)
+    last = folder.rows("step")[-1]["step"]
+    assert output.splitlines()[-1] == (
+        f"stopped by {number.name} after step {last} of 100000; --resume goes on in {tmp_path}"
+    )
+    assert steps_in(folder.checkpoints)[0] == last
+    assert len(folder.read_counts()["steps"]) == last
+    assert (folder.checkpoints / str(last) / CHECKSUMS).exists()
+    if number == signal.SIGTERM:
+        assert "validation loss" in finish(start(tmp_path, "--steps", str(last + 1), "--resume"))
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
+    rows = kill_and_compare(tmp_path, kills=2, seed=0)
+    assert len(rows) > 2
+    assert json.loads(RunFolder(tmp_path / "killed").summary.read_text())["steps"] == 2 * STEPS_PER_KILL

@@ -1,0 +1,26 @@
+"""`python -m tests.models.tiny_training` is `models.train` on a model so small that a run takes seconds."""
+
+import dataclasses
+
+import models.train
+from models import presets
+from models.presets import ModelConfig, ParallelConfig, TrainConfig
+from tests.models.small import CONFIG, CORPUS
+
+TINY: TrainConfig = dataclasses.replace(
+    CONFIG,
+    model=ModelConfig(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16, num_experts=4),
+    parallel=ParallelConfig(expert_parallel=2, system="greedy"),
+    validation_interval=8,
+    checkpoint_interval=2,
+)
+
+
+def main() -> None:
+    presets.PRESETS["tiny"] = TINY
+    models.train.default_corpus = lambda max_bytes: CORPUS
+    models.train.app()
+
+
+if __name__ == "__main__":
+    main()
