@@ -156,16 +156,17 @@ def ensure(ok: Bool[jax.Array, ""], check: Callable[..., None], *args: Any) -> I
         check: refuses what is wrong in `args` with a ValueError.
         *args: pytrees of arrays, equal on all ranks of the group.
     """
-    axes = _group_axes(ok)
+    axes, names_groups = _group_axes(ok)
     # If one group stopped and the others went on, they would wait for it in their next common exchange until XLA
     # gives up and ends the process.
-    everywhere = _all_of(ok, axes) if axes else ok
+    everywhere = jax.lax.pmin(ok.astype(jnp.int32), axes) == 1 if axes else ok
 
     def stop(args: Any) -> jax.Array:
-        # All ranks are here, so all of them can learn what is wrong, and say the same.
-        of_groups = jax.tree.map(lambda leaf: _gathered(jnp.asarray(leaf), axes), args)
+        # All ranks are here, so all of them can learn what is wrong in the first group that is, and say the same.
+        group, shared = _of_first_fault(ok, args, axes) if axes else (jnp.int32(0), args)
+        call = partial(_refuse, check, _num_groups(axes) if names_groups else 1)
         shape = jax.ShapeDtypeStruct((), jnp.int32)
-        answer = jax.pure_callback(partial(_check_groups, check), shape, *of_groups, vmap_method="sequential")
+        answer = jax.pure_callback(call, shape, group, *shared, vmap_method="sequential")
         return vary_like(answer, everywhere)
 
     # Neither a constant nor what a callback returns has the manual axes of `everywhere`; both branches must share them.
@@ -173,36 +174,36 @@ def ensure(ok: Bool[jax.Array, ""], check: Callable[..., None], *args: Any) -> I
     return jax.lax.cond(everywhere, lambda args: zero, stop, args)
 
 
-def _group_axes(ok: Bool[jax.Array, ""]) -> tuple[str, ...]:
-    """The manual mesh axes that tell groups apart, for which `ok` may differ."""
+def _group_axes(ok: Bool[jax.Array, ""]) -> tuple[tuple[str, ...], bool]:
+    """The manual mesh axes over which `ok` may differ, and whether they tell groups apart and nothing else."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     # Without `check_vma` no type says over which axes a value varies; then every manual axis may be one.
     is_checked = bool(manual) and bool(varying_axes(jax.lax.axis_index(manual[0])))
-    return tuple(name for name in manual if not is_checked or name in varying_axes(ok))
+    return tuple(name for name in manual if not is_checked or name in varying_axes(ok)), is_checked
 
 
-def _all_of(ok: Bool[jax.Array, ""], axes: tuple[str, ...]) -> Bool[jax.Array, ""]:
-    return jax.lax.pmin(ok.astype(jnp.int32), axes) == 1
+def _num_groups(axes: tuple[str, ...]) -> int:
+    return jax.lax.axis_size(axes) if axes else 1
 
 
-def _gathered(leaf: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """What all groups have, one after the other."""
-    missing = tuple(name for name in axes if name not in varying_axes(leaf))
-    varied = jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
-    return jax.lax.all_gather(varied, axes, to="invarying") if axes else leaf[None]
+def _of_first_fault(ok: Bool[jax.Array, ""], args: Any, axes: tuple[str, ...]) -> tuple[Int[jax.Array, ""], Any]:
+    """The number of the first group that is not ok, and what it has."""
+    me = jax.lax.axis_index(axes).astype(jnp.int32)
+    first = jax.lax.pmin(jnp.where(ok, jnp.iinfo(jnp.int32).max, me), axes)
+
+    def shared(leaf: Any) -> jax.Array:
+        # The sum has one term that is not 0.
+        leaf = jnp.asarray(leaf)
+        return jax.lax.psum(jnp.where(me == first, leaf.astype(jnp.int32), 0), axes).astype(leaf.dtype)
+
+    return first, jax.tree.map(shared, args)
 
 
-def _check_groups(check: Callable[..., None], *of_groups: Any) -> np.ndarray:
-    """Checks one group after the other; says which one is wrong where not all are."""
-    wrong = {}
-    num_groups = len(jax.tree.leaves(of_groups)[0])
-    for group in range(num_groups):
-        try:
-            check(*jax.tree.map(lambda leaf, group=group: np.asarray(np.asarray(leaf)[group]), of_groups))
-        except ValueError as error:
-            wrong[group] = error
-    for group, reason in wrong.items():
-        raise reason if len(wrong) == num_groups else ValueError(f"group {group} of {num_groups}: {reason}")
+def _refuse(check: Callable[..., None], num_groups: int, group: Any, *args: Any) -> np.ndarray:
+    try:
+        check(*jax.tree.map(np.asarray, args))
+    except ValueError as error:
+        raise ValueError(f"group {int(group)} of {num_groups}: {error}" if num_groups > 1 else str(error)) from None
     return np.zeros((), np.int32)
 
 
