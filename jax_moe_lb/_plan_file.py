@@ -12,7 +12,7 @@ import struct
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -27,6 +27,9 @@ _SETTINGS = {
     "split_locality": (np.bool_, "a bool"),
 }
 """A file of a plan also holds these, each without dimensions; beside them stand dtype, and dtype in words."""
+
+BinaryFile = Any
+"""A file that is open for bytes; a member of an archive is none of those that `typing` knows."""
 
 MOST_PLAN_BYTES = 2**32
 """An array of a plan has at most so many bytes."""
@@ -113,7 +116,7 @@ def _member(archive: zipfile.ZipFile, name: str, most_bytes: int) -> np.ndarray:
         return np.lib.format.read_array(file, allow_pickle=False)
 
 
-def _check_header(file: IO[bytes], most_bytes: int) -> None:
+def _check_header(file: BinaryFile, most_bytes: int) -> None:
     """Refuses an array by the shape and dtype at the start of its file."""
     version = np.lib.format.read_magic(file)
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -132,7 +135,7 @@ def _check_header(file: IO[bytes], most_bytes: int) -> None:
         raise LimitError(f"an array of {num_bytes / 2**30:.3g} GiB; expected at most {most_bytes / 2**30:.3g} GiB")
 
 
-def _check_directory(file: IO[bytes]) -> None:
+def _check_directory(file: BinaryFile) -> None:
     """Refuses an archive by the size of its directory, which zipfile reads whole."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - 2**16 - 22, 0))
