@@ -47,7 +47,7 @@ class Stats:
         load_before: `[R]` int32, the token copies that each rank would serve under plain expert parallelism.
         load_after: `[R]` int32, the token copies that each rank served.
         imbalance_before: `max / mean` of `load_before`; 1 is level.
-        imbalance_after: `max / mean` of `load_after`; 1.05 or less is usual where slots suffice.
+        imbalance_after: `max / mean` of `load_after`; up to the dispatch's headroom one round suffices.
         straggler_before: `max - mean` of `load_before`, in token copies.
         straggler_after: `max - mean` of `load_after`, in token copies.
         rounds: int32, how often the receive buffer was filled; 1 is usual, and more shows as time.
@@ -164,12 +164,12 @@ def route(
         bias: `[E]`, added to the scores when experts are chosen.
         mask: `[T]`, false for padding tokens, which get `NO_EXPERT`.
     """
-    # Logits that differ in their last bits choose other experts, so they are computed wide and at full precision,
-    # which accelerators do not give by default.
-    dtype = wide_dtype(x)
     if mask is not None:
         # Padding may hold anything: NaN times the zero gradient of its logits would be NaN in the kernel's gradient.
         x = jnp.where(mask[:, None], x, 0)
+    # Logits that differ in their last bits choose other experts, so they are computed wide and at full precision,
+    # which accelerators do not give by default.
+    dtype = wide_dtype(x)
     logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision=jax.lax.Precision.HIGHEST)
     first_token = jax.lax.axis_index(topology.expert_axes) * x.shape[0]
     routing = router(logits, bias, first_token)

@@ -167,8 +167,10 @@ class TopK:
         log_scores = _log_scores(self.score, logits)
         chosen = jnp.take_along_axis(log_scores, experts, axis=1)
         # A quotient of scores that underflow is 0 / 0, and its gradient is so long before: their logarithms are not.
-        scores = jnp.take_along_axis(self.score(logits), experts, axis=1)
-        weights = jax.nn.softmax(chosen, -1) if self.renormalise else scores
+        if self.renormalise:
+            weights = jax.nn.softmax(chosen, -1)
+        else:
+            weights = jnp.take_along_axis(self.score(logits), experts, axis=1)
         # Sigmoid scores do not sum to 1; the losses want shares.
         return Routing(experts.astype(jnp.int32), weights * self.scale, logits, jax.nn.softmax(log_scores, -1))
 

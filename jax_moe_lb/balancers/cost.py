@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Bool
 
+from jax_moe_lb.checks import INT32_MAX
 from jax_moe_lb.plan import IntScalar, Plan, load
 from jax_moe_lb.topology import Level, Topology
 from jax_moe_lb.types import AnyArray, host_iota, namespace
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 else:
     Answer = Bool[AnyArray, ""] | np.bool_
     """An array in a jitted program, a NumPy number on a host."""
-
-INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)

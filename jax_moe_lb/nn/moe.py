@@ -205,7 +205,8 @@ class MoE(nnx.Module):
         # Weights and tokens are cast before they travel, so that bfloat16 halves what travels.
         x = x if self.dtype is None else x.astype(self.dtype)
         tokens = x.reshape(num_tokens, x.shape[-1])
-        mask = jnp.ones((num_tokens,), bool) if mask is None else mask.reshape(num_tokens)
+        # Without padding nothing is masked: a mask of ones would cost the program passes over the tokens.
+        mask = None if mask is None else mask.reshape(num_tokens)
         state = self.empty_state if self.state is None else self.state.get_value()
         experts = jax.tree.map(lambda w: w.astype(x.dtype), self._experts())
         y, stats, state, known = sharded_moe(

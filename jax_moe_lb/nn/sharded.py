@@ -30,7 +30,7 @@ def expert_axes(topology: Topology, migrate: Migrate | None) -> tuple[str, ...]:
 )
 def sharded_moe(
     tokens: Float[Array, "C H"],
-    mask: Bool[Array, "C"],
+    mask: Bool[Array, "C"] | None,
     kernel: Float[Array, "H E"],
     experts: Experts,
     bias: Float[Array, "E"] | None,
@@ -54,7 +54,7 @@ def sharded_moe(
 
     def one_rank(
         tokens: Array,
-        mask: Array,
+        mask: Array | None,
         kernel: Array,
         experts: Experts,
         bias: Array | None,

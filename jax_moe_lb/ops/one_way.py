@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
+from jax_moe_lb._varying import varying_axes
+
 Axes = tuple[str, ...]
 Pairs = list[tuple[int, int]]
 """A permute: pairs `(from, to)`, in which each rank sends at most once and receives at most once."""
@@ -81,7 +83,7 @@ def way_round_of(x: Shaped[Array, "*X"], axes: Axes) -> str | None:
     mesh = jax.sharding.get_abstract_mesh()
     split = [name for name in axes if jax.lax.axis_size(name) > 1]
     # Without `check_vma` nothing is known to vary.
-    may = jax.typeof(x).manual_axis_type.varying or mesh.manual_axes
+    may = varying_axes(x) or mesh.manual_axes
     # Only an axis inside the innermost of the group: one outside would make the way round the longer one.
     last = max((mesh.axis_names.index(name) for name in split), default=len(mesh.axis_names))
     inside = [name for name in mesh.axis_names[last + 1 :] if name in may and name in mesh.manual_axes]
@@ -124,7 +126,7 @@ def agreed(number: Int[Array, "*X"], axes: Axes) -> Int[Array, "*X"]:
     others = other_manual_axes(axes)
     if jax.process_count() == 1 or jax.lax.axis_size(others) == 1:
         return number
-    varying = tuple(name for name in others if name in jax.typeof(number).manual_axis_type.varying)
+    varying = tuple(name for name in others if name in varying_axes(number))
 
     def largest(number: Array) -> Array:
         number = jax.lax.pmax(number, others)
