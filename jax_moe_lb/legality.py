@@ -5,6 +5,7 @@ only when a rule is broken does it call the host, which names what is wrong.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from jax_moe_lb.checks import check_domain, check_total, home_experts_per_rank
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.planners.native import saturated
 from jax_moe_lb.split import Split, nearest_first
-from jax_moe_lb.types import AnyArray, Counts, host_iota
+from jax_moe_lb.types import AnyArray, Counts, host_iota, iota
 
 
 def check_counts(counts: AnyArray) -> None:
@@ -85,14 +86,49 @@ def ensure_legal(plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = 
     It works inside `jax.jit` and `jax.shard_map`, with `plan` and `counts` equal on all ranks, so that either all of
     them stop or none does.
     """
-    _check_shapes(plan, counts.shape)
-    plan = jax.tree.map(lambda leaf: jnp.asarray(saturated(leaf), jnp.int32), plan)
-    legal = jnp.stack([~broken.any() for broken, _ in _rules(plan, counts, dynamic, jnp)]).all()
+    plan, legal = is_legal(plan, counts, dynamic)
     stop = ensure(legal, check_plan, plan, counts, dynamic)
     return jax.tree.map(lambda leaf: leaf + stop, plan)
 
 
-def check_routed(wrong: AnyArray, num_experts: AnyArray) -> None:
+def is_legal(plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = None) -> tuple[Plan, Bool[Array, ""]]:
+    """Says inside a program whether `check_plan` would pass, whose arguments these are; it does not look at rails.
+
+    Returns:
+        The plan in int32, and whether it is legal.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+    _check_shapes(plan, counts.shape)
+    plan = jax.tree.map(lambda leaf: jnp.asarray(saturated(leaf), jnp.int32), plan)
+    return plan, jnp.stack([~broken.any() for broken, _ in _rules(plan, counts, dynamic, jnp)]).all()
+
+
+def legal_or_plain(plan: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None = None) -> tuple[Plan, Bool[Array, ""]]:
+    """Returns the plan if it is legal, else one that serves everything at home, and whether it is.
+
+    Use it where a program shall not stop; the host must be told. The arguments are those of `check_plan`.
+    """
+    plan, legal = is_legal(plan, counts, dynamic)
+    at_home = _at_home(plan, counts)
+    return jax.tree.map(lambda made, safe: jnp.where(legal, made, safe), plan, at_home), legal
+
+
+def _at_home(plan: Plan, counts: Counts) -> Plan:
+    """The plan of plain expert parallelism, with the fields and shapes of another one."""
+    ranks, home = iota(plan.num_ranks), plan.num_home
+    experts = iota(plan.num_experts)
+    placement = jnp.full_like(plan.placement, -1).at[:, :home].set(experts.reshape(-1, home))
+    served = counts.sum(0, dtype=jnp.int32)[:, None]
+    quota = jnp.where(experts[:, None] // home == ranks[None], served, 0)
+    # Weights come from home, and rails that no rank's rows add up to are given up for the receiver's own.
+    relay = None if plan.relay is None else jnp.where(placement >= 0, ranks[:, None], -1)
+    rails = None if plan.rails is None else jnp.zeros_like(plan.rails)
+    return replace(plan, placement=placement, quota=quota, relay=relay, rails=rails)
+
+
+def check_routed(wrong: AnyArray, num_experts: Any) -> None:
     """Refuses what a router got wrong.
 
     Args:
@@ -146,7 +182,9 @@ def checked_permutation(name: str, permutation: Any, shape: tuple[int, int]) -> 
     return permutation.astype(np.int32)
 
 
-def ensure(ok: Bool[jax.Array, ""], check: Callable[..., None], *args: Any) -> Int[jax.Array, ""]:
+def ensure(
+    ok: Bool[jax.Array, ""], check: Callable[..., None], *args: Any, ranks: tuple[str, ...] = ()
+) -> Int[jax.Array, ""]:
     """Computes zero; if not `ok` on some rank of the mesh, calls `check` on the host of all, where it raises.
 
     Add the zero to what is used next, so that no compiler can drop the check.
@@ -155,39 +193,50 @@ def ensure(ok: Bool[jax.Array, ""], check: Callable[..., None], *args: Any) -> I
         ok: whether the check would pass on this rank; equal on all ranks of its expert-parallel group.
         check: refuses what is wrong in `args` with a ValueError.
         *args: pytrees of arrays, equal on all ranks of the group.
+        ranks: the mesh axes of the ranks of a group, where `ok` and `args` vary over these too; `check` then gets what
+            the first rank has that is not ok.
     """
-    axes, names_groups = _group_axes(ok)
-    # If one group stopped and the others went on, they would wait for it in their next common exchange until XLA
-    # gives up and ends the process.
-    everywhere = jax.lax.pmin(ok.astype(jnp.int32), axes) == 1 if axes else ok
+    groups, names_groups = _group_axes(ok, ranks)
+    axes = groups + ranks
 
-    def stop(args: Any) -> jax.Array:
-        # All ranks are here, so all of them can learn what is wrong in the first group that is, and say the same.
-        group, shared = _of_first_fault(ok, args, axes) if axes else (jnp.int32(0), args)
-        call = partial(_refuse, check, _num_groups(axes) if names_groups else 1)
-        shape = jax.ShapeDtypeStruct((), jnp.int32)
-        answer = jax.pure_callback(call, shape, group, *shared, vmap_method="sequential")
-        return vary_like(answer, everywhere)
+    # Mapped over, one check follows the other: a condition on several answers at once would call the host for all.
+    @jax.custom_batching.sequential_vmap
+    def checked(ok: Bool[jax.Array, ""], args: Any) -> Int[jax.Array, ""]:
+        # If one group stopped and the others went on, they would wait for it in their next common exchange until XLA
+        # gives up and ends the process.
+        everywhere = jax.lax.pmin(ok.astype(jnp.int32), axes) == 1 if axes else ok
 
-    # Neither a constant nor what a callback returns has the manual axes of `everywhere`; both branches must share them.
-    zero = vary_like(np.int32(0), everywhere)
-    return jax.lax.cond(everywhere, lambda args: zero, stop, args)
+        def stop(args: Any) -> jax.Array:
+            # All ranks are here, so all of them can learn what is wrong in the first place that is, and say the same.
+            first, shared = _of_first_fault(ok, args, axes) if axes else (jnp.int32(0), args)
+            call = partial(_refuse, check, _size(groups) if names_groups else 1)
+            shape = jax.ShapeDtypeStruct((), jnp.int32)
+            answer = jax.pure_callback(call, shape, first // _size(ranks), *shared, vmap_method="sequential")
+            return vary_like(answer, everywhere)
+
+        # Neither a constant nor what a callback returns has the manual axes of `everywhere`; both branches must share
+        # them.
+        zero = vary_like(np.int32(0), everywhere)
+        return jax.lax.cond(everywhere, lambda args: zero, stop, args)
+
+    return checked(ok, args)
 
 
-def _group_axes(ok: Bool[jax.Array, ""]) -> tuple[tuple[str, ...], bool]:
-    """The manual mesh axes over which `ok` may differ, and whether they tell groups apart and nothing else."""
+def _group_axes(ok: Bool[jax.Array, ""], ranks: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+    """The manual mesh axes over which `ok` may differ between groups, and whether they tell these apart alone."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     # Without `check_vma` no type says over which axes a value varies; then every manual axis may be one.
     is_checked = bool(manual) and bool(varying_axes(jax.lax.axis_index(manual[0])))
-    return tuple(name for name in manual if not is_checked or name in varying_axes(ok)), is_checked
+    varying = varying_axes(ok) if is_checked else manual
+    return tuple(name for name in manual if name in varying and name not in ranks), is_checked
 
 
-def _num_groups(axes: tuple[str, ...]) -> int:
+def _size(axes: tuple[str, ...]) -> int:
     return jax.lax.axis_size(axes) if axes else 1
 
 
 def _of_first_fault(ok: Bool[jax.Array, ""], args: Any, axes: tuple[str, ...]) -> tuple[Int[jax.Array, ""], Any]:
-    """The number of the first group that is not ok, and what it has."""
+    """The number of the first place on the axes that is not ok, and what it has."""
     me = jax.lax.axis_index(axes).astype(jnp.int32)
     first = jax.lax.pmin(jnp.where(ok, jnp.iinfo(jnp.int32).max, me), axes)
 

@@ -1,14 +1,17 @@
 """`moe` is the one executor: it goes from routing to counts to plan to weights to tokens to experts and back."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb._varying import varying_axes
 from jax_moe_lb.experts import Experts
+from jax_moe_lb.faults import Checks, Fault, fault_code, raise_first
 from jax_moe_lb.legality import check_homes, check_routed, ensure
 from jax_moe_lb.losses import Losses
 from jax_moe_lb.plan import Plan, imbalance, load, plain_plan, straggler, traffic
@@ -21,7 +24,7 @@ from jax_moe_lb.routing import (
 )
 from jax_moe_lb.systems import System
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.dispatch import Routed
+from jax_moe_lb.transport.dispatch import Routed, Served
 from jax_moe_lb.transport.rounds import combine
 from jax_moe_lb.types import Counts, State, TokenMask, Tokens, iota, wide_dtype
 
@@ -54,6 +57,7 @@ class Stats:
         rows_moved: int32, the token copies that were served by another rank than their own, one way.
         weight_bytes_moved: the bytes of expert weights that were copied into slots of other ranks.
         loss: the weighted sum of the router losses; add it to the model's.
+        fault: what was wrong, for `raise_fault`; nothing, where checks stop the program.
     """
 
     counts: Int[Array, "*D R E"]
@@ -68,6 +72,38 @@ class Stats:
     rows_moved: Int[Array, "*D"]
     weight_bytes_moved: Float[Array, "*D"]
     loss: Float[Array, "*D"]
+    fault: Fault
+
+
+def raise_fault(stats: Stats) -> None:
+    """Raises on the host what was wrong in a step under `checks="deferred"`; does nothing where all was well.
+
+    Call it once per step, on statistics that the step returned; it waits for the device. It reads one integer per layer
+    and group, unless there is a fault.
+
+    Args:
+        stats: what one or several layers returned, also stacked over layers or steps.
+
+    Raises:
+        ValueError: there is a fault; the message is that of `checks="callback"`.
+
+    Examples:
+        >>> import jax
+        >>> from jax.sharding import AxisType
+        >>> from flax import nnx
+        >>> from jax_moe_lb import TopK, Topology
+        >>> from jax_moe_lb.nn import MoE
+        >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> layer = MoE(
+        ...     8, 16, 4, TopK(2), mesh=mesh, topology=Topology.from_mesh(mesh), checks="deferred", rngs=nnx.Rngs(0)
+        ... )
+        >>> raise_fault(layer(jnp.ones((6, 8)))[1])
+        >>> raise_fault(layer(jnp.full((6, 8), jnp.nan))[1])
+        Traceback (most recent call last):
+        ...
+        ValueError: router logits of rank 0 give weights that are not finite; expected finite logits
+    """
+    raise_first(stats.fault)
 
 
 def moe(
@@ -84,6 +120,7 @@ def moe(
     mask: TokenMask | None = None,
     losses: Losses = Losses(),
     sequence_length: int | None = None,
+    checks: Checks = "callback",
 ) -> tuple[Tokens, Stats, State]:
     """Computes a mixture-of-experts layer on one rank; call it inside `jax.shard_map`.
 
@@ -104,14 +141,16 @@ def moe(
         mask: `[T]`, false for padding tokens, which no expert serves and whose output is 0.
         losses: the coefficients of the router losses; none by default.
         sequence_length: how many consecutive tokens make a sequence, for the sequence-wise loss.
+        checks: what to do about bad values (a logit that is not finite, an illegal plan). "callback", the default,
+            stops the program on all ranks, by a call of the host. "deferred", usual on accelerators, calls nobody and
+            goes on with what is right; then call `raise_fault` in each step. `docs/pipeline.md` says more.
 
     Returns:
         The outputs, what happened, and the balancer's new state.
 
     Raises:
-        ValueError: shapes that do not fit each other or the topology. Bad values (a logit
-            that is not finite, an expert id out of range, an illegal plan) stop the program
-            on all ranks with an error of the same form.
+        ValueError: shapes that do not fit each other or the topology. Under `checks="callback"` bad values stop the
+            program on all ranks with an error of the same form.
 
     Examples:
         >>> from jax.sharding import AxisType, PartitionSpec
@@ -125,25 +164,29 @@ def moe(
     """
     _check_arguments(x, kernel, experts, topology)
     routing = route(x, kernel, router, topology, bias, mask)
-    by_expert = count(routing, kernel.shape[1], topology)
-    chosen, counts = (routing.experts, by_expert) if homes is None else at_homes(routing.experts, by_expert, homes)
+    counted = count(routing, kernel.shape[1], topology, checks)
+    routed, is_homed = at_homes(counted, homes, checks)
     # One rank alone has all experts at home.
-    replica_slots = system.replica_slots if topology.num_ranks > 1 else 0
-    start = plain_plan(counts, topology, experts.up.shape[0] + replica_slots)
-    weights = vary_like_tokens(experts, topology)
+    num_slots = experts.up.shape[0] + (system.replica_slots if topology.num_ranks > 1 else 0)
+    start = plain_plan(routed.counts, topology, num_slots)
     served, state = system.dispatch.serve(
         x,
-        Routed(chosen, counts),
-        weights,
+        routed,
+        vary_like_tokens(experts, topology),
         start,
         state,
         balancer=system.balancer,
         replicate=system.replicate,
         topology=topology,
+        checks=checks,
     )
     y = combine(checkpoint_name(served.copies, "moe_served"), routing.weights, served.receipt)
-    loss = losses(routing, by_expert, topology.expert_axes, sequence_length)
-    return y, _stats(counts, start, served.plan, served.rounds, experts, loss), state
+    if checks == "deferred" and (homes is not None or system.dispatch.max_rounds is not None):
+        # Copies that were not served, or by other experts, are no outputs, and nobody shall take them for such.
+        y = jnp.where(served.is_whole & is_homed, y, jnp.nan)
+    loss = losses(routing, counted.counts, topology.expert_axes, sequence_length)
+    fault = _fault(counted, routed.counts, homes, is_homed, served, system.dispatch.max_rounds)
+    return y, _stats(routed.counts, start, served.plan, served.rounds, experts, loss, fault), state
 
 
 def route(
@@ -177,43 +220,74 @@ def route(
     return checkpoint_name(routing, "moe_routing")
 
 
-def count(routing: Routing, num_experts: int, topology: Topology) -> Counts:
-    """Gathers the counts of this microbatch, `[R, E]` int32, equal on all ranks.
-
-    Every rank also counts what its router got wrong, so that all of them stop or none does.
+class Counted(NamedTuple):
+    """Holds the routing that is right, and what is wrong with the rest.
 
     Args:
-        routing: what `route` returned on this rank.
+        experts: `[T, K]` int32, the expert of each copy of this rank; tokens whose routing is wrong get `NO_EXPERT`.
+        counts: `[R, E]` int32, the copies that each rank routes to each expert; equal on all ranks.
+        wrong: `[R, 4]` int32, what `legality.check_routed` reads; equal on all ranks.
+        ok: whether nothing is wrong; always, under checks that stop the program.
+    """
+
+    experts: Int[Array, "T K"]
+    counts: Counts
+    wrong: Int[Array, "R 4"]
+    ok: Bool[Array, ""]
+
+
+def count(routing: Routing, num_experts: int, topology: Topology, checks: Checks) -> Counted:
+    """Gathers the counts of this microbatch, equal on all ranks.
+
+    Every rank also tells what its router got wrong, so that all of them stop or none does.
+
+    Args:
+        routing: what `route` returned on this rank. Its weights stay as they are, so that outputs of logits that are
+            not finite are not finite either.
         num_experts: `E`.
         topology: its expert axes are the ranks that count together.
+        checks: what to do where something is wrong.
     """
     valid = (routing.experts >= NO_EXPERT) & (routing.experts < num_experts)
-    bad_weights = ~jnp.isfinite(routing.weights).all()
+    finite = jnp.isfinite(routing.weights)
+    experts = jnp.where(valid & finite, routing.experts, NO_EXPERT)
     # The range of bad ids is enough for a message, and has a fixed size. Good ones count as 0, which no bad id is.
     bad_ids = jnp.where(valid, 0, routing.experts).reshape(-1)
     lowest, highest = bad_ids.min(initial=0), bad_ids.max(initial=0)
-    wrong = jnp.stack([(~valid).sum(dtype=jnp.int32), lowest, highest, bad_weights.astype(jnp.int32)])
-    mine = jnp.concatenate([tokens_per_expert(routing.experts.reshape(1, -1), num_experts)[0], wrong])
+    wrong = jnp.stack([(~valid).sum(dtype=jnp.int32), lowest, highest, (~finite.all()).astype(jnp.int32)])
+    mine = jnp.concatenate([tokens_per_expert(experts.reshape(1, -1), num_experts)[0], wrong])
     # One all-gather for counts and errors: a second collective would cost as much again, for four integers.
     table = jax.lax.all_gather(mine, topology.expert_axes, to="invarying")
     counts, wrong = table[:, :num_experts], table[:, num_experts:]
     ok = (wrong[:, 0] == 0).all() & (wrong[:, 3] == 0).all()
-    # `ensure` returns 0 or stops the program. Added to the counts, it is neither dropped as unused nor late.
-    return counts + ensure(ok, check_routed, wrong, np.int32(num_experts))
+    if checks == "callback":
+        # `ensure` returns 0 or stops the program. Added to the counts, it is neither dropped as unused nor late.
+        counts = counts + ensure(ok, check_routed, wrong, np.int32(num_experts))
+    return Counted(experts, counts, wrong, ok)
 
 
-def at_homes(experts: Int[Array, "T K"], counts: Counts, homes: Int[Array, "E"]) -> tuple[Int[Array, "T K"], Counts]:
+def at_homes(counted: Counted, homes: Int[Array, "E"] | None, checks: Checks) -> tuple[Routed, Bool[Array, ""]]:
     """Renumbers experts and counts by place; the router keeps its own numbers, so ties, groups and losses stay.
 
     Args:
-        experts: `[T, K]` int32, the router's experts; `NO_EXPERT` stays.
-        counts: `[R, E]` int32, by the router's numbers.
-        homes: `[E]` int32, the place of each expert, a permutation; other values stop the program.
+        counted: what `count` returned.
+        homes: `[E]` int32, the place of each expert, a permutation; `None`: expert `e` is at place `e`.
+        checks: what to do about other values. Under "deferred" experts then stay where they were at first, which are
+            others, so `moe` makes outputs NaN.
+
+    Returns:
+        Both by place, and whether `homes` is a permutation.
     """
+    if homes is None:
+        return Routed(counted.experts, counted.counts), jnp.bool_(True)
     # A permutation sorts to 0, 1, 2, ...; anything else would give two experts one place.
     ok = (jnp.sort(homes) == iota(homes.shape[0])).all()
-    places = jnp.where(experts < 0, NO_EXPERT, homes[jnp.maximum(experts, 0)])
-    return places, counts[:, jnp.argsort(homes)] + ensure(ok, check_homes, homes)
+    safe = jnp.where(ok, homes, iota(homes.shape[0]))
+    counts = counted.counts[:, jnp.argsort(safe)]
+    if checks == "callback":
+        counts = counts + ensure(ok, check_homes, homes)
+    places = jnp.where(counted.experts < 0, NO_EXPERT, safe[jnp.maximum(counted.experts, 0)])
+    return Routed(places, counts), ok
 
 
 def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:
@@ -233,7 +307,13 @@ def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:
 
 
 def _stats(
-    counts: Counts, before: Plan, after: Plan, rounds: Int[Array, ""], experts: Experts, loss: Float[Array, ""]
+    counts: Counts,
+    before: Plan,
+    after: Plan,
+    rounds: Int[Array, ""],
+    experts: Experts,
+    loss: Float[Array, ""],
+    fault: Fault,
 ) -> Stats:
     moved = traffic(after, counts)
     load_before, load_after = load(before), load(after)
@@ -252,6 +332,27 @@ def _stats(
         # In floating point, since a rack moves more than 2^31 bytes.
         weight_bytes_moved=moved.replicas.astype(jnp.float32) * expert_bytes,
         loss=loss,
+        fault=fault,
+    )
+
+
+def _fault(
+    counted: Counted,
+    counts: Counts,
+    homes: Int[Array, "E"] | None,
+    is_homed: Bool[Array, ""],
+    served: Served,
+    max_rounds: int | None,
+) -> Fault:
+    return Fault(
+        code=fault_code(counted.ok, is_homed, served.is_legal, served.is_whole),
+        counts=counts,
+        routed=counted.wrong,
+        homes=homes,
+        plan=served.made,
+        dynamic=served.dynamic,
+        rounds=served.rounds,
+        max_rounds=None if max_rounds is None else jnp.int32(max_rounds),
     )
 
 

@@ -90,6 +90,8 @@ class Block(nnx.Module):
             system=system,
             migrate=migrate,
             relocatable=relocatable,
+            # The loop reads the statistics of each step anyway, and a host that is not called is not waited for.
+            checks="deferred",
             rngs=rngs,
         )
 

@@ -50,7 +50,7 @@ def make_mesh(sizes, names, axis_type=AxisType.Auto):
     return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes), devices=jax.devices()[: np.prod(sizes)])
 
 
-def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma=True, losses=None):
+def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma=True, losses=None, checks="callback"):
     """`(x, mask, kernel, experts) -> (y, stats)` over the mesh; stats stacked over groups."""
     tokens = PartitionSpec(topology.data_axes + topology.expert_axes)
     groups = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
@@ -59,7 +59,9 @@ def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma
     def one_rank(x, mask, kernel, experts):
         options = {} if losses is None else {"losses": losses, "sequence_length": x.shape[0] // 2}
         state = system.balancer.init((topology.num_ranks, kernel.shape[1]))
-        y, stats, _ = moe(x, kernel, experts, router, system, topology, mask=mask, state=state, **options)
+        y, stats, _ = moe(
+            x, kernel, experts, router, system, topology, mask=mask, state=state, checks=checks, **options
+        )
         return y, jax.tree.map(lambda leaf: leaf[None], stats)
 
     return jax.shard_map(

@@ -23,11 +23,9 @@ from jax_moe_lb import (
     Topology,
     feplb,
     greedy,
-    pipeline,
     plain,
 )
 from jax_moe_lb.pipeline import moe
-from jax_moe_lb.transport import dispatch
 from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
@@ -340,20 +338,19 @@ def test_explicit_mesh():
 
 
 @pytest.mark.slow
-def test_the_whole_layer_lowers_for_a_gpu(monkeypatch):
-    """Forward and backward, on a machine without one: exact-size exchanges and ragged products, no emulation.
-
-    Without the checks, whose host callbacks can only be lowered for a backend that is there.
+@pytest.mark.parametrize("system", [greedy(), feplb(), exact(), rails()], ids=["greedy", "feplb", "exact", "rails"])
+def test_the_whole_layer_lowers_for_a_gpu(system):
+    """Forward and backward, on a machine without one: exact-size exchanges, no emulation, no dense expansion, and
+    nobody called on a host.
     """
-    monkeypatch.setattr(dispatch, "ensure_legal", lambda plan, counts: plan)
-    monkeypatch.setattr(pipeline, "ensure", lambda ok, *_: jnp.zeros_like(ok, jnp.int32))
-    case, mesh = Case(), make_mesh((2, 4), ("data", "expert"))
-    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), greedy()))
+    case, mesh = Case(), make_mesh((2, 4), ("node", "gpu"))
+    topology = Topology.from_mesh(mesh, ("node", "gpu"), ranks_per_domain=8, rails_per_node=4)
+    layer = with_gradients(sharded_moe(mesh, topology, system, checks="deferred"))
     args = arguments(case, BY_NAME["zipf"], 8, "bfloat16")
     text = layer.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert "ragged_all_to_all" in text
-    assert "ragged_dot" in text
-    assert "collective_permute" not in text
+    for absent in ("ragged_dot", "collective_permute", "python"):
+        assert absent not in text
 
 
 @pytest.mark.slow

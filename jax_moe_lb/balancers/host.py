@@ -1,20 +1,29 @@
 """A balancer out of any NumPy function, which is called on the host in every step."""
 
+import traceback
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jax_moe_lb._plan_file import ARRAYS
 from jax_moe_lb._varying import vary_like
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.legality import check_plan
+from jax_moe_lb.legality import check_plan, ensure
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.split import Split
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import Counts, State, namespace
 
 Planner = Callable[[np.ndarray, Plan, Topology], Plan]
+
+MOST_BYTES = 512
+"""What went wrong on one rank is told to the others in so many bytes at most."""
 
 
 @dataclass(frozen=True)
@@ -51,29 +60,86 @@ class HostBalancer(Balancer):
         """Calls the planner, and checks its plan; see `Balancer.rebalance`.
 
         Raises:
-            jax.errors.JaxRuntimeError: the planner failed or its plan is illegal; the message ends with the reason, in
-            the
-                words of `check_plan`. With NumPy arrays it is the planner's own error.
+            jax.errors.JaxRuntimeError: on some rank the planner failed, its plan is illegal, or it is another one than
+                that of the first rank. All devices stop; the message names the first such rank and ends with the
+                reason, in the words of `check_plan` or of the planner's own error.
+            ValueError: with NumPy arrays, the plan is illegal; errors of the planner are its own.
         """
-
-        def call(counts: Counts, plan: Plan) -> Plan:
-            counts, plan = jax.tree.map(np.asarray, (counts, plan))
-            answer = self.planner(counts, plan, topology)
-            if not isinstance(answer, Plan):
-                raise ValueError(f"planner returned {type(answer).__name__}; expected a Plan")
-            # The receipt of a microbatch is made with the static part of the plan, which a callback cannot change.
-            if answer.split not in (Split(), plan.split):
-                raise ValueError(f"planner returned a plan with {answer.split}; expected {plan.split}, as it was given")
-            answer = replace(answer, split=plan.split)
-            check_plan(answer, counts)
-            return jax.tree.map(_same_type, answer, plan)
-
         if namespace(counts) is np:
-            return call(counts, plan), state
+            return _checked(self.planner(counts, plan, topology), counts, plan), state
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), plan)
-        answer = jax.pure_callback(call, shapes, counts, plan, vmap_method="sequential")
+        results = shapes, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((MOST_BYTES,), jnp.uint8)
+        call = partial(_call, self.planner, topology)
+        answer, fingerprint, problem = jax.pure_callback(call, results, counts, plan, vmap_method="sequential")
+        stop = _agreed(fingerprint, problem, counts, topology)
         # A callback's result carries no manual axes; counts carry the ones that it depends on.
-        return vary_like(answer, counts), state
+        return jax.tree.map(lambda leaf: leaf + stop, vary_like(answer, counts)), state
+
+
+def _call(planner: Planner, topology: Topology, counts: Counts, plan: Plan) -> tuple[Plan, np.ndarray, np.ndarray]:
+    """Makes the plan, a number that equal plans share, and what went wrong, in UTF-8.
+
+    It never raises: a rank that stopped alone would let the others wait for it.
+    """
+    counts, plan = jax.tree.map(np.asarray, (counts, plan))
+    answer, problem = plan, ""
+    try:
+        answer = _checked(_asked(planner, counts, plan, topology), counts, plan)
+    except Exception as error:
+        problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    content = b"".join(leaf.tobytes() for leaf in jax.tree.leaves(answer))
+    fingerprint = np.array(zlib.crc32(content), np.uint32).view(np.int32)
+    return answer, fingerprint, np.frombuffer(problem.encode()[:MOST_BYTES].ljust(MOST_BYTES, b"\0"), np.uint8)
+
+
+def _asked(planner: Planner, counts: Counts, plan: Plan, topology: Topology) -> Any:
+    try:
+        return planner(counts, plan, topology)
+    # An exit, too, would end this rank alone.
+    except BaseException as error:
+        # The traceback stays here, so the message says where it ends.
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where, why = f"{last.filename}, line {last.lineno}", " ".join(str(error).split())
+        raise ValueError(f"planner raised {type(error).__name__} in {where}: {why}") from None
+
+
+def _checked(answer: Any, counts: Counts, plan: Plan) -> Plan:
+    """Returns the planner's plan with the shapes and types of that which it was given, and refuses what is none."""
+    if not isinstance(answer, Plan):
+        raise ValueError(f"planner returned {type(answer).__name__}; expected a Plan")
+    # The receipt of a microbatch is made with the static part of the plan, which a callback cannot change.
+    if answer.split not in (Split(), plan.split):
+        raise ValueError(f"planner returned a plan with {answer.split}; expected {plan.split}, as it was given")
+    if answer.domain != plan.domain:
+        raise ValueError(f"planner returned a plan of domain {answer.domain}; expected {plan.domain}, as it was given")
+    arrays = {name: getattr(answer, name) for name in ARRAYS}
+    for name, array in arrays.items():
+        if (array is None) != (getattr(plan, name) is None):
+            wanted = "None" if array is not None else "an array"
+            raise ValueError(f"planner returned {type(array).__name__} for {name}; expected {wanted}, as it was given")
+    arrays = {name: None if array is None else np.asarray(array) for name, array in arrays.items()}
+    answer = replace(answer, split=plan.split, **arrays)
+    check_plan(answer, counts)
+    return jax.tree.map(_same_type, answer, plan)
+
+
+def _agreed(fingerprint: jax.Array, problem: jax.Array, counts: Counts, topology: Topology) -> jax.Array:
+    """Computes zero, or stops all ranks where one of them has no plan, or another one than the first rank."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    ranks = tuple(axis for axis in topology.expert_axes if axis in manual)
+    rank = jax.lax.axis_index(ranks).astype(jnp.int32) if ranks else jnp.int32(0)
+    fingerprint, problem = vary_like((fingerprint, problem), counts, rank)
+    of_first = jnp.where(rank == 0, fingerprint, 0)
+    of_first = jax.lax.psum(of_first, ranks) if ranks else of_first
+    ok = (problem[0] == 0) & (fingerprint == of_first)
+    return ensure(ok, partial(_refuse, bool(ranks)), rank, problem, ranks=ranks)
+
+
+def _refuse(names_rank: bool, rank: np.ndarray, problem: np.ndarray) -> None:
+    where = f" on rank {rank}" if names_rank else ""
+    text = problem.tobytes().rstrip(b"\0").decode(errors="replace")
+    differs = "planner returned another plan than on rank 0; expected a pure function of its arguments"
+    raise ValueError(f"HostBalancer{where}: {text or differs}")
 
 
 def _same_type(answer: np.ndarray, before: np.ndarray) -> np.ndarray:

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from jax_moe_lb import _custom_calls
 from jax_moe_lb.cli.build import HOW_TO_BUILD, build_states
-from jax_moe_lb.ops.grouped_ffn import has_tokamax
+from jax_moe_lb.compiled.targets import EXTRAS, has_compiler
+from jax_moe_lb.ops.grouped_kernels import has_tokamax
 
 PACKAGES = ("jax_moe_lb", "jax", "jaxlib", "flax", "numpy")
 CUSTOM_CALL_PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
@@ -63,7 +64,8 @@ def _planner(name: str) -> Operation:
 
 
 NO_RAGGED = "XLA:CPU cannot run lax.ragged_all_to_all"
-DENSE = "lax.ragged_dot on a CPU multiplies every row with every expert"
+DENSE = "lax.ragged_dot multiplies every row with every expert on CPUs and GPUs"
+GROUPED_PRODUCTS = "grouped products"
 OPERATIONS = (
     _planner("greedy"),
     _planner("eplb_plus"),
@@ -83,7 +85,7 @@ OPERATIONS = (
     Operation(
         "ragged_all_to_all", "padded all_to_all", NO_RAGGED, "lax.ragged_all_to_all", "ragged_exchange", ("cpu",)
     ),
-    Operation("grouped_ffn", "blocked", DENSE, "lax.ragged_dot", "grouped_matmul", ("cpu",)),
+    Operation("grouped_ffn", "blocks of rows", DENSE, GROUPED_PRODUCTS, "grouped_matmul", ("cpu",)),
     Operation("gather", "ring of ppermute", NO_RAGGED, "lax.ragged_all_to_all", "ragged_exchange", ("cpu",)),
     Operation(
         "copy_expert_weights", "ring of ppermute", NO_RAGGED, "lax.ragged_all_to_all", "copy_start", ("cpu", "gpu")
@@ -107,6 +109,14 @@ def version(package: str) -> str:
         return "not installed"
 
 
+def compiler_states() -> dict[str, str]:
+    """Says of each compiler for accelerators whether `compile` can use it."""
+    return {
+        f"for {extra}": "installed" if has_compiler(extra) else f"missing; to get it: pip install 'jax_moe_lb[{extra}]'"
+        for extra in EXTRAS
+    }
+
+
 def implementations(backend: str) -> list[Implementation]:
     """Tells what each operation runs on `backend`, one of JAX's platform names."""
     return [_implementation(operation, backend) for operation in OPERATIONS]
@@ -125,24 +135,29 @@ def _implementation(op: Operation, backend: str) -> Implementation:
 
 
 def _on_accelerators(op: Operation, backend: str, faster: str | None) -> Implementation:
-    if op.on_accelerators == "lax.ragged_dot":
-        return _ragged_dot(op.name)
+    if op.on_accelerators == GROUPED_PRODUCTS:
+        return _grouped_products(op, backend)
     why = f"XLA has it for {backend}, and only what is needed travels"
     return Implementation(op.name, str(op.on_accelerators), why, faster)
 
 
-def _ragged_dot(op: str) -> Implementation:
-    if has_tokamax():
-        return Implementation(op, "tokamax.ragged_dot", "tokamax is installed", None)
-    return Implementation(op, "lax.ragged_dot", "tokamax is not installed", "pip install tokamax")
+def _grouped_products(op: Operation, backend: str) -> Implementation:
+    if backend == "tpu":
+        return Implementation(op.name, "lax.ragged_dot", "XLA has a kernel for tpu", None)
+    if backend == "gpu" and has_tokamax():
+        return Implementation(
+            op.name, "tokamax.ragged_dot", "tokamax is installed; other dtypes than bfloat16 take blocks", None
+        )
+    return Implementation(op.name, op.plain, f"{op.why}; tokamax is not installed", "pip install tokamax")
 
 
 def diagnosis() -> dict:
-    """Collects versions, extension modules, devices and implementations, as JSON holds them."""
+    """Collects versions, extension modules, compilers, devices and implementations, as JSON holds them."""
     backend = jax.default_backend()
     return {
         "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
         "build": build_states(),
+        "compilers": compiler_states(),
         "backend": backend,
         "devices": [f"{device} ({device.device_kind})" for device in jax.devices()],
         "ops": [asdict(implementation) for implementation in implementations(backend)],
@@ -150,9 +165,9 @@ def diagnosis() -> dict:
 
 
 def facts_table(found: dict) -> Table:
-    """Makes a table of versions, extension modules and devices."""
+    """Makes a table of versions, extension modules, compilers and devices."""
     table = Table(show_header=False, box=SIMPLE_HEAD)
-    for part in ("versions", "build"):
+    for part in ("versions", "build", "compilers"):
         for name, value in found[part].items():
             table.add_row(name, escape(value))
         table.add_section()

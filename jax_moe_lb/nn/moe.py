@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.checks import home_experts_per_rank
 from jax_moe_lb.experts import Experts
+from jax_moe_lb.faults import Checks
 from jax_moe_lb.losses import Losses
 from jax_moe_lb.nn.sharded import expert_axes, place, sharded_known, sharded_moe
 from jax_moe_lb.ops.grouped_ffn import dense_ffn
@@ -94,6 +95,8 @@ class MoE(nnx.Module):
         param_dtype: the dtype of the parameters, usually float32.
         kernel_init: the initializer of all kernels.
         rules: the table from logical to mesh axes; `None` takes `logical_axis_rules(topology, migrate)`.
+        checks: what to do about bad values, see `moe`; `None`, the usual choice, stops the program on CPUs and defers
+            on accelerators: call `raise_fault` on the statistics of each step there.
         rngs: random numbers for the parameters.
 
     Raises:
@@ -136,6 +139,7 @@ class MoE(nnx.Module):
         param_dtype: DType = jnp.float32,
         kernel_init: nnx.Initializer = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=(0,)),
         rules: LogicalAxisRules | None = None,
+        checks: Checks | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         _check_domains(topology, migrate)
@@ -144,6 +148,7 @@ class MoE(nnx.Module):
         self.migrate = migrate
         self.router, self.mesh, self.topology, self.system = router, mesh, topology, system
         self.losses, self.dtype = losses, dtype
+        self.checks = checks_of(mesh) if checks is None else checks
         rules = logical_axis_rules(topology, migrate) if rules is None else rules
 
         def param(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
@@ -225,6 +230,7 @@ class MoE(nnx.Module):
             mesh=self.mesh,
             losses=self.losses,
             sequence_length=x.shape[-2] if x.ndim > 2 else None,
+            checks=self.checks,
         )
         if self.state is not None:
             self.state.set_value(state)
@@ -317,6 +323,15 @@ def as_linen(*args: Any, **kwargs: Any) -> nnx.bridge.ToLinen:
         ((6, 8), ['down', 'gate', 'kernel', 'up'])
     """
     return nnx.bridge.to_linen(MoE, *args, **kwargs)
+
+
+def checks_of(mesh: Mesh) -> Checks:
+    """Chooses what a layer does about bad values where nobody says: on CPUs it stops, elsewhere the host is told.
+
+    Args:
+        mesh: the devices of the layer.
+    """
+    return "callback" if mesh.devices.flat[0].platform == "cpu" else "deferred"
 
 
 def _check_domains(topology: Topology, migrate: Migrate | None) -> None:

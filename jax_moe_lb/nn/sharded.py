@@ -8,6 +8,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.experts import Experts
+from jax_moe_lb.faults import Checks
 from jax_moe_lb.losses import Losses
 from jax_moe_lb.pipeline import Stats, moe
 from jax_moe_lb.routing import Router
@@ -26,7 +27,7 @@ def expert_axes(topology: Topology, migrate: Migrate | None) -> tuple[str, ...]:
 @functools.partial(
     jax.jit,
     inline=True,
-    static_argnames=("router", "system", "migrate", "topology", "mesh", "losses", "sequence_length"),
+    static_argnames=("router", "system", "migrate", "topology", "mesh", "losses", "sequence_length", "checks"),
 )
 def sharded_moe(
     tokens: Float[Array, "C H"],
@@ -45,6 +46,7 @@ def sharded_moe(
     mesh: Mesh,
     losses: Losses,
     sequence_length: int | None,
+    checks: Checks,
 ) -> tuple[Float[Array, "C H"], Stats, State, Experts | None]:
     """Runs `moe` over the tokens of all ranks; statistics and state have one entry per group."""
     by_expert = PartitionSpec(expert_axes(topology, migrate))
@@ -81,6 +83,7 @@ def sharded_moe(
             mask=mask,
             losses=losses,
             sequence_length=sequence_length,
+            checks=checks,
         )
         return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state)), known
 

@@ -1,19 +1,20 @@
-"""Products of groups of rows with a matrix each, over exactly the rows that exist.
+"""Products of groups of rows with a matrix each, over the rows that exist.
 
-The custom call runs on CPUs, where `lax.ragged_dot` multiplies every row with every matrix. Elsewhere the plain forms
-at the end of this file run, in `S` times the arithmetic: use `lax.ragged_dot` there.
+Each platform has its form: a custom call on CPUs, tokamax's kernels on NVIDIA GPUs, XLA's `ragged_dot` on TPUs, and
+blocks of rows (`grouped_blocks.py`) where there is nothing better. None of them multiplies every row with every matrix.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_moe_lb._custom_calls import by_platform, call, like
+from jax_moe_lb._custom_calls import call, is_built, like
 from jax_moe_lb._varying import vary_alike
-from jax_moe_lb.types import GroupSizes, iota, wide_dtype
+from jax_moe_lb.ops.grouped_blocks import matmul_by_blocks, outer_by_blocks
+from jax_moe_lb.ops.grouped_kernels import clear_tail, ragged_matmul, ragged_outer, tokamax_matmul, tokamax_outer
+from jax_moe_lb.types import GroupSizes, wide_dtype
 
 Inputs = Float[Array, "A I"]
 Outputs = Float[Array, "A O"]
@@ -24,18 +25,19 @@ Sums = Float[Array, "S I O"]
 def grouped_matmul(rows: Inputs, weights: Weights, group_sizes: GroupSizes, transposed: bool = False) -> Outputs:
     """Multiplies each row with the matrix of its group.
 
-    Use it on CPUs for anything that has a matrix per expert. It is differentiable in `rows` and `weights`, and sums are
-    kept in float32 at least.
+    Use it for anything that has a matrix per expert. It is differentiable in `rows` and `weights`, and sums are kept in
+    float32 at least.
 
     Args:
-        rows: `[A, I]`, sorted by group. Rows beyond `group_sizes.sum()` are not read, here and in the backward pass.
+        rows: `[A, I]`, sorted by group. Rows beyond `group_sizes.sum()` may hold anything, here and in the backward
+            pass. Kernels of GPUs want multiples of 128 for `A`, `I` and `O`; for others blocks are multiplied.
         weights: `[S, I, O]`, in the dtype of `rows`.
         group_sizes: `[S]`, the rows of each group, at least 0; their sum must be at most `A`.
         transposed: whether `weights` are `[S, O, I]` instead, each the transpose of what a row is multiplied with. So a
             backward pass needs no transposed copy of them.
 
     Returns:
-        The products, `[A, O]` in the dtype of `rows`, which are 0 in rows beyond `group_sizes.sum()`.
+        The products, `[A, O]` in the dtype of `rows`. Rows beyond `group_sizes.sum()` hold anything, even NaN.
 
     Raises:
         ValueError: shapes or dtypes that do not fit. Bad sizes stop the program on a CPU with the custom call.
@@ -53,14 +55,25 @@ def grouped_matmul(rows: Inputs, weights: Weights, group_sizes: GroupSizes, tran
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(transposed: bool, rows: Inputs, weights: Weights, group_sizes: GroupSizes) -> Outputs:
-    def native(rows: Inputs, weights: Weights, group_sizes: GroupSizes) -> Outputs:
+    def custom_call(rows: Inputs, weights: Weights, group_sizes: GroupSizes) -> Outputs:
         out = like(rows, (rows.shape[0], weights.shape[1 if transposed else 2]))
         return call("grouped_matmul", out, rows, weights, group_sizes, transposed=int(transposed))
 
-    def reference(rows: Inputs, weights: Weights, group_sizes: GroupSizes) -> Outputs:
-        return grouped_matmul_reference(rows, weights, group_sizes, transposed)
+    blocks = partial(matmul_by_blocks, transposed=transposed)
 
-    return by_platform(rows, weights, group_sizes, native=native, reference=reference, platforms=("cpu",))
+    def on_gpus(*args: Array) -> Outputs:
+        out = tokamax_matmul(*args, transposed=transposed)
+        return blocks(*args) if out is None else out
+
+    return jax.lax.platform_dependent(
+        rows,
+        weights,
+        group_sizes,
+        cpu=custom_call if is_built("cpu") else blocks,
+        cuda=on_gpus,
+        tpu=partial(ragged_matmul, transposed=transposed),
+        default=blocks,
+    )
 
 
 def _save(transposed: bool, *args: Array) -> tuple[Outputs, tuple[Array, ...]]:
@@ -69,6 +82,7 @@ def _save(transposed: bool, *args: Array) -> tuple[Outputs, tuple[Array, ...]]:
 
 def _backward(transposed: bool, saved: tuple[Array, ...], upstream: Outputs) -> tuple[Inputs, Weights, None]:
     rows, weights, group_sizes = saved
+    rows, upstream = (clear_tail(array, group_sizes) for array in (rows, upstream))
     # The gradient has the shape of the weights as they were given, so the factors change places.
     pair = (upstream, rows) if transposed else (rows, upstream)
     sums = grouped_outer(*pair, group_sizes)
@@ -85,62 +99,26 @@ def grouped_outer(rows: Inputs, others: Outputs, group_sizes: GroupSizes) -> Sum
     It is not differentiable; use it in backward passes that are written by hand.
 
     Args:
-        rows: `[A, I]`, sorted by group. Rows beyond `group_sizes.sum()` are not read.
-        others: `[A, O]`, in the same order, and of the same dtype.
+        rows: `[A, I]`, sorted by group, after `clear_tail`: some kernels read beyond `group_sizes.sum()`.
+        others: `[A, O]`, in the same order, of the same dtype, and likewise.
         group_sizes: `[S]`, the rows of each group, at least 0; their sum must be at most `A`.
 
     Returns:
         The sums, `[S, I, O]` in float32 at least; exactly 0 for an empty group.
     """
 
-    def native(rows: Inputs, others: Outputs, group_sizes: GroupSizes) -> Sums:
+    def custom_call(rows: Inputs, others: Outputs, group_sizes: GroupSizes) -> Sums:
         out = like(rows, (group_sizes.shape[0], rows.shape[1], others.shape[1]), wide_dtype(rows))
         return call("grouped_outer", out, rows, others, group_sizes)
 
-    args = vary_alike((rows, others, group_sizes.astype(jnp.int32)))
-    return by_platform(*args, native=native, reference=grouped_outer_reference, platforms=("cpu",))
+    def on_gpus(*args: Array) -> Sums:
+        sums = tokamax_outer(*args)
+        return outer_by_blocks(*args) if sums is None else sums
 
-
-# ---- in plain JAX --------------------------------------------------------------
-
-
-def grouped_matmul_reference(
-    rows: Inputs, weights: Weights, group_sizes: GroupSizes, transposed: bool = False
-) -> Outputs:
-    """Computes `grouped_matmul` as one product of all rows per group, in `S` times the arithmetic: tests compare with
-    it.
-    """
-    used = _rows_of(jnp.int32(0), group_sizes.sum(dtype=jnp.int32), rows)
-    rows = jnp.where(used, rows, 0)
-
-    def step(out: Outputs, group: Any) -> tuple[Outputs, None]:
-        matrix, start, end = group
-        product = jnp.matmul(rows, matrix.T if transposed else matrix, preferred_element_type=wide_dtype(rows))
-        return jnp.where(_rows_of(start, end, rows), product.astype(rows.dtype), out), None
-
-    ends = group_sizes.cumsum(dtype=jnp.int32)
-    zeros = jnp.zeros((rows.shape[0], weights.shape[1 if transposed else 2]), rows.dtype)
-    # A scan's carry must vary over the same mesh axes as what its body returns.
-    (out,) = vary_alike((zeros,), rows, weights, group_sizes)
-    return jax.lax.scan(step, out, (weights, ends - group_sizes, ends))[0]
-
-
-def grouped_outer_reference(rows: Inputs, others: Outputs, group_sizes: GroupSizes) -> Sums:
-    """Computes `grouped_outer` as one product of all rows per group, in `S` times the arithmetic: tests compare with
-    it.
-    """
-
-    def step(_: None, group: Any) -> tuple[None, Array]:
-        start, end = group
-        inside = _rows_of(start, end, rows)
-        # Both factors are masked: 0 times the NaN of a row that nobody wrote is NaN.
-        mine = jnp.where(inside, rows, 0).T
-        return None, jnp.matmul(mine, jnp.where(inside, others, 0), preferred_element_type=wide_dtype(rows))
-
-    ends = group_sizes.cumsum(dtype=jnp.int32)
-    return jax.lax.scan(step, None, (ends - group_sizes, ends))[1]
-
-
-def _rows_of(start: Array, end: Array, rows: Inputs) -> Array:
-    index = iota(rows.shape[0])[:, None]
-    return (index >= start) & (index < end)
+    return jax.lax.platform_dependent(
+        *vary_alike((rows, others, group_sizes.astype(jnp.int32))),
+        cpu=custom_call if is_built("cpu") else outer_by_blocks,
+        cuda=on_gpus,
+        tpu=ragged_outer,
+        default=outer_by_blocks,
+    )

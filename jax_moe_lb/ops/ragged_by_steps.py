@@ -21,6 +21,7 @@ from jax_moe_lb.ops.one_way import (
     to_wire,
     way_round_of,
 )
+from jax_moe_lb.ops.row_blocks import concatenated, starts
 from jax_moe_lb.types import iota
 
 Sizes = Int[Array, "U"]
@@ -44,7 +45,7 @@ def padded_all_to_all(
     It is the form for CPUs of one process without the custom call.
     """
     where = (input_offsets, send_sizes, output_offsets, recv_sizes)
-    return _slice_by_slice(_all_to_all_steps, operand, output, where, axis_name)
+    return _by_pairs(_all_to_all_steps, operand, output, where, axis_name)
 
 
 def one_way_all_to_all(
@@ -63,7 +64,7 @@ def one_way_all_to_all(
     call this equally often, also in groups side by side.
     """
     where = (input_offsets, send_sizes, output_offsets, recv_sizes)
-    return _slice_by_slice(_permute_steps, operand, output, where, axis_name)
+    return _by_pairs(_permute_steps, operand, output, where, axis_name)
 
 
 @dataclass(frozen=True)
@@ -76,28 +77,41 @@ class _Pairs:
     arriving: PerPeer
 
 
-def _slice_by_slice(
+def _by_pairs(
     steps: Callable[[Array, Array, _Pairs, Axes], Array],
     operand: Array,
     output: Array,
     where: tuple[Sizes, Sizes, Sizes, Sizes],
     axis_name: Axes,
 ) -> Array:
-    starts, sizes, output_offsets, arriving = where
+    input_offsets, sizes, output_offsets, arriving = where
     # Only the sender was told where its rows land, but here the receiver puts them there. This comes before the return
     # below, since all ranks of a group must take part.
     landings = jax.lax.all_to_all(output_offsets, axis_name, 0, 0, tiled=True)
-    per_pair = sizes.shape[0] // jax.lax.axis_size(axis_name)
+    num_ranks = jax.lax.axis_size(axis_name)
     if operand.shape[0] == 0 or output.shape[0] == 0:
         return output
     dtype = operand.dtype
     # As integers: XLA:CPU sends a narrow float as a wider one.
     operand, output = to_wire(operand), to_wire(output)
-    for i in range(per_pair):
-        pairs = _Pairs(*(array[i::per_pair] for array in (starts, sizes, landings, arriving)))
-        output = _copy_own(operand, output, pairs, axis_name)
-        output = steps(operand, output, pairs, axis_name)
-    return from_wire(output, dtype)
+    if sizes.shape[0] == num_ranks:
+        return from_wire(
+            _exchanged(steps, operand, output, _Pairs(input_offsets, sizes, landings, arriving), axis_name), dtype
+        )
+    # All slices for one rank travel as one, side by side, and are put where they belong when they are there.
+    packed = operand[concatenated(input_offsets, sizes, operand.shape[0])]
+    sent, come = (array.reshape(num_ranks, -1).sum(1, dtype=jnp.int32) for array in (sizes, arriving))
+    pairs = _Pairs(starts(sent), sent, starts(come), come)
+    arrived = _exchanged(steps, packed, jnp.zeros_like(output), pairs, axis_name)
+    into = concatenated(landings, arriving, output.shape[0])
+    into = jnp.where(iota(output.shape[0]) < come.sum(dtype=jnp.int32), into, output.shape[0])
+    return from_wire(output.at[into].set(arrived, mode="drop"), dtype)
+
+
+def _exchanged(
+    steps: Callable[[Array, Array, _Pairs, Axes], Array], operand: Array, output: Array, pairs: _Pairs, axis_name: Axes
+) -> Array:
+    return steps(operand, _copy_own(operand, output, pairs, axis_name), pairs, axis_name)
 
 
 def _all_to_all_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes) -> Array:

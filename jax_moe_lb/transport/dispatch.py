@@ -1,15 +1,18 @@
 """A dispatch serves: it sends token copies to the ranks that serve them, and brings the outputs back."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.experts import Experts
-from jax_moe_lb.legality import check_plan, ensure_legal
+from jax_moe_lb.faults import Checks, check_rounds
+from jax_moe_lb.legality import check_plan, ensure, ensure_legal, legal_or_plain
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.exchange import Copies, Exchange, Receipt, ReceiptT
@@ -34,17 +37,59 @@ class Served(NamedTuple):
     """Holds what a dispatch has done.
 
     Args:
-        copies: `[T * K, H]`, the outputs of the experts in the sending order of `receipt`; 0 for copies that go
-            nowhere.
+        copies: `[T * K, H]`, the outputs of the experts in the sending order of `receipt`; copies that go nowhere have
+            anything, even NaN.
         receipt: it says which copy stands where in that order.
         plan: the legal plan by which they were served.
         rounds: int32, how often the receive buffer was filled, over all waves; 1 is usual under a good plan.
+        made: the plan as the balancer made it.
+        dynamic: `[E]`, which experts it may take from home; `None`: all.
+        is_legal: whether the plan was served as it was made; always, under checks that stop the program.
+        is_whole: whether all rounds that the plan needs were served, likewise.
     """
 
     copies: Copies
     receipt: Receipt
     plan: Plan
     rounds: Int[Array, ""]
+    made: Plan
+    dynamic: Bool[Array, "E"] | None
+    is_legal: Bool[Array, ""]
+    is_whole: Bool[Array, ""]
+
+
+def served_plan(
+    made: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None, checks: Checks
+) -> tuple[Plan, Bool[Array, ""]]:
+    """Returns a legal plan to serve by, and whether it is the one that was made.
+
+    Args:
+        made: the plan that the balancer made.
+        counts: `[R, E]` int32, the counts that it was made for.
+        dynamic: `[E]`, false for static experts; `None`: all are dynamic.
+        checks: under "callback" the program stops at an illegal plan, under "deferred" that of plain expert parallelism
+            takes its place.
+    """
+    if checks == "callback":
+        return ensure_legal(made, counts, dynamic), jnp.bool_(True)
+    return legal_or_plain(made, counts, dynamic)
+
+
+def stopping_unless(
+    ok: Bool[Array, ""], receipt: ReceiptT, checks: Checks, check: Callable[..., None], *args: Any
+) -> ReceiptT:
+    """Returns the receipt; under "callback" the program stops where not `ok`, with what `check` says of `args`.
+
+    Args:
+        ok: equal on all ranks of a group.
+        receipt: all that follows must read it.
+        checks: under "deferred" nothing is done.
+        check: refuses `args` with a ValueError.
+        *args: pytrees of arrays, equal on all ranks of the group.
+    """
+    if checks == "deferred":
+        return receipt
+    return replace(receipt, rounds=receipt.rounds + ensure(ok, check, *args))
 
 
 @dataclass(frozen=True)
@@ -72,6 +117,7 @@ class Dispatch(Exchange[ReceiptT]):
         balancer: Balancer,
         replicate: Replicate,
         topology: Topology,
+        checks: Checks,
     ) -> tuple[Served, State]:
         """Brings every copy of every token to its expert and back; the base form plans first, then serves in rounds.
 
@@ -84,18 +130,36 @@ class Dispatch(Exchange[ReceiptT]):
             balancer: it edits the plan.
             replicate: it fills the slots.
             topology: its expert axes are the ranks that serve together.
+            checks: what to do about a plan that is not legal, or needs more rounds than there are.
 
         Returns:
             What was served, by a legal plan, and the balancer's new state.
         """
-        plan, state = balancer.rebalance(routed.counts, plan, topology, state)
+        made, state = balancer.rebalance(routed.counts, plan, topology, state)
         # A bad plan must not reach `address`, which computes offsets of copies from it.
-        plan = ensure_legal(plan, routed.counts)
+        plan, is_legal = served_plan(made, routed.counts, None, checks)
         receipt = self.address(routed.experts, routed.counts, plan, topology)
+        if (follows_plan := receipt.follows_plan) is not None:
+            receipt = stopping_unless(follows_plan, receipt, checks, check_plan, made, routed.counts)
+            is_legal = is_legal & follows_plan
+        receipt, is_whole = self.within_rounds(receipt, checks)
         # Named, so that a policy of `jax.checkpoint` can keep the copies, or gather them from the tokens again.
         sent = checkpoint_name(to_sending_order(x, receipt, routed.experts.shape[1]), "moe_sent")
         copies = in_rounds(sent, experts, plan, receipt, replicate, self, topology)
-        return Served(copies, receipt, plan, receipt.rounds), state
+        return Served(copies, receipt, plan, receipt.rounds, made, None, is_legal, is_whole), state
+
+    def within_rounds(self, receipt: ReceiptT, checks: Checks) -> tuple[ReceiptT, Bool[Array, ""]]:
+        """Returns the receipt, and whether `max_rounds` suffices for it; under "callback" the program stops if not.
+
+        Args:
+            receipt: what `address` returned.
+            checks: what to do where it does not.
+        """
+        if self.max_rounds is None:
+            return receipt, jnp.bool_(True)
+        is_whole = receipt.rounds <= self.max_rounds
+        limit = np.int32(self.max_rounds)
+        return stopping_unless(is_whole, receipt, checks, check_rounds, receipt.rounds, limit), is_whole
 
     def waves(self, counts: Counts, start: Plan, plan: Plan, balancer: Balancer) -> list[tuple[Counts, Plan]]:
         """Says what is served together, wave by wave, on a host: one wave of everything, by default.

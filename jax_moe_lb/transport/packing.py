@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jax_moe_lb.ops.row_blocks import concatenated, starts
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.split import arrivals
 from jax_moe_lb.types import Counts, iota
@@ -26,11 +27,32 @@ def sending_order(experts: Int[Array, "C"], going: Int[Array, "E R"], plan: Plan
     # Stable, so that copies of one expert keep the order of their tokens on every device and in every run.
     by_expert = jnp.argsort(jnp.where(experts < 0, num_experts, experts), stable=True).astype(jnp.int32)
     run_start = starts(going.reshape(-1)).reshape(going.shape)
-    # An empty slot reads expert 0, and its size is then set to 0.
-    expert = jnp.maximum(plan.placement, 0)
-    rank = iota(plan.num_ranks)[:, None]
-    sizes = jnp.where(plan.placement >= 0, going[expert, rank], 0)
-    return by_expert[concatenated(run_start[expert, rank], sizes, num_copies)]
+    held = _held(plan)
+    return by_expert[concatenated(run_start[held], sent_to_slots(going, plan), num_copies)]
+
+
+def inverse_order(order: Int[Array, "C"]) -> Int[Array, "C"]:
+    """Returns the place of each copy in an order: a permutation is inverted by one scatter, cheaper than by a sort.
+
+    Args:
+        order: `[C]` int32, the copy at each place.
+    """
+    return jnp.zeros_like(order).at[order].set(iota(order.shape[0]), unique_indices=True)
+
+
+def sent_to_slots(going: Int[Array, "E R"], plan: Plan) -> Int[Array, "R S"]:
+    """Counts the copies that this rank sends to each slot of each rank, `[R, S]` int32.
+
+    Args:
+        going: `[E, R]` int32, how many of this rank's copies of each expert go to each rank.
+        plan: its placement says in which slot a rank holds an expert.
+    """
+    return jnp.where(plan.placement >= 0, going[_held(plan)], 0)
+
+
+def _held(plan: Plan) -> tuple[Int[Array, "R S"], Int[Array, "R 1"]]:
+    """Indexes tables `[E, R]` by slot. An empty slot reads expert 0; what that gives must be replaced by 0."""
+    return jnp.maximum(plan.placement, 0), iota(plan.num_ranks)[:, None]
 
 
 def arriving_rows(counts: Counts, plan: Plan, me: Int[Array, ""]) -> Int[Array, "R S"]:
@@ -73,26 +95,3 @@ def by_slot(coming: Int[Array, "R S"], num_rows: int) -> Int[Array, "A"]:
         num_rows: `A`; rows beyond those that come keep their number.
     """
     return concatenated(starts(coming.reshape(-1)).reshape(coming.shape).T, coming.T, num_rows)
-
-
-def concatenated(first: Int[Array, "*N"], size: Int[Array, "*N"], num_rows: int) -> Int[Array, "A"]:
-    """Puts blocks of rows one after the other: returns the row that each row comes from.
-
-    Rows beyond the blocks get their own number, so that the result is a permutation where the blocks together are the
-    first rows.
-
-    Args:
-        first: int32, the row at which each block starts.
-        size: int32, the rows of each block; `num_rows` or fewer in all.
-        num_rows: how many rows are asked for.
-    """
-    first, size = first.reshape(-1), size.reshape(-1)
-    row = iota(num_rows)
-    # `total_repeat_length` keeps the shape static. It also repeats the last block to the end, which is masked below.
-    block = jnp.repeat(iota(size.shape[0]), size, total_repeat_length=num_rows)
-    return jnp.where(row < size.sum(dtype=jnp.int32), row + (first - starts(size))[block], row)
-
-
-def starts(sizes: Int[Array, "N"]) -> Int[Array, "N"]:
-    """Returns where blocks of these sizes start, one after the other."""
-    return sizes.cumsum(dtype=jnp.int32) - sizes

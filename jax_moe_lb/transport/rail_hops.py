@@ -24,8 +24,8 @@ from jaxtyping import Array, Int, Shaped
 
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
+from jax_moe_lb.ops.row_blocks import concatenated, starts
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.packing import concatenated, starts
 from jax_moe_lb.types import iota
 
 Pairs = Int[Array, "G G"]

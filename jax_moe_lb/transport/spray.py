@@ -14,18 +14,17 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb._varying import vary_like
-from jax_moe_lb.legality import check_plan, ensure
 from jax_moe_lb.ops.one_way import agreed
 from jax_moe_lb.plan import Plan, load
 from jax_moe_lb.split import nearest_first
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.dispatch import Dispatch
-from jax_moe_lb.transport.exchange import Copies, Receipt
-from jax_moe_lb.transport.packing import arriving_rows, by_slot, landings, sending_order
+from jax_moe_lb.transport.exchange import Copies, Receipt, unwritten
+from jax_moe_lb.transport.packing import arriving_rows, by_slot, inverse_order, landings, sending_order
 from jax_moe_lb.transport.rail_hops import (
     RailRows,
     Way,
@@ -88,21 +87,24 @@ class Spray(Dispatch[SprayReceipt]):
         """Decides for every copy of this rank where it goes, and by which rail ranks; see `Exchange.address`.
 
         Raises:
-            ValueError: no innermost expert axes make up a node, or the plan has another number of rails. Rails that do
-                not add up to what the ranks send stop the program on all of them.
+            ValueError: no innermost expert axes make up a node, or the plan has another number of rails. Rails
+                that do not add up to what the ranks send are in `follows_plan`.
         """
         rail_axes(topology)
         me = jax.lax.axis_index(topology.expert_axes)
         going = nearest_first(counts, plan.quota, me, plan.domain, plan.split)
         order = sending_order(experts.reshape(-1), going, plan)
-        rail_rows = rail_rows_of(_rows_by_rail_rank(going.sum(0, dtype=jnp.int32), counts, plan, topology), me)
+        by_rail, follows_plan = _rows_by_rail_rank(going.sum(0, dtype=jnp.int32), plan, topology)
+        rail_rows = rail_rows_of(by_rail, me)
         capacity = self.capacity(experts.size)
         rounds = agreed((load(plan).max() + capacity - 1) // capacity, topology.expert_axes)
         step = _rows_per_step(rail_rows, capacity, rounds, topology)
         return SprayReceipt(
             order=order,
-            place=jnp.zeros_like(order).at[order].set(iota(experts.size)),
+            place=inverse_order(order),
+            num_going=going.sum(dtype=jnp.int32),
             rounds=rounds,
+            follows_plan=follows_plan,
             arriving=arriving_rows(counts, plan, me),
             rail_rows=rail_rows,
             step=step,
@@ -116,14 +118,13 @@ class Spray(Dispatch[SprayReceipt]):
 
         See `Exchange.send`.
         """
-        num_copies, width = copies.shape
+        num_copies = copies.shape[0]
         capacity = self.capacity(num_copies)
         coming = landings(receipt.arriving, i, capacity)
         slot_rows = _slot_rows(coming, capacity)
-        # Rows that no copy lands on stay 0, as `Exchange.send` promises; garbage there would reach the experts.
-        landed = jnp.zeros_like(copies, shape=(capacity, width))
-        # Never written in place: the hops of every step write into a copy of it, so one array of zeros does for both.
-        passing = jnp.zeros_like(copies, shape=(_passing_rows(capacity, topology), width))
+        landed = unwritten(copies, capacity)
+        # Never written in place: the hops of every step write into a copy of it, so one array does for all.
+        passing = unwritten(copies, _passing_rows(capacity, topology))
 
         def step(k: Array, rows: Rows) -> Rows:
             way = _way(receipt, i, k, num_copies, capacity, topology)
@@ -168,16 +169,18 @@ class Spray(Dispatch[SprayReceipt]):
         return rows_of_hops(rows, plan, topology.ranks_per_node)
 
 
-def _rows_by_rail_rank(sent: Int[Array, "R"], counts: Counts, plan: Plan, topology: Topology) -> Int[Array, "R R M"]:
-    """What the plan says, checked: each rank compares the rails with what it sends by the split rule."""
+def _rows_by_rail_rank(
+    sent: Int[Array, "R"], plan: Plan, topology: Topology
+) -> tuple[Int[Array, "R R M"], Bool[Array, ""] | None]:
+    """What the plan says if it is right: each rank compares the rails with what it sends by the split rule."""
     axes = topology.expert_axes
+    own = by_own_rail(jax.lax.all_gather(sent, axes, to="invarying"), topology)
     if plan.rails is None:
-        return by_own_rail(jax.lax.all_gather(sent, axes, to="invarying"), topology)
-    rows = by_rail_rank(plan.rails, topology)
-    adds_up = (plan.rails[jax.lax.axis_index(axes)].sum(1, dtype=jnp.int32) == sent).all()
-    # All ranks agree on whether the rails add up before any of them stops: one that went on alone would wait for the
-    # others in its first exchange for ever.
-    return rows + ensure(jax.lax.pmin(adds_up.astype(jnp.int32), axes) == 1, check_plan, plan, counts)
+        return own, None
+    adds_up = (plan.rails[jax.lax.axis_index(axes)].sum(1, dtype=jnp.int32) == sent).all() & (plan.rails >= 0).all()
+    # All ranks agree on whether the rails add up: where they do not, all of them take the receiver's own.
+    follows_plan = jax.lax.pmin(adds_up.astype(jnp.int32), axes) == 1
+    return jnp.where(follows_plan, by_rail_rank(plan.rails, topology), own), follows_plan
 
 
 def _window(i: Int[Array, ""], k: Int[Array, ""], step: Int[Array, ""], capacity: int) -> Window:

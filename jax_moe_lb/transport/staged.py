@@ -6,6 +6,7 @@ import numpy as np
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.experts import Experts
+from jax_moe_lb.faults import Checks
 from jax_moe_lb.legality import check_plan
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
@@ -39,7 +40,7 @@ class Staged(Direct):
     Examples:
         >>> from jax_moe_lb import FEPLB, PeerCopy, System
         >>> System(FEPLB(), PeerCopy(), Staged(), replica_slots=4).dispatch.capacity(4096 * 8)
-        34407
+        34432
     """
 
     def serve(
@@ -53,15 +54,20 @@ class Staged(Direct):
         balancer: Balancer,
         replicate: Replicate,
         topology: Topology,
+        checks: Checks,
     ) -> tuple[Served, State]:
         """Serves static copies while there is no plan, then the others; see `Dispatch.serve`."""
         dynamic = balancer.dynamic(plan)
-        ways = Ways.of(self, balancer, replicate, plan, topology)
+        ways = Ways.of(self, balancer, replicate, plan, topology, checks)
         # A planner that runs beside wave 1 keeps no state, so there is nothing to ask the balancer for then.
         if ways.planner is None:
             plan, state = balancer.rebalance(routed.counts, plan, topology, state)
-        copies, plan, waves = serve_in_waves(x, experts, routed, dynamic, plan, ways)
-        return Served(copies, waves.dynamic, plan, waves.rounds), state
+        copies, outcome = serve_in_waves(x, experts, routed, dynamic, plan, ways)
+        waves, is_whole = outcome.waves, outcome.is_whole
+        served = Served(
+            copies, waves.dynamic, outcome.plan, waves.rounds, outcome.made, dynamic, outcome.is_legal, is_whole
+        )
+        return served, state
 
     def waves(self, counts: Counts, start: Plan, plan: Plan, balancer: Balancer) -> list[tuple[Counts, Plan]]:
         """Returns static experts at home, then dynamic ones by the plan; see `Dispatch.waves`.

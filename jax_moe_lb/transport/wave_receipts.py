@@ -14,7 +14,8 @@ from jax_moe_lb.plan import Plan, plain_plan
 from jax_moe_lb.routing import NO_EXPERT
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.direct import Direct, DirectReceipt
-from jax_moe_lb.types import Counts, iota
+from jax_moe_lb.transport.packing import inverse_order
+from jax_moe_lb.types import Counts
 
 Dynamic = Bool[Array, "E"]
 """Whether each expert may leave its home; false for static experts, which only their homes serve."""
@@ -87,16 +88,16 @@ def address_dynamic(
     of_copy = dynamic[jnp.maximum(flat, 0)]
     nowhere = flat < 0
     # What goes nowhere stands last, in its own order, so that `place` stays a permutation.
-    end = static.sent.sum(dtype=jnp.int32)
-    last = end + receipt.sent.sum(dtype=jnp.int32) + nowhere.cumsum(dtype=jnp.int32) - 1
+    end = static.num_going
+    last = end + receipt.num_going + nowhere.cumsum(dtype=jnp.int32) - 1
     place = jnp.where(nowhere, last, jnp.where(of_copy, end + receipt.place, static.place))
-    order = jnp.zeros_like(place).at[place].set(iota(place.size))
     shifted = replace(
         receipt,
-        order=order,
+        order=inverse_order(place),
         place=place,
+        num_going=static.num_going + receipt.num_going,
         first_sent=receipt.first_sent + end,
-        first_at_source=receipt.first_at_source + front,
+        first_at_source=receipt.first_at_source + front[:, None],
     )
     return Waves(static, shifted)
 

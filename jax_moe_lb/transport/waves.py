@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.experts import Experts
-from jax_moe_lb.legality import ensure_legal
+from jax_moe_lb.faults import Checks
 from jax_moe_lb.ops._peer import Route
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
 from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
@@ -23,12 +23,12 @@ from jax_moe_lb.plan import Plan
 from jax_moe_lb.planners.native import NativePlanner
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.direct import Direct, DirectReceipt
-from jax_moe_lb.transport.dispatch import Routed
-from jax_moe_lb.transport.exchange import Copies
+from jax_moe_lb.transport.dispatch import Routed, served_plan
+from jax_moe_lb.transport.exchange import Copies, unwritten
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import to_sending_order
+from jax_moe_lb.transport.rounds import further_rounds, to_sending_order
 from jax_moe_lb.transport.wave_receipts import Dynamic, Waves, address_dynamic, address_static
-from jax_moe_lb.types import GroupSizes, Rows, Tokens, iota, wide_dtype
+from jax_moe_lb.types import GroupSizes, Rows, Tokens, iota
 
 
 class Ways(NamedTuple):
@@ -40,15 +40,25 @@ class Ways(NamedTuple):
         planner: what makes the plan when wave 1 is on its way, and between whom weights are then copied; `None` where
             the plan is there already.
         topology: its expert axes are the ranks that both travel between.
+        checks: what to do about a plan that is not legal, or needs more rounds than there are.
     """
 
     direct: Direct
     replicate: Replicate
     planner: tuple[NativePlanner, Route] | None
     topology: Topology
+    checks: Checks
 
     @classmethod
-    def of(cls, direct: Direct, balancer: Balancer, replicate: Replicate, plan: Plan, topology: Topology) -> "Ways":
+    def of(
+        cls,
+        direct: Direct,
+        balancer: Balancer,
+        replicate: Replicate,
+        plan: Plan,
+        topology: Topology,
+        checks: Checks,
+    ) -> "Ways":
         """Chooses the ways, with a planner where one can run beside wave 1.
 
         That is so where it is all that the balancer does, copies may follow at once, and there are slots to fill.
@@ -59,17 +69,36 @@ class Ways(NamedTuple):
             replicate: the replication by which weights travel.
             plan: the plan from which the planner starts.
             topology: its expert axes are the ranks that both travel between.
+            checks: what to do about a bad plan.
         """
         planner, route = balancer.native_planner(plan.domain), replicate.route(topology)
         if planner is None or route is None or plan.slots == plan.num_home:
-            return cls(direct, replicate, None, topology)
-        return cls(direct, replicate, (planner, route), topology)
+            return cls(direct, replicate, None, topology, checks)
+        return cls(direct, replicate, (planner, route), topology, checks)
+
+
+class Outcome(NamedTuple):
+    """Holds what `serve_in_waves` did, beside the outputs.
+
+    Args:
+        plan: the plan that was served, which is legal.
+        made: the plan that was made.
+        waves: who sent what where.
+        is_legal: whether the two are one.
+        is_whole: whether all rounds that the plan needs were served.
+    """
+
+    plan: Plan
+    made: Plan
+    waves: Waves
+    is_legal: Bool[Array, ""]
+    is_whole: Bool[Array, ""]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def serve_in_waves(
     tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: Ways
-) -> tuple[Copies, Plan, Waves]:
+) -> tuple[Copies, Outcome]:
     """Brings every copy of every token to its expert, wherever the plan puts it, and the outputs back.
 
     Kept for the backward pass are tokens, home weights, plan and receipts. It makes no plan but replays this one, in
@@ -84,11 +113,25 @@ def serve_in_waves(
         ways: how all of them travel.
 
     Returns:
-        The experts' outputs in the sending order of both waves, 0 for copies that go nowhere; the plan, which is
-        legal; who sent what where.
+        The experts' outputs in the sending order of both waves, anything for copies that go nowhere; how they came
+        about.
     """
-    direct, replicate, _, topology = ways
+
+    # Where microbatches are mapped over, one follows the other: `post`, the copies that it began and `join` belong
+    # together.
+    @jax.custom_batching.sequential_vmap
+    def serve(tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan) -> tuple[Copies, Outcome]:
+        return _serve(tokens, experts, routed, dynamic, plan, ways)
+
+    return serve(tokens, experts, routed, dynamic, plan)
+
+
+def _serve(
+    tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: Ways
+) -> tuple[Copies, Outcome]:
+    direct, replicate, _, topology, checks = ways
     static = address_static(direct, *routed, dynamic, topology)
+    static, static_is_whole = direct.within_rounds(static, checks)
     pending: Any
     if ways.planner is not None:
         planner, route = ways.planner
@@ -97,18 +140,22 @@ def serve_in_waves(
         out = _first_wave(tokens, experts, replace(static, first_sent=first), ways)
         # It takes the outputs of wave 1 so that it is launched after it; it plans from what `post` had.
         out, tables, pending = plan_and_copy(posted, out, planner=planner)
-        plan = ensure_legal(replace(plan, placement=tables[0], quota=tables[1]), routed.counts, dynamic)
+        made = replace(plan, placement=tables[0], quota=tables[1])
+        plan, is_legal = served_plan(made, routed.counts, dynamic, checks)
     else:
-        plan = ensure_legal(plan, routed.counts, dynamic)
+        made = plan
+        plan, is_legal = served_plan(made, routed.counts, dynamic, checks)
         # Started before wave 1 is computed, and joined after it, so that copy engines can work beside its products.
         pending = _start(experts, plan, ways)
         out = _first_wave(tokens, experts, static, ways)
     waves = address_dynamic(direct, *routed, dynamic, plan, static, topology)
+    moving, is_whole = direct.within_rounds(waves.dynamic, checks)
+    waves = replace(waves, dynamic=moving)
     slots = None if pending is None else replicate.join(pending, out)
     with jax.named_scope("dynamic_wave"):
         copies = to_sending_order(tokens, waves.dynamic, routed.experts.shape[1])
         out = _rounds(copies, waves.dynamic, partial(_by_home_and_slots, experts, slots), out, ways)
-    return out, plan, waves
+    return out, Outcome(plan, made, waves, is_legal, is_whole & static_is_whole)
 
 
 def _per_tok(receipt: DirectReceipt, tokens: Tokens) -> int:
@@ -120,9 +167,8 @@ def _first_wave(tokens: Tokens, experts: Experts, receipt: DirectReceipt, ways: 
     """Computes the outputs of the static copies, which need home weights alone."""
     with jax.named_scope("static_wave"):
         copies = to_sending_order(tokens, receipt, _per_tok(receipt, tokens))
-        return _rounds(
-            copies, receipt, lambda rows, sizes: grouped_ffn(rows, experts, sizes), jnp.zeros_like(copies), ways
-        )
+        nothing = unwritten(copies, copies.shape[0])
+        return _rounds(copies, receipt, lambda rows, sizes: grouped_ffn(rows, experts, sizes), nothing, ways)
 
 
 def _rounds(
@@ -135,7 +181,7 @@ def _rounds(
         rows, group_sizes = direct.send(copies, receipt, i, topology)
         return direct.send_back(ffn(rows, group_sizes), receipt, i, out, topology)
 
-    return jax.lax.fori_loop(0, receipt.rounds, one_round, out)
+    return further_rounds(receipt, direct, one_round, one_round(jnp.int32(0), out))
 
 
 def _by_home_and_slots(home: Experts, slots: Experts | None, rows: Rows, group_sizes: GroupSizes) -> Rows:
@@ -145,9 +191,14 @@ def _by_home_and_slots(home: Experts, slots: Experts | None, rows: Rows, group_s
     if slots is None:
         return out
     shift = group_sizes[:num_home].sum(dtype=jnp.int32)
-    # Groups must start at row 0, so the rows of replicas are rolled there and back. Either product is 0 in the rows of
-    # the other, so their sum is exact.
-    return out + _rolled(grouped_ffn(_rolled(rows, shift), slots, group_sizes[num_home:]), -shift)
+    # Groups must start at row 0, so the rows of replicas are rolled there and back.
+    moved = _rolled(grouped_ffn(_rolled(rows, shift), slots, group_sizes[num_home:]), -shift)
+    return _before(shift, out, moved)
+
+
+def _before(shift: Int[Array, ""], first: Rows, second: Rows) -> Rows:
+    """Returns the first's rows before `shift`, and from there on the second's."""
+    return jnp.where((iota(first.shape[0]) < shift)[:, None], first, second)
 
 
 def _rolled(rows: Rows, shift: Int[Array, ""]) -> Rows:
@@ -167,17 +218,26 @@ Saved = tuple[Tokens, Experts, Plan, Waves]
 
 def _save(
     tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: Ways
-) -> tuple[tuple[Copies, Plan, Waves], Saved]:
-    out, plan, waves = serve_in_waves(tokens, experts, routed, dynamic, plan, ways)
-    return (out, plan, waves), (tokens, experts, plan, waves)
+) -> tuple[tuple[Copies, Outcome], Saved]:
+    out, outcome = serve_in_waves(tokens, experts, routed, dynamic, plan, ways)
+    return (out, outcome), (tokens, experts, outcome.plan, outcome.waves)
 
 
-def _backward(ways: Ways, saved: Saved, gradients: tuple[Copies, Any, Any]) -> tuple[Tokens, Experts, None, None, None]:
+def _backward(ways: Ways, saved: Saved, gradients: tuple[Copies, Any]) -> tuple[Tokens, Experts, None, None, None]:
+    @jax.custom_batching.sequential_vmap
+    def pull_back(saved: Saved, upstream: Copies) -> tuple[Tokens, Experts]:
+        return _gradients(ways, saved, upstream)
+
+    return *pull_back(saved, gradients[0]), None, None, None
+
+
+def _gradients(ways: Ways, saved: Saved, upstream: Copies) -> tuple[Tokens, Experts]:
+    """Computes the gradients of the tokens and of the home experts, in the same two waves again."""
     tokens, experts, plan, waves = saved
     ways = ways._replace(replicate=ways.replicate.again())
     # Without the barrier XLA sees that the forward pass made the same replicas, and keeps those until now instead. It
     # ties the weights to the gradients, which do not exist before the backward pass has come here.
-    experts, upstream = jax.lax.optimization_barrier((experts, gradients[0]))
+    experts, upstream = jax.lax.optimization_barrier((experts, upstream))
     per_tok = _per_tok(waves.dynamic, tokens)
     copies, by_token = jax.vjp(lambda tokens: to_sending_order(tokens, waves.dynamic, per_tok), tokens)
     pending = _start(experts, plan, ways)
@@ -186,16 +246,15 @@ def _backward(ways: Ways, saved: Saved, gradients: tuple[Copies, Any, Any]) -> t
         return grouped_ffn_gradients(rows, experts, group_sizes, upstream)
 
     with jax.named_scope("static_wave"):
-        zeros = jnp.zeros_like(copies), _zeros(experts)
-        first = _gradient_rounds(copies, upstream, waves.static, at_home, zeros, ways)
+        first = _gradient_rounds(copies, upstream, waves.static, at_home, unwritten(copies, copies.shape[0]), ways)
     slots = None if pending is None else ways.replicate.join(pending, first)
     with jax.named_scope("dynamic_wave"):
         anywhere = partial(_gradients_by_home_and_slots, experts, slots)
-        both = first[0], (first[1], None if slots is None else _zeros(slots))
-        copy_gradients, (home, moved) = _gradient_rounds(copies, upstream, waves.dynamic, anywhere, both, ways)
+        copy_gradients, (home, moved) = _gradient_rounds(copies, upstream, waves.dynamic, anywhere, first[0], ways)
+    home = jax.tree.map(jnp.add, first[1], home)
     if moved is not None:
         home = jax.tree.map(jnp.add, home, ways.replicate.sum_at_home(moved, plan, ways.topology))
-    return *by_token(copy_gradients), jax.tree.map(lambda g, w: g.astype(w.dtype), home, experts), None, None, None
+    return *by_token(copy_gradients), jax.tree.map(lambda g, w: g.astype(w.dtype), home, experts)
 
 
 serve_in_waves.defvjp(_save, _backward)
@@ -206,23 +265,27 @@ def _gradient_rounds(
     upstream: Copies,
     receipt: DirectReceipt,
     pull_back: Callable[[Rows, GroupSizes, Rows], tuple[Rows, Any]],
-    carry: tuple[Copies, Any],
+    copy_gradients: Copies,
     ways: Ways,
 ) -> tuple[Copies, Any]:
-    """Writes the gradients of one wave's copies into the first of `carry`, and adds those of its experts to the second.
+    """Writes the gradients of one wave's copies into `copy_gradients`, and returns with them those of its experts.
 
     Every round sends the copies again, and the gradients of their outputs.
     """
     direct, topology = ways.direct, ways.topology
 
-    def one_round(i: Array, carry: tuple[Copies, Any]) -> tuple[Copies, Any]:
+    def gradients_of(i: Array, copy_gradients: Copies) -> tuple[Copies, Any]:
         rows, group_sizes = direct.send(copies, receipt, i, topology)
         row_upstream, _ = direct.send(upstream, receipt, i, topology)
         row_gradients, gradients = pull_back(rows, group_sizes, row_upstream)
-        copy_gradients = direct.send_back(row_gradients, receipt, i, carry[0], topology)
+        return direct.send_back(row_gradients, receipt, i, copy_gradients, topology), gradients
+
+    def one_round(i: Array, carry: tuple[Copies, Any]) -> tuple[Copies, Any]:
+        copy_gradients, gradients = gradients_of(i, carry[0])
+        # In float32 at least: sums over rounds, and over replicas, would lose small addends in bfloat16.
         return copy_gradients, jax.tree.map(jnp.add, carry[1], gradients)
 
-    return jax.lax.fori_loop(0, receipt.rounds, one_round, carry)
+    return further_rounds(receipt, direct, one_round, gradients_of(jnp.int32(0), copy_gradients))
 
 
 def _gradients_by_home_and_slots(
@@ -237,9 +300,4 @@ def _gradients_by_home_and_slots(
     moved, of_slots = grouped_ffn_gradients(
         _rolled(rows, shift), slots, group_sizes[num_home:], _rolled(upstream, shift)
     )
-    return out + _rolled(moved, -shift), (of_home, of_slots)
-
-
-def _zeros(experts: Experts) -> Experts:
-    # In float32 at least: sums over rounds, and over replicas, would lose small addends in bfloat16.
-    return jax.tree.map(lambda w: jnp.zeros_like(w, wide_dtype(w)), experts)
+    return _before(shift, out, _rolled(moved, -shift)), (of_home, of_slots)

@@ -13,7 +13,7 @@ from jax_moe_lb import Experts, Gather, Plan, Topology, _custom_calls, _ffi
 from jax_moe_lb.cli import main
 from jax_moe_lb.cli.build import build_states, newest_api_version
 from jax_moe_lb.cli.doctor import HOW_TO_BUILD, implementations, version
-from jax_moe_lb.ops import grouped_ffn as grouped_ffn_module
+from jax_moe_lb.ops import grouped_kernels
 from jax_moe_lb.ops._peer import Route
 from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn
@@ -117,7 +117,7 @@ def as_json(capsys):
 
 def test_json(capsys):
     found = as_json(capsys)
-    assert list(found) == ["versions", "build", "backend", "devices", "ops"]
+    assert list(found) == ["versions", "build", "compilers", "backend", "devices", "ops"]
     assert list(found["versions"]) == ["python", "jax_moe_lb", "jax", "jaxlib", "flax", "numpy"]
     assert found["versions"]["python"] == platform.python_version()
     assert found["versions"]["jax"] == version("jax")
@@ -139,7 +139,7 @@ def test_tables(capsys):
 @pytest.mark.parametrize("op", OPERATIONS)
 @pytest.mark.parametrize("backend", PLATFORMS)
 def test_implementation_is_the_one_compiled(monkeypatch, backend, op, built):
-    monkeypatch.setattr(grouped_ffn_module, "has_tokamax", lambda: False)
+    monkeypatch.setattr(grouped_kernels, "has_tokamax", lambda: False)
     if not built:
         remove_custom_calls(monkeypatch)
     function, arguments = operation(op)
@@ -199,6 +199,7 @@ def test_tokamax(monkeypatch):
     monkeypatch.setattr(asked, lambda: True)
     assert on_gpu().implementation == "tokamax.ragged_dot"
     monkeypatch.setattr(asked, lambda: False)
+    assert on_gpu().implementation == "blocks of rows"
     assert on_gpu().faster == "pip install tokamax"
 
 

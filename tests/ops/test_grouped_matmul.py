@@ -6,6 +6,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_moe_lb._custom_calls import is_built
 from jax_moe_lb.ops import grouped_matmul as op
+from jax_moe_lb.ops.grouped_blocks import block_rows, matmul_by_blocks, outer_by_blocks
+from jax_moe_lb.ops.grouped_kernels import _clear_all, _clear_tile, ragged_matmul, ragged_outer
 from tests.layer import make_mesh
 
 SHAPES = {  # rows, their width, width of the result, sizes
@@ -20,9 +22,21 @@ SHAPES = {  # rows, their width, width of the result, sizes
     "no rows": (0, 4, 4, [0, 0]),
     "no width": (4, 0, 3, [1, 2]),
 }
+
+
+def by_name(matmul):
+    """The product with its last argument as `grouped_matmul` takes it."""
+    return lambda rows, weights, sizes, transposed=False: matmul(rows, weights, sizes, transposed=transposed)
+
+
+def cleared(outer, clear):
+    return lambda rows, others, sizes: outer(clear(rows, sizes), clear(others, sizes), sizes)
+
+
 FORMS = {
     "op": (op.grouped_matmul, op.grouped_outer),
-    "reference": (op.grouped_matmul_reference, op.grouped_outer_reference),
+    "blocks": (by_name(matmul_by_blocks), outer_by_blocks),
+    "ragged": (by_name(ragged_matmul), cleared(ragged_outer, _clear_all)),
 }
 RELATIVE = {"float32": 1e-5, "float64": 1e-13, "bfloat16": 1e-2}
 
@@ -50,7 +64,9 @@ def loops(rows, others, weights, sizes):
     return product, back, outer
 
 
-def assert_close(got, want, relative):
+def assert_close(got, want, relative, num_rows=None):
+    """Rows beyond `num_rows` may hold anything."""
+    got, want = got[:num_rows], want[:num_rows]
     scale = np.abs(want).max(initial=0)
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=relative * scale)
 
@@ -68,14 +84,19 @@ def without_others(operands):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(
-    ("form", "dtype"), [*(("op", dtype) for dtype in RELATIVE), ("reference", "float32"), ("reference", "bfloat16")]
+    ("form", "dtype"),
+    [
+        *(("op", dtype) for dtype in RELATIVE),
+        *((form, dtype) for form in ("blocks", "ragged") for dtype in ("float32", "bfloat16")),
+    ],
 )
 def test_products_equal_one_group_at_a_time(form, shape, dtype, x64):
     matmul, outer = FORMS[form]
     rows, others, weights, sizes = case(shape, dtype)
     product, back, sums = loops(rows, others, weights, sizes)
-    assert_close(jax.jit(matmul)(rows, weights, sizes), product, RELATIVE[dtype])
-    assert_close(jax.jit(matmul, static_argnums=3)(others, weights, sizes, True), back, RELATIVE[dtype])
+    used = int(sizes.sum())
+    assert_close(jax.jit(matmul)(rows, weights, sizes), product, RELATIVE[dtype], used)
+    assert_close(jax.jit(matmul, static_argnums=3)(others, weights, sizes, True), back, RELATIVE[dtype], used)
     got = jax.jit(outer)(rows, others, sizes)
     assert got.dtype == ("float64" if dtype == "float64" else "float32")
     assert_close(got, sums, min(RELATIVE[dtype], 1e-5))
@@ -90,7 +111,7 @@ def test_gradients_are_those_of_the_loops_and_the_tail_is_never_read(transposed,
     _, pull_back = jax.vjp(lambda r, w: op.grouped_matmul(r, w, sizes, transposed), rows, matrices)
     row_gradients, gradients = pull_back(others)
     assert (row_gradients.dtype, gradients.dtype) == (rows.dtype, weights.dtype)
-    assert_close(row_gradients, back, RELATIVE[dtype])
+    assert_close(row_gradients, back, RELATIVE[dtype], int(sizes.sum()))
     assert_close(gradients, sums.swapaxes(1, 2) if transposed else sums, RELATIVE[dtype])
 
 
@@ -199,7 +220,25 @@ def test_weights_that_all_devices_share_get_the_sum_of_their_gradients():
     assert_close(jax.jit(whole)(rows, weights[0], sizes[0]), np.asarray(want, np.float64), 1e-5)
 
 
-def test_other_platforms_have_no_custom_call():
+@pytest.mark.parametrize(("platform", "has_ragged_dot"), [("cuda", False), ("tpu", True), ("rocm", False)])
+def test_other_platforms_have_no_custom_call_and_gpus_no_dense_expansion(platform, has_ragged_dot):
     args = without_others(case(SHAPES["uneven"]))
-    text = jax.jit(op.grouped_matmul).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    text = jax.jit(op.grouped_matmul).trace(*args).lower(lowering_platforms=(platform,)).as_text()
     assert "moe_lb_grouped_matmul" not in text
+    assert ("ragged_dot" in text) == has_ragged_dot
+
+
+@pytest.mark.parametrize(("num_rows", "num_groups"), [(34816, 16), (34816, 20), (420, 8), (64, 1), (7, 3)])
+def test_blocks_multiply_at_most_a_quarter_more_rows(num_rows, num_groups):
+    size = block_rows(num_rows, num_groups)
+    assert (num_rows // size + num_groups) * size <= max(1.25 * num_rows, num_rows + num_groups)
+
+
+@pytest.mark.parametrize("sizes", [[100, 30], [0, 0], [128, 172], [300, 0]])
+def test_a_cleared_tile_has_zeros_where_kernels_read(sizes):
+    used = sum(sizes)
+    rows = jnp.where(jnp.arange(300)[:, None] < used, 1.0, jnp.nan) * jnp.ones((300, 2))
+    got = np.asarray(_clear_tile(rows, jnp.asarray(sizes, jnp.int32)))
+    assert (got[:used] == 1).all()
+    # Kernels read whole tiles, of which the last holds the last used row.
+    assert (got[used : min(-(-used // 128) * 128, 300)] == 0).all()

@@ -1,0 +1,151 @@
+"""Grouped products by kernels of others: tokamax's on NVIDIA GPUs, XLA's own on TPUs.
+
+XLA's `ragged_dot` is no choice on GPUs: there it becomes a dense product of every row with every matrix.
+"""
+
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jax_moe_lb._varying import vary_like
+from jax_moe_lb.types import GroupSizes, Rows, iota, wide_dtype
+
+TILE_ROWS = 128
+"""Kernels take numbers of rows that this divides, and read beyond the last group up to such a number."""
+
+TILE_COLUMNS = 128
+"""They take widths that this divides."""
+
+_Dimensions = jax.lax.RaggedDotDimensionNumbers
+PRODUCT = _Dimensions((([1], [1]), ([], [])), [0], [0])
+TRANSPOSED = _Dimensions((([1], [2]), ([], [])), [0], [0])
+OUTER = _Dimensions((([0], [0]), ([], [])), [0], [])
+
+
+def has_tokamax() -> bool:
+    """Says whether products on NVIDIA GPUs are tokamax's, that is, whether it is installed."""
+    return importlib.util.find_spec("tokamax") is not None
+
+
+def tokamax_matmul(
+    rows: Float[Array, "A I"], weights: Float[Array, "S _ _"], group_sizes: GroupSizes, *, transposed: bool
+) -> Float[Array, "A O"] | None:
+    """Computes `grouped_matmul` with tokamax's kernel for the default device, or returns `None` where it has none.
+
+    Rows beyond the last group are not written.
+
+    Args:
+        rows: `[A, I]`, sorted by group.
+        weights: `[S, I, O]`, or `[S, O, I]` where `transposed`.
+        group_sizes: `[S]` int32.
+        transposed: whether rows are multiplied with the transposes.
+    """
+    if not _fits(rows, weights):
+        return None
+    out = _tokamax(rows, weights, group_sizes, TRANSPOSED if transposed else PRODUCT, rows.dtype)
+    if out is None and transposed:
+        # The kernels of some architectures know no transposes: they get a transposed copy.
+        out = _tokamax(rows, weights.mT, group_sizes, PRODUCT, rows.dtype)
+    return out
+
+
+def tokamax_outer(
+    rows: Float[Array, "A I"], others: Float[Array, "A O"], group_sizes: GroupSizes
+) -> Float[Array, "S I O"] | None:
+    """Computes `grouped_outer` with tokamax's kernel for the default device, or returns `None` where it has none.
+
+    Args:
+        rows: `[A, I]`, sorted by group, after `clear_tail`.
+        others: `[A, O]`, likewise.
+        group_sizes: `[S]` int32.
+    """
+    if not _fits(rows, others):
+        return None
+    return _tokamax(rows, others, group_sizes, OUTER, wide_dtype(rows))
+
+
+def ragged_matmul(
+    rows: Float[Array, "A I"], weights: Float[Array, "S _ _"], group_sizes: GroupSizes, *, transposed: bool
+) -> Float[Array, "A O"]:
+    """Computes `grouped_matmul` with XLA's ragged product; see `tokamax_matmul`."""
+    return _ragged(rows, weights, group_sizes, TRANSPOSED if transposed else PRODUCT, rows.dtype)
+
+
+def ragged_outer(
+    rows: Float[Array, "A I"], others: Float[Array, "A O"], group_sizes: GroupSizes
+) -> Float[Array, "S I O"]:
+    """Computes `grouped_outer` with XLA's ragged product; see `tokamax_outer`."""
+    sums = _ragged(rows, others, group_sizes, OUTER, wide_dtype(rows))
+    # Nothing is promised of a group without rows.
+    return jnp.where((group_sizes > 0)[:, None, None], sums, 0)
+
+
+def clear_tail(rows: Rows, group_sizes: GroupSizes) -> Rows:
+    """Returns the rows with zeros where `grouped_outer` reads beyond the last group.
+
+    Kernels mask what they read there by multiplying with 0, which leaves the NaN of a row that nobody wrote.
+
+    Args:
+        rows: `[A, ...]`, sorted by group; give up what is passed here, so that it is changed in place.
+        group_sizes: `[S]` int32.
+    """
+    return jax.lax.platform_dependent(
+        rows, group_sizes, cuda=_clear_tile, tpu=_clear_all, default=lambda rows, group_sizes: rows
+    )
+
+
+def _clear_tile(rows: Rows, group_sizes: GroupSizes) -> Rows:
+    # One tile, whatever the number of rows: a mask over all of them would read and write them once more.
+    size = min(TILE_ROWS, rows.shape[0])
+    used = group_sizes.sum(dtype=jnp.int32)
+    start = jnp.minimum(used, rows.shape[0] - size)
+    tile = jax.lax.dynamic_slice_in_dim(rows, start, size, 0)
+    tile = jnp.where((start + iota(size) < used)[:, None], tile, 0)
+    return jax.lax.dynamic_update_slice_in_dim(rows, tile, start, 0)
+
+
+def _clear_all(rows: Rows, group_sizes: GroupSizes) -> Rows:
+    return jnp.where((iota(rows.shape[0]) < group_sizes.sum(dtype=jnp.int32))[:, None], rows, 0)
+
+
+def _fits(rows: Array, others: Array) -> bool:
+    widths = (rows.shape[1], *others.shape[1:])
+    return (
+        has_tokamax()
+        and rows.dtype == others.dtype == jnp.bfloat16
+        and rows.shape[0] % TILE_ROWS == 0
+        and rows.size > 0
+        and all(width % TILE_COLUMNS == 0 for width in widths)
+    )
+
+
+def _ragged(rows: Array, others: Array, group_sizes: GroupSizes, dimensions: _Dimensions, dtype: Any) -> Array:
+    # Of its own it cannot be mapped where only some operands are.
+    @jax.custom_batching.sequential_vmap
+    def product(rows: Array, others: Array, group_sizes: GroupSizes) -> Array:
+        return jax.lax.ragged_dot_general(rows, others, group_sizes, dimensions, preferred_element_type=dtype)
+
+    return product(rows, others, group_sizes)
+
+
+def _tokamax(rows: Array, others: Array, group_sizes: GroupSizes, dimensions: _Dimensions, dtype: Any) -> Array | None:
+    # The package is optional, so only who multiplies with it imports it.
+    import tokamax
+
+    try:
+        out = tokamax.ragged_dot_general(
+            rows,
+            others,
+            group_sizes=group_sizes,
+            ragged_dot_dimension_numbers=dimensions,
+            preferred_element_type=dtype,
+            implementation="mosaic_gpu",
+        )
+    except NotImplementedError:
+        # It knows no such kernel for the default device, which on a machine without a GPU is a CPU.
+        return None
+    # Kernels lose the manual axes of their operands.
+    return vary_like(out, rows, others)
