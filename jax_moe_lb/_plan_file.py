@@ -10,7 +10,8 @@ import secrets
 import stat
 import struct
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -55,7 +56,37 @@ def write_arrays(path: Path, parts: dict[str, Any]) -> None:
     # NumPy's stub takes every keyword for an option, so the dict is untyped.
     arrays: dict[str, Any] = {name: np.asarray(part) for name, part in parts.items()}
     np.savez_compressed(buffer, **arrays)
-    _write_whole(path, buffer.getvalue())
+    with whole_file(path) as part:
+        part.write_bytes(buffer.getvalue())
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Gives a path to write a file to, which is renamed once it is whole; after an error all is as it was.
+
+    Args:
+        path: the file. A device or a pipe is written to itself.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        # A device or a pipe must not be replaced by a file, and for a folder this raises what is wrong.
+        yield path
+        return
+    path = path.resolve()  # so that a link stays one, and what it points to is replaced
+    # Only inside one file system is a rename atomic: the temporary file lies beside the final one. Who writes it may
+    # look at the suffix.
+    part = path.with_name(f".part-{secrets.token_hex(8)}{path.suffix}")
+    try:
+        yield part
+        with part.open("rb") as file:
+            # Without it a crash of the machine could leave the name with an empty file behind it.
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -150,27 +181,6 @@ def _check_directory(file: BinaryFile) -> None:
         raise LimitError(f"an archive of {members} arrays or more; expected at most {MOST_MEMBERS}")
     if num_bytes > MOST_DIRECTORY_BYTES:
         raise LimitError(f"an archive with a directory of {num_bytes} bytes; expected at most {MOST_DIRECTORY_BYTES}")
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Writes a file that is never seen half written."""
-    if path.exists() and not path.is_file():
-        # A device or a pipe must not be replaced by a file, and for a folder this raises what is wrong.
-        path.write_bytes(content)
-        return
-    path = path.resolve()  # so that a link stays one, and what it points to is replaced
-    # Only inside one file system is a rename atomic: the temporary file lies beside the final one.
-    part = path.with_name(f".plan-{secrets.token_hex(8)}.tmp")
-    try:
-        with part.open("xb") as file:
-            file.write(content)
-            file.flush()
-            # Without it a crash of the machine could leave the name with an empty file behind it.
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def _arrays_of(path: Path) -> dict[str, np.ndarray]:

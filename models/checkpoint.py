@@ -3,9 +3,16 @@
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +20,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from models.files import write_whole
+from models.files import naming, write_whole
 
 NUM_KEPT = 2
 """Should the newest checkpoint be damaged, there is one before it."""
@@ -29,8 +36,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path) -> None:
-        # Orbax warns of its own future, at every start.
-        logging.getLogger("absl").setLevel(logging.ERROR)
+        _keep_quiet()
         self.folder = folder.absolute()
         # Written before training goes on: the step after may consume the arrays. What a killed run began is removed.
         options = ocp.CheckpointManagerOptions(
@@ -57,10 +63,14 @@ class Checkpoints:
         Args:
             step: how many steps the run has done.
             state: the whole state of the run.
+
+        Raises:
+            OSError: it cannot be written; the error names the folder. Checkpoints of earlier steps stay whole.
         """
         if step == self.newest_step:
             return
-        self.manager.save(step, args=ocp.args.StandardSave(_named(state)))
+        with naming(self.folder), _system_errors():
+            self.manager.save(step, args=ocp.args.StandardSave(_named(state)))
         if jax.process_index() == 0:
             checkpoint = self.folder / str(step)
             write_whole(checkpoint / CHECKSUMS, json.dumps(_checksums(checkpoint), indent=2).encode())
@@ -77,6 +87,34 @@ class Checkpoints:
         """
         named = self.manager.restore(step, args=ocp.args.StandardRestore(_named(shapes)))
         return jax.tree.unflatten(jax.tree.structure(shapes), list(map(named.__getitem__, _named(shapes))))
+
+
+def _keep_quiet() -> None:
+    """Keeps off stderr what Orbax and TensorStore print about errors, pages of it; they raise them too."""
+    # Orbax also warns of its own future, at every start.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    if getattr(sys.unraisablehook, "func", None) is not _tell_unraisable:
+        sys.unraisablehook = partial(_tell_unraisable, sys.unraisablehook)
+
+
+def _tell_unraisable(before: Callable[[Any], None], unraisable: Any) -> None:
+    # After one file has failed, threads of TensorStore tell of the others a loop that has ended.
+    if str(unraisable.exc_value) != "Event loop is closed":
+        before(unraisable)
+
+
+@contextmanager
+def _system_errors() -> Iterator[None]:
+    """Makes errors of the system out of those of TensorStore, which are of another type and name the system's code."""
+    try:
+        yield
+    except ValueError as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -3,8 +3,13 @@
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+RESUMING = "once it can, --resume goes on from the newest checkpoint, if there is one"
+"""So ends a line about what cannot be written."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -13,14 +18,51 @@ def write_whole(path: Path, content: bytes) -> None:
     Args:
         path: the file.
         content: all that it shall hold.
+
+    Raises:
+        OSError: it cannot be written; the error names the file.
     """
     aside = part(path)
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        # A rename may reach the disk before the content does.
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with naming(path), aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            # A rename may reach the disk before the content does.
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        # Whoever has to make room on a full disk shall find nothing that is of no use.
+        aside.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives errors of writing a file its name, which that of a full disk lacks.
+
+    Args:
+        path: the file or folder that is written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+def in_words(error: OSError) -> str:
+    """Says in a line what a training run could not write, and how to go on.
+
+    Args:
+        error: what the run ended with. Where it names no file it is one of standard output, to which nothing more is
+            written then.
+    """
+    where = repr(error.filename) if error.filename else "standard output"
+    if not error.filename:
+        # The interpreter's last flush must not complain of what is still to be printed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return f"{where} cannot be written: {error.strerror}; {RESUMING}"
 
 
 def part(path: Path) -> Path:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.stages import Traced
 from rich.console import Console
 
-from jax_moe_lb import System, moved_experts
+from jax_moe_lb import System, moved_experts, raise_fault
 from models.checkpoint import Checkpoints, restore_newest, steps_in
 from models.data import Corpus
 from models.files import FolderLock, free_sibling, write_whole
@@ -160,6 +160,7 @@ def _execute(run: Run, console: Console, stop: StopRequest) -> dict:
             state, loss, stats = step_program(state, tokens)
             # Waiting for each step also keeps the devices from being flooded with executions.
             loss, stats = jax.device_get((loss, stats))
+            raise_fault(stats)
             row = recorder.step(step, float(loss), stats, config.tokens_per_step, time.perf_counter() - step_started)
             line.show(row)
             if step % config.validation_interval == 0 or step == config.steps:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jax_moe_lb import Stats
-from models.files import free_sibling, move_into, part, write_whole
+from models.files import free_sibling, move_into, naming, part, write_whole
 
 PER_LAYER = ("imbalance_before", "imbalance_after")
 """These are recorded as their mean and maximum over layers."""
@@ -198,13 +198,13 @@ class Recorder:
             packed = io.BytesIO()
             np.savez_compressed(packed, **stacked)
             write_whole(self.folder.counts, packed.getvalue())
-            with self.folder.metrics.open("a") as file:
+            with naming(self.folder.metrics), self.folder.metrics.open("a") as file:
                 os.fsync(file.fileno())
 
     def _append(self, row: dict) -> None:
         if self.writes:
             # Each line is written as it comes: a run that is killed keeps all before.
-            with self.folder.metrics.open("a") as file:
+            with naming(self.folder.metrics), self.folder.metrics.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
 

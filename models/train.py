@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-import sys
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -13,14 +14,24 @@ import typer
 from jax.experimental import multihost_utils
 from rich.console import Console
 
+from jax_moe_lb.compiled import Target
+from models import dry_run
 from models.data import Corpus, corpus_from, default_corpus
-from models.loop import execute, prepare
+from models.distributed import join
+from models.files import in_words
+from models.loop import PACKAGES, Run, Tell, execute, prepare
 from models.parallel import default_system, offer_cpu_devices, system_names
+from models.peers import Peers
+from models.place import Place, find_place
 from models.presets import PRESETS, TrainConfig, preset
 from models.recording import RunFolder
+from models.refusal import REFUSED, Refused, say
 from models.stopping import StopRequest
+from models.store import Store, agree
 
 RUN_DIR = "Where files go. [default: runs/PRESET, then runs/PRESET-2, ...; the last of them to resume or overwrite]"
+COORDINATOR = "Where process 0 listens. [default: this and the next two are detected, as jax.distributed does]"
+DRY_RUN = "Train nothing: compile the step for a machine that need not be here, h100:1x8 or the like."
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -32,6 +43,10 @@ def train(
     data_parallel: Annotated[int | None, typer.Option(help="Groups of ranks side by side.")] = None,
     expert_parallel: Annotated[int | None, typer.Option(help="Ranks in a group.")] = None,
     distributed: Annotated[bool, typer.Option("--distributed", help="One of several processes.")] = False,
+    coordinator: Annotated[str | None, typer.Option(metavar="HOST:PORT", help=COORDINATOR)] = None,
+    num_processes: Annotated[int | None, typer.Option(help="How many processes there are.")] = None,
+    process_id: Annotated[int | None, typer.Option(help="Which of them this is, from 0.")] = None,
+    join_timeout_s: Annotated[float, typer.Option(help="How long to wait for all of them.")] = 60.0,
     replica_slots: Annotated[int | None, typer.Option(help="Slots per rank beyond its home experts.")] = None,
     headroom: Annotated[float | None, typer.Option(help="Receive buffer over the mean load.")] = None,
     ranks_per_domain: Annotated[int | None, typer.Option(help="Ranks among which expert weights may move.")] = None,
@@ -51,34 +66,86 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Move the run in the folder aside, and start anew.")
     ] = False,
+    dry_run_target: Annotated[str | None, typer.Option("--dry-run", metavar="TARGET", help=DRY_RUN)] = None,
 ) -> None:
     """Trains a model and writes metrics, checkpoints and a report into a run folder."""
-    if distributed:
-        _join_processes()
-    console = Console(quiet=distributed and jax.process_index() > 0)
     parallel: dict[str, Any] = {"system": system, "data_parallel": data_parallel, "expert_parallel": expert_parallel}
     parallel |= {"replica_slots": replica_slots, "headroom": headroom, "ranks_per_domain": ranks_per_domain}
     sizes: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "sequence_length": sequence_length}
     sizes |= {"learning_rate": learning_rate, "seed": seed}
     sizes |= {"relocate_interval": relocate_interval, "relocate_min_gain": relocate_min_gain}
-    with StopRequest() as stop:
-        try:
-            config = _configured(preset(name), parallel, sizes, force_balanced)
-            corpus = default_corpus(config.max_corpus_bytes) if not data else corpus_from(data)
-            if not distributed:
-                offer_cpu_devices(config.parallel.num_shards)
-            if run_dir is None:
-                run_dir = _default_run_dir(Path("runs") / name, last=resume or overwrite, distributed=distributed)
-            tell = partial(_print, console)
-            run = prepare(config, corpus, run_dir, resume=resume, overwrite=overwrite, tell=tell)
-        except ValueError as error:
-            _refuse(str(error))
-        _introduce(console, config, corpus, run_dir)
-        summary = execute(run, console, stop)
-        if summary:
-            _conclude(console, summary, run_dir)
+    how = {"resume": resume, "overwrite": overwrite}
+
+    def prepared(place: Place | None, tell: Tell) -> Run:
+        config = _configured(preset(name), parallel, sizes, force_balanced)
+        corpus = default_corpus(config.max_corpus_bytes) if not data else corpus_from(data)
+        offer_cpu_devices(max(config.parallel.num_shards // (place.num_processes if place else 1), 1))
+        if place is not None:
+            agree(place, Store(), _options(config, corpus, run_dir, place) | how)
+        default = partial(_default_run_dir, Path("runs") / name, last=resume or overwrite, distributed=distributed)
+        return prepare(config, corpus, run_dir or default(), **how, tell=tell)
+
+    try:
+        if dry_run_target is not None:
+            _dry_run(name, parallel, sizes, force_balanced, dry_run_target)
+            raise typer.Exit
+        place = _place(distributed, coordinator, num_processes, process_id, join_timeout_s)
+        with _joined(place, join_timeout_s), StopRequest() as stop:
+            console = Console(quiet=place is not None and place.process_id > 0)
+            try:
+                run = prepared(place, partial(_print, console))
+            except ValueError as error:
+                raise Refused(str(error)) from error
+            try:
+                _introduce(console, run)
+                summary = execute(run, console, stop)
+                if summary:
+                    _conclude(console, summary, run.folder.path)
+            except OSError as error:
+                raise Refused(in_words(error)) from error
+    except Refused as error:
+        say(f"error: {error}")
+        raise typer.Exit(REFUSED) from error
     if stop.exit_code:
         raise typer.Exit(stop.exit_code)
+
+
+def _dry_run(name: str, parallel: dict[str, Any], sizes: dict[str, Any], force_balanced: bool, target: str) -> None:
+    try:
+        dry_run.show(_configured(preset(name), parallel, sizes, force_balanced), Target.parse(target))
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def _place(
+    distributed: bool, coordinator: str | None, num_processes: int | None, process_id: int | None, timeout_s: float
+) -> Place | None:
+    """Finds which of several processes this is, `None` if it is alone."""
+    if distributed:
+        return find_place(coordinator, num_processes, process_id, timeout_s)
+    given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    for option, value in given.items():
+        if value is not None:
+            raise Refused(f"{option} is {value!r}, but distributed is not set; expected --distributed with it")
+    return None
+
+
+def _joined(place: Place | None, timeout_s: float) -> AbstractContextManager:
+    """Joins the other processes, and ends with them; does nothing for a process that is alone."""
+    if place is None:
+        return nullcontext()
+    join(place, timeout_s)
+    return Peers(place, Store())
+
+
+def _options(config: TrainConfig, corpus: Corpus, run_dir: Path | None, place: Place) -> dict:
+    """Collects what has to be the same on all processes."""
+    options = dataclasses.asdict(config) | {"data": corpus.fingerprint, "run_dir": run_dir and str(run_dir)}
+    options |= {package: metadata.version(package) for package in PACKAGES}
+    with suppress(metadata.PackageNotFoundError):
+        # A checkout need not be installed.
+        options |= {"jax_moe_lb": metadata.version("jax_moe_lb")}
+    return options | {"num_processes": place.num_processes}
 
 
 def _default_run_dir(first: Path, *, last: bool, distributed: bool) -> Path:
@@ -99,14 +166,6 @@ def _default_run_dir(first: Path, *, last: bool, distributed: bool) -> Path:
     return first if number == 1 else first.with_name(f"{first.name}-{number}")
 
 
-def _join_processes() -> None:
-    """Has JAX find the other processes of the cluster; before anything else uses it."""
-    try:
-        jax.distributed.initialize()
-    except (ValueError, RuntimeError) as error:
-        _refuse(f"distributed is set; expected a cluster that jax.distributed.initialize() detects: {error}")
-
-
 def _configured(
     config: TrainConfig, parallel: dict[str, Any], sizes: dict[str, Any], force_balanced: bool
 ) -> TrainConfig:
@@ -124,17 +183,13 @@ def _configured(
     return dataclasses.replace(config, model=model, parallel=on, **given(sizes))
 
 
-def _refuse(message: str) -> NoReturn:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    raise typer.Exit(2)
-
-
-def _introduce(console: Console, config: TrainConfig, corpus: Corpus, run_dir: Path) -> None:
-    entropy_nats = corpus.unigram_entropy_nats
+def _introduce(console: Console, run: Run) -> None:
+    config, corpus = run.config, run.corpus
     devices = f"{config.parallel.data_parallel} x {config.parallel.expert_parallel} {jax.devices()[0].platform} devices"
-    _print(console, f"{config.parallel.system} on {devices}, {config.tokens_per_step} bytes a step, in {run_dir}")
+    where = f"{config.tokens_per_step} bytes a step, in {run.folder.path}"
+    _print(console, f"{config.parallel.system} on {devices}, {where}")
     _print(console, f"data: {len(corpus.train):,} + {len(corpus.validation):,} bytes of {corpus.source}")
-    _print(console, f"byte-unigram entropy of the validation text: {_nats(entropy_nats)}")
+    _print(console, f"byte-unigram entropy of the validation text: {_nats(corpus.unigram_entropy_nats)}")
 
 
 def _conclude(console: Console, summary: dict, run_dir: Path) -> None:

@@ -13,14 +13,17 @@ import jax_moe_lb
 
 EXTENSIONS = {"_ffi", "_ffi_cuda", "_planning"}
 
-ROOMS = ("jax_moe_lb", "jax_moe_lb.nn", "jax_moe_lb.sim")
+ROOMS = ("jax_moe_lb", "jax_moe_lb.nn", "jax_moe_lb.sim", "jax_moe_lb.compiled")
 """Packages whose names users import."""
 
 COMPILED = {"jax_moe_lb.nn.moe", "jax_moe_lb.pipeline", "jax_moe_lb.transport.prefetch", "jax_moe_lb.routing"}
 """Modules whose examples compile whole layers."""
 
 WITHOUT_EXAMPLE = {
-    "Report": "only `simulate` and `replay` make one, and their examples show it",
+    "Buffer": "it stands in a `Report`",
+    "Collective": "it stands in a `Report`",
+    "Operation": "it stands in a `Report`",
+    "Report": "only `simulate`, `replay`, `compile_for` and `compile_layer` make one, and their examples show it",
     "Stats": "only `moe` makes one, and its example shows it",
 }
 """Public names that nobody calls, each with the reason."""

@@ -21,9 +21,11 @@ from jax_moe_lb import (
     System,
     TopK,
     Topology,
+    exact,
     feplb,
     greedy,
     plain,
+    rails,
 )
 from jax_moe_lb.pipeline import moe
 from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients

@@ -1,3 +1,5 @@
-"""The command line, `jax-moe-lb`, plans for recorded counts, simulates training steps and says what runs here."""
+"""The command line, `jax-moe-lb`, plans for recorded counts, simulates training steps, compiles for
+machines that are not here and says what runs here.
+"""
 
 from jax_moe_lb.cli.app import main as main

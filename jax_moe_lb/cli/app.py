@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from jax_moe_lb.cli.compile import compile_command
 from jax_moe_lb.cli.discover import load_balancer
 from jax_moe_lb.cli.doctor import diagnosis, facts_table, ops_table, version
-from jax_moe_lb.cli.errors import BAD_INPUT, one_line_errors, print_error
+from jax_moe_lb.cli.errors import BAD_INPUT, one_line_errors, print_error, printing
 from jax_moe_lb.cli.files import read_counts, read_trace, write_plans
 from jax_moe_lb.cli.options import Balancer, ExpertBytes, Json, Out, RanksPerDomain, Slots, positive
 from jax_moe_lb.cli.planning import Planner, mean_effect
@@ -36,17 +37,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; `None` takes those of the process.
 
     Returns:
-        The exit code: 0, 2 after bad input, or 130 after an interrupt.
+        The exit code: 0, 1 where stdout takes no more, 2 after bad input, or 130 after an interrupt.
     """
     # JAX warns of accelerators that it does not find; a line of that is no part of the answer.
     logging.getLogger("jax").setLevel(logging.ERROR)
     try:
-        return app(argv, prog_name="jax-moe-lb", standalone_mode=False) or 0
+        # What commands print says so itself; help and version are printed here.
+        with printing():
+            return app(argv, prog_name="jax-moe-lb", standalone_mode=False) or 0
     except UsageError as error:
         print_error(error.format_message())
         return BAD_INPUT
     except typer.Abort:
         return INTERRUPTED
+    except typer.Exit as ended:
+        return ended.exit_code
 
 
 @app.command()
@@ -118,6 +123,7 @@ def doctor(as_json: Json = False) -> None:
 
 for command in (simulate, advise, calibrate):
     app.command()(command)
+app.command("compile")(compile_command)
 
 
 def _print_version(wanted: bool) -> bool:

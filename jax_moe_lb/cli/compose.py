@@ -63,9 +63,9 @@ def compose(
             f"--system is {name!r}; expected one of {', '.join(known)}, with {GATHERED}+ before it, +{SPRAYED} behind "
             f"it, or {GATHERED} or {SPRAYED} alone"
         )
-    system = _with_slots(getattr(systems, middle[0])() if middle else systems.plain(), replica_slots)
+    system = with_slots(getattr(systems, middle[0])() if middle else systems.plain(), replica_slots)
     if sprayed:
-        system = _sprayed(name, system)
+        system = with_spray(name, system)
     if parts[0] == GATHERED and not migration.domain_sizes:
         chosen = chosen_migration(model, cluster, migration.codec, step)
         # A user may ask to gather again where memory would allow to keep, not the reverse.
@@ -103,7 +103,12 @@ def candidates(model: ModelShape, cluster: Cluster, step: Step, codec: Codec) ->
     ]
 
 
-def _with_slots(system: System, replica_slots: int | None) -> System:
+def with_slots(system: System, replica_slots: int | None) -> System:
+    """Returns the system with another number of replica slots, `None` for its own.
+
+    Raises:
+        ValueError: it has no replicas.
+    """
     if replica_slots is None or (system == systems.plain() and not replica_slots):
         return system
     if not system.replica_slots:
@@ -111,7 +116,16 @@ def _with_slots(system: System, replica_slots: int | None) -> System:
     return replace(system, replica_slots=replica_slots)
 
 
-def _sprayed(name: str, system: System) -> System:
+def with_spray(name: str, system: System) -> System:
+    """Returns the system with its tokens sprayed over rails.
+
+    Args:
+        name: what the user called it, for the message.
+        system: one whose tokens travel directly.
+
+    Raises:
+        ValueError: they do not.
+    """
     if system.dispatch != Direct(system.dispatch.headroom):
         raise ValueError(f"--system is {name!r}; expected a system whose tokens travel directly before +{SPRAYED}")
     balancer = RailS() if system == systems.plain() else Chain((system.balancer, RailS()))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import typer
 
-BAD_INPUT = 2
+BAD_INPUT, CANNOT_PRINT = 2, 1
 
 MOST_CHARACTERS = 500
 """A line on stderr has so many characters of a longer message: names and lists of strangers may have any length."""
@@ -18,13 +18,22 @@ def one_line_errors() -> Iterator[None]:
     """Turns the errors of bad input into one line and `BAD_INPUT`."""
     try:
         yield
-    except BrokenPipeError as error:
-        # Whoever reads stdout has gone; the interpreter's last flush must not complain of it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from error
     except (ValueError, OSError) as error:
         print_error(str(error))
         raise typer.Exit(BAD_INPUT) from error
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Ends a command whose stdout takes no more with `CANNOT_PRINT`: in one line, or in none if its reader has gone."""
+    try:
+        yield
+    except OSError as error:
+        # The interpreter's last flush must not complain of what is still to be printed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print_error(f"standard output cannot be written: {error.strerror}; expected room for the answer")
+        raise typer.Exit(CANNOT_PRINT) from error
 
 
 def print_error(message: str) -> None:

@@ -1,7 +1,8 @@
 """These functions read recorded counts and write plans; what is wrong with a file becomes one line that names it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,10 +111,26 @@ def write_plans(path: Path, plans: Sequence[Plan], leading_shape: tuple[int, ...
         ValueError: the file cannot be written.
     """
     stacked: Plan = jax.tree.map(lambda *leaves: np.stack(leaves).reshape(*leading_shape, *leaves[0].shape), *plans)
-    try:
+    with naming("--out", path):
         stacked.save(path)
+
+
+@contextmanager
+def naming(argument: str, path: Path) -> Iterator[None]:
+    """Gives errors of writing a file the name of the argument; that of a full disk does not even name the file.
+
+    Args:
+        argument: the argument, for the message.
+        path: the file that is written.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    try:
+        yield
     except OSError as error:
-        raise ValueError(f"--out is {path}: {error.strerror}; expected a file that can be written") from error
+        reason = error.strerror or error
+        raise ValueError(f"{argument} is {path}: {reason}; expected a file that can be written") from error
 
 
 def _load(argument: str, path: Path) -> dict[str, np.ndarray]:

@@ -13,6 +13,7 @@ from rich.filesize import decimal
 from rich.progress import Progress
 from rich.table import Table
 
+from jax_moe_lb.cli.errors import printing
 from jax_moe_lb.cli.planning import Effect, mean_effect
 
 BAR_AFTER_S = 2.0
@@ -62,14 +63,21 @@ def print_effects(
 
 def print_json(value: dict) -> None:
     """Prints one object on one line of stdout."""
-    typer.echo(json.dumps(value))
+    print_text(json.dumps(value))
+
+
+def print_text(text: str) -> None:
+    """Prints a line on stdout, or several."""
+    with printing():
+        typer.echo(text)
 
 
 def print_table(table: Table, least_width: int = 0) -> None:
     """Prints a table on stdout, in at least `least_width` columns, however narrow the terminal: numbers are not cut."""
     console = Console()
     console.width = max(console.width, least_width)
-    console.print(table)
+    with printing():
+        console.print(table)
 
 
 def with_progress(items: Iterable[Item], num_items: int, what: str = "planning") -> Iterator[Item]:

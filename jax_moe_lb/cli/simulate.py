@@ -8,12 +8,13 @@ import numpy as np
 import typer
 from jaxtyping import Int
 
+from jax_moe_lb._plan_file import whole_file
 from jax_moe_lb.checks import INT32_MAX
 from jax_moe_lb.cli.compose import candidates, compose
 from jax_moe_lb.cli.errors import one_line_errors
-from jax_moe_lb.cli.files import read_routing
+from jax_moe_lb.cli.files import naming, read_routing
 from jax_moe_lb.cli.options import Json, positive
-from jax_moe_lb.cli.report import print_json, print_table, with_progress
+from jax_moe_lb.cli.report import print_json, print_table, print_text, with_progress
 from jax_moe_lb.cli.tables import advice_table, layer_table, report_json, verdict_lines
 from jax_moe_lb.sim import Cluster, Migration, ModelShape, Report, mean_report, replay, skewed_counts
 from jax_moe_lb.sim.advise import Outcome, outcomes, verdict
@@ -109,7 +110,7 @@ def advise(
         else:
             print_table(advice_table(f"{model} on {cluster}", found), least_width=100)
             for line in verdict_lines(answer, shape.tokens):
-                typer.echo(line)
+                print_text(line)
 
 
 def calibrate(
@@ -128,13 +129,14 @@ def calibrate(
             raise ValueError(f"OUT is {out}; expected a file in a folder that exists")
         found = measure(positive("--ranks", ranks, MOST_RANKS) or 2)
         text = to_yaml(found)
-        out.write_text(text)
+        with naming("OUT", out), whole_file(out) as part:
+            part.write_text(text)
         # It is read again at once: what `simulate` would refuse is found here.
         load_config("OUT", str(out) if out.suffix in (".yaml", ".yml") else f"./{out}")
         if as_json:
             print_json({"out": str(out), **asdict(found)})
         else:
-            typer.echo(text, nl=False)
+            print_text(text.removesuffix("\n"))
 
 
 def _model(argument: str, source: str, config: Config, tokens: str | None) -> ModelShape:
@@ -199,10 +201,10 @@ def _migration(config: Config, name: str, domain_sizes: str | None) -> Migration
 def _write(report: Report, timeline: Path | None, png: Path | None, title: str) -> None:
     try:
         if timeline is not None:
-            write_trace(timeline, report.timeline)
+            with naming("--timeline", timeline), whole_file(timeline) as part:
+                write_trace(part, report.timeline)
         if png is not None:
-            write_png(png, report.timeline, title)
-    except OSError as error:
-        raise ValueError(f"cannot write {error.filename}: {error.strerror}") from error
+            with naming("--png", png), whole_file(png) as part:
+                write_png(part, report.timeline, title)
     except ImportError as error:
         raise ValueError("--png needs matplotlib; install jax_moe_lb[train]") from error

@@ -74,7 +74,9 @@ def write_png(path: Path, timeline: Timeline, title: str, layers: int = 2) -> No
     bars: list[Any] = [figure.axes[0].barh(0, 0, color=f"C{number}") for number in range(len(stages))]
     figure.legend(bars, stages, loc="outside lower center", ncols=len(stages))
     figure.suptitle(f"{title}: layers 0 to {layers - 1} on rank {rank}, forward and backward")
-    figure.savefig(path, dpi=120)
+    with path.open("wb") as file:
+        # Of a path without a suffix matplotlib would make another.
+        figure.savefig(file, dpi=120, format=path.suffix.removeprefix(".") or "png")
 
 
 def _halves(tasks: list[Task]) -> tuple[list[Task], list[Task]]:

@@ -80,7 +80,7 @@ class Spray(Dispatch[SprayReceipt]):
         >>> from jax_moe_lb import Chain, Greedy, RailS, Spray, System
         >>> system = System(Chain((Greedy(), RailS())), dispatch=Spray(), replica_slots=2)
         >>> system.dispatch.capacity(4096)  # rows, where each rank has 4096 token copies
-        4301
+        4352
     """
 
     def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> SprayReceipt:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -308,6 +309,79 @@ def test_what_is_no_regular_file_is_not_opened(refused, folder, argument, kind):
     error = refused(*argv)
     assert error.startswith(f"error: {argument} ")
     assert "no regular file; expected one" in error
+
+
+WRITES = {
+    "plan --out": ("plan", "counts.npy", "--balancer", "plain", "--out"),
+    "replay --out": ("replay", "trace.npy", "--balancer", "plain", "--out"),
+    "simulate --timeline": ("simulate", "x.yaml", "--timeline"),
+    "calibrate OUT": ("calibrate",),
+}
+
+
+@pytest.fixture
+def inputs(folder):
+    (folder / "x.yaml").write_text(CONFIG)
+    np.save("counts.npy", np.ones((4, 8), int))
+    np.save("trace.npy", np.ones((2, 1, 4, 8), int))
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """A measurement that takes no time."""
+    from jax_moe_lb.cli import calibrate
+
+    found = calibrate.Measured("machine", "2026-01-31", 2, (1.0, 2.0), (1e9, 2e9), 1e10, 1e9, 1e-5, 1e9, 1e-4)
+    monkeypatch.setattr(calibrate, "measure", lambda ranks: found)
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_full_disk_is_one_line_and_leaves_files_as_they_were(refused, inputs, measured, folder, name):
+    full_disk(refused, folder, name.split()[1], WRITES[name])
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line_for_a_picture_too(refused, inputs, folder, capsys):
+    # It takes some time to import what draws.
+    assert main(["simulate", "x.yaml", "--png", "x.png"]) == 0
+    capsys.readouterr()
+    full_disk(refused, folder, "--png", ("simulate", "x.yaml", "--png"))
+
+
+def full_disk(refused, folder, argument, argv):
+    error = refused(*argv, "/dev/full")
+    assert error == f"error: {argument} is /dev/full: No space left on device; expected a file that can be written\n"
+    out = folder / "out.png"
+    out.write_text("before")
+    before = sorted(folder.iterdir())
+    # A limit on files fails in the same calls as a full disk, and inside of a file.
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        error = refused(*argv, "out.png")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert error == f"error: {argument} is out.png: File too large; expected a file that can be written\n"
+    assert out.read_text() == "before"
+    assert sorted(folder.iterdir()) == before
+
+
+PRINTS = (
+    ("plan", "counts.npy", "--balancer", "plain"),
+    ("plan", "counts.npy", "--balancer", "plain", "--json"),
+    ("--version",),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("argv", PRINTS, ids=" ".join)
+def test_no_room_for_what_is_printed_is_one_line(inputs, argv):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "jax_moe_lb.cli", *argv]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1
+    line = "error: standard output cannot be written: No space left on device; expected room for the answer\n"
+    assert ended.stderr == line
 
 
 @pytest.mark.parametrize("kind", ["device", "pipe"])

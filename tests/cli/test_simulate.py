@@ -146,7 +146,7 @@ REFUSED = {
     "impossible imbalance": (("--imbalance", "99"), "imbalance is 99.0; expected at most"),
     "no tokens": (("--tokens", "0"), "--tokens is '0'"),
     "missing trace": (("--trace", "none.npy"), "--trace is none.npy: No such file"),
-    "no folder": (("--timeline", "no/such/t.json"), "cannot write no/such/t.json"),
+    "no folder": (("--timeline", "no/such/t.json"), "--timeline is no/such/t.json: No such file or directory"),
 }
 
 

@@ -1,0 +1,206 @@
+"""A compiled program as XLA prints it, read into computations and instructions.
+
+It reads what analyses need and no more: names, shapes, operands, and attributes as text. XLA's own parser is no part of
+what jaxlib promises, and reads no dump that another version wrote.
+"""
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from jax_moe_lb.compiled.shapes import ArrayShape, parse_shapes
+from jax_moe_lb.compiled.sources import Sources, read_sources
+
+HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*->.*\{\s*$")
+INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+OPCODE = re.compile(r"([\w\-]+)\(")
+NAME = re.compile(r"%([\w.\-]+)")
+CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation|comparator)=%?([\w.\-]+)")
+LISTED = re.compile(r"(?:called_computations|branch_computations)=\{([^}]*)\}")
+TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """This is one operation of a program.
+
+    Args:
+        name: unique in its computation.
+        opcode: what it does, such as `fusion`.
+        shapes: its results; several for a tuple.
+        operands: the names of what it reads, instructions of the same computation.
+        arguments: what stands in its parentheses, as text; of a parameter, its number.
+        attributes: what follows the parentheses, as text.
+        is_root: whether it is the result of its computation.
+    """
+
+    name: str
+    opcode: str
+    shapes: tuple[ArrayShape, ...]
+    operands: tuple[str, ...]
+    arguments: str
+    attributes: str
+    is_root: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Counts the bytes of all results."""
+        return sum(shape.nbytes for shape in self.shapes)
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Names the computations that it runs, of a loop the body first."""
+        listed = (name for found in LISTED.findall(self.attributes) for name in re.findall(r"%?([\w.\-]+)", found))
+        return (*CALLED.findall(self.attributes), *listed)
+
+    @property
+    def trips(self) -> int | None:
+        """Tells how often a loop runs, `None` if that is not known before it does."""
+        known = TRIP_COUNT.search(self.attributes)
+        return int(known[1]) if known else None
+
+    @property
+    def target(self) -> str:
+        """Names what a custom call calls; empty for other operations."""
+        return self.text("custom_call_target")
+
+    def text(self, attribute: str) -> str:
+        """Reads an attribute that is written in quotes, empty if it is absent."""
+        found = re.search(rf'\b{attribute}="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found[1] if found else ""
+
+    def numbers(self, attribute: str) -> tuple[int, ...]:
+        """Reads an attribute that is a list of integers, such as `lhs_contracting_dims={1}`."""
+        found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
+        return tuple(int(number) for number in found[1].split(",") if number) if found else ()
+
+
+@dataclass(frozen=True, eq=False)
+class Computation:
+    """These are the instructions of one computation, in the order in which they are printed.
+
+    Args:
+        name: unique in the program.
+        instructions: by their names; of a scheduled program in the order in which they run.
+    """
+
+    name: str
+    instructions: dict[str, Instruction] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.instructions.values())
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """Finds the instructions that this one reads."""
+        return [self.instructions[name] for name in instruction.operands if name in self.instructions]
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[tuple[Instruction, int]]]:
+        """Tells who reads an instruction, and as which of its operands."""
+        users: dict[str, list[tuple[Instruction, int]]] = {name: [] for name in self.instructions}
+        for instruction in self:
+            for number, name in enumerate(instruction.operands):
+                users.setdefault(name, []).append((instruction, number))
+        return users
+
+    @property
+    def root(self) -> Instruction:
+        """Finds the instruction that is the result."""
+        return next(instruction for instruction in self if instruction.is_root)
+
+    @property
+    def parameters(self) -> list[Instruction]:
+        """Lists the parameters by their numbers."""
+        found = [instruction for instruction in self if instruction.opcode == "parameter"]
+        return sorted(found, key=lambda parameter: int(parameter.arguments))
+
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """This is a whole program.
+
+    Args:
+        computations: by their names.
+        entry: the name of the first to run.
+        sources: the table of source lines that instructions refer to.
+    """
+
+    computations: dict[str, Computation]
+    entry: str
+    sources: Sources
+
+    def called(self, instruction: Instruction) -> list[Computation]:
+        """Finds the computations that an instruction runs."""
+        return [self.computations[name] for name in instruction.called if name in self.computations]
+
+    def source(self, instruction: Instruction) -> str:
+        """Tells the line of Python that an instruction comes from, empty if it does not say."""
+        return self.sources.line(self._telling(instruction, "stack_frame_id").attributes)
+
+    def op_name(self, instruction: Instruction) -> str:
+        """Says what of the traced program an instruction is, such as `while/body/gather`; its opcode if it does not."""
+        name = self._telling(instruction, "op_name").text("op_name")
+        return "/".join(part for part in name.split("/") if not part.startswith("jit(")) or instruction.opcode
+
+    def _telling(self, instruction: Instruction, attribute: str) -> Instruction:
+        """Finds the instruction with an attribute: of a fusion without it, the last one inside that has it."""
+        if attribute in instruction.attributes or instruction.opcode != "fusion":
+            return instruction
+        inside = [one for part in self.called(instruction) for one in part if attribute in one.attributes]
+        return inside[-1] if inside else instruction
+
+
+def parse_module(text: str) -> Module:
+    """Reads a program that XLA printed.
+
+    Args:
+        text: what `jax.stages.Compiled.as_text` returns, or a dump of XLA.
+
+    Raises:
+        ValueError: it holds no entry computation, so it is no such text.
+    """
+    computations: dict[str, Computation] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if header := HEADER.match(line):
+            current = computations[header[2]] = Computation(header[2])
+            entry = header[2] if header[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None and (found := INSTRUCTION.match(line)):
+            instruction = _instruction(found[2], found[3], bool(found[1]))
+            if instruction is not None:
+                current.instructions[instruction.name] = instruction
+    if not entry:
+        raise ValueError(f"the program starts with {text[:40]!r}; expected HLO text with an ENTRY computation")
+    return Module(computations, entry, read_sources(text))
+
+
+def _instruction(name: str, text: str, is_root: bool) -> Instruction | None:
+    shape_end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
+    opcode = OPCODE.match(text, shape_end + 1)
+    if opcode is None:
+        return None
+    start = opcode.end() - 1
+    end = start + _closing(text[start:])
+    arguments = text[start + 1 : end]
+    return Instruction(
+        name=name,
+        opcode=opcode[1],
+        shapes=parse_shapes(text[:shape_end]),
+        operands=tuple(NAME.findall(arguments)),
+        arguments=arguments,
+        attributes=text[end + 1 :],
+        is_root=is_root,
+    )
+
+
+def _closing(text: str) -> int:
+    """Finds the parenthesis that closes the first one."""
+    depth = 0
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return found.start()
+    return len(text) - 1

@@ -1,0 +1,170 @@
+"""A target says for which machine a program is compiled, whether or not there is one."""
+
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from jax_moe_lb.compiled.machines import GPUS, TPUS, Gpu, Tpu
+
+TEXT = re.compile(r"(\w+):(\d{1,4}(?:x\d{1,4}){1,2})", re.ASCII)
+TPU_KIND = re.compile(r"(v|tpu)\d+\w*", re.ASCII)
+EXPECTED = (
+    f"NAME:NODESxGPUS or NAME:NODESxPROCESSESxGPUS with one of {', '.join(GPUS)}, such as h100:1x8, "
+    "or a TPU slice such as v5e:2x4"
+)
+MOST_DEVICES = 4096
+
+EXTRAS = {"cuda": ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"), "tpu": ("libtpu",)}
+"""The modules of which one brings a platform's compiler, by the extra that installs it."""
+
+TPU_FAST_SPACES = frozenset({1, 2, 3, 4})
+"""What is no HBM: vector memory, scalar memory and semaphores."""
+
+GPU_FAST_SPACES = frozenset({5})
+"""What is no HBM: memory of the host."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target is a machine that programs are compiled for; it need not be there.
+
+    Args:
+        name: what it was parsed from, such as `h100:2x8`.
+        platform: JAX's name of it, `cuda` or `tpu`.
+        kind: the device, such as `h100`.
+        shape: of GPUs NVLink domains, processes of a domain and GPUs of a process; of TPUs the slice.
+
+    Examples:
+        >>> from jax_moe_lb.compiled import Target
+        >>> target = Target.parse("h100:2x8")
+        >>> target.platform, target.kind, target.shape, target.num_domains
+        ('cuda', 'h100', (2, 1, 8), 2)
+    """
+
+    name: str
+    platform: str
+    kind: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Target":
+        """Reads a target that a user named.
+
+        Args:
+            text: `h100:1x8` is one NVLink domain of 8 GPUs, `h100:2x8` two of them, `gb200:1x18x4` one domain of 18
+                processes with 4 GPUs each. A TPU slice is called as JAX calls it, such as `v5e:2x4`.
+
+        Raises:
+            ValueError: it is no such text.
+
+        Examples:
+            >>> from jax_moe_lb.compiled import Target
+            >>> Target.parse("gb200:1x18x4").shape
+            (1, 18, 4)
+        """
+        found = TEXT.fullmatch(text)
+        shape = tuple(map(int, found[2].split("x"))) if found else ()
+        if found is None or 0 in shape or np.prod(shape) > MOST_DEVICES:
+            raise ValueError(f"target is {text[:100]!r}; expected {EXPECTED}")
+        if found[1] in GPUS:
+            return cls(text, "cuda", found[1], (shape[0], 1, shape[1]) if len(shape) == 2 else shape)
+        if TPU_KIND.fullmatch(found[1]):
+            return cls(text, "tpu", found[1], shape)
+        raise ValueError(f"target is {text[:100]!r}; expected {EXPECTED}")
+
+    @property
+    def num_domains(self) -> int:
+        """Counts the domains inside which devices reach each other fastest: NVLink domains; a TPU slice is one."""
+        return self.shape[0] if self.platform == "cuda" else 1
+
+    @property
+    def device(self) -> Gpu | Tpu | None:
+        """Describes one of its devices, `None` if only the compiler knows them."""
+        return GPUS.get(self.kind) if self.platform == "cuda" else TPUS.get(self.kind)
+
+    @property
+    def fast_spaces(self) -> frozenset[int]:
+        """Names the memories that are not the device's own, by XLA's numbers."""
+        return GPU_FAST_SPACES if self.platform == "cuda" else TPU_FAST_SPACES
+
+    def require_compiler(self) -> None:
+        """Refuses to go on where the compiler of the platform is not installed.
+
+        Raises:
+            ValueError: it is not; the message names the extra that brings it.
+        """
+        if not has_compiler(self.platform):
+            raise ValueError(
+                f"target {self.name} needs the compiler of {self.platform}, which is not installed; "
+                f"expected jax_moe_lb[{self.platform}]"
+            )
+
+    def devices(self) -> list[jax.Device]:
+        """Makes the devices: arrays cannot be placed on them, but programs can be compiled for them.
+
+        Raises:
+            ValueError: the compiler of the platform is not installed, or knows no such slice.
+        """
+        self.require_compiler()
+        try:
+            return list(self._description().devices)
+        except (RuntimeError, NotImplementedError) as error:
+            raise ValueError(f"target is {self.name!r}; expected a machine that its compiler knows: {error}") from error
+
+    def _description(self) -> topologies.TopologyDescription:
+        if self.platform == "tpu":
+            return topologies.get_topology_desc(platform="tpu", topology_name=self.name)
+        gpu, shape = GPUS[self.kind], "x".join(map(str, self.shape))
+        return topologies.get_topology_desc(
+            platform="cuda", topology_name=self.kind, target_config=gpu.config(), topology=shape
+        )
+
+    def mesh(self) -> Mesh:
+        """Makes a mesh of all devices for one expert-parallel group: axes `node` and `expert`, or `expert` alone."""
+        devices = np.array(self.devices())
+        if self.num_domains > 1:
+            return _auto_mesh(devices.reshape(self.num_domains, -1), ("node", "expert"))
+        return _auto_mesh(devices, ("expert",))
+
+
+def _auto_mesh(devices: np.ndarray, names: tuple[str, ...]) -> Mesh:
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def use_no_accelerators() -> None:
+    """Has this process look for no accelerator, so that compilers can be used without one; call it before all else.
+
+    It sets what the plugins of JAX read when they start, in this process alone.
+
+    Raises:
+        RuntimeError: a backend is already up.
+
+    Examples:
+        >>> from jax_moe_lb.compiled import use_no_accelerators
+        >>> use_no_accelerators()  # doctest: +SKIP
+    """
+    # The plugin of CUDA would look for CUDA's libraries and a driver, and that of TPUs would ask the network for its
+    # slice, and refuse to be loaded by two processes at once. They take no other word for it.
+    for name in ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
+        os.environ.setdefault(name, "1")
+    jax.config.update("jax_platforms", "cpu")
+    # What was compiled before is not compiled, and reports nothing.
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+def has_compiler(platform: str) -> bool:
+    """Says whether the compiler of a platform is installed, `cuda` or `tpu`."""
+    return any(map(_is_installed, EXTRAS[platform]))
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,72 @@
+"""`compile` refuses in one line what it cannot compile; `ci/accelerators.sh` compiles what it can."""
+
+import importlib.util
+import os
+
+import pytest
+
+from jax_moe_lb.cli import main
+from jax_moe_lb.compiled import quiet_stderr
+from jax_moe_lb.compiled.targets import EXTRAS
+from tests.cli.test_refusals import refusal
+
+BAD = {
+    "no target": ((), "--target"),
+    "half a target": (("--target", "h100"), "target is 'h100'; expected NAME:NODESxGPUS"),
+    "no devices": (("--target", "h100:0x8"), "target is 'h100:0x8'; expected"),
+    "letters": (("--target", "h100:axb"), "target is 'h100:axb'; expected"),
+    "unknown machine": (("--target", "x100:8"), "one of h100, h200, b200, gb200, such as h100:1x8"),
+    "a terminal's bell": (("--target", "\a"), "target is '\\x07'; expected"),
+    "pages": (("--target", "x" * 10**6), "expected NAME:NODESxGPUS"),
+    "unknown system": (("--target", "h100:1x8", "--system", "nope"), "--system is 'nope'; expected one of eplb, "),
+    "two systems": (("--target", "h100:1x8", "--system", "exact+ultraep"), "with +rails behind it or not"),
+    "sprayed waves": (("--target", "h100:1x8", "--system", "feplb+rails"), "expected a system whose tokens travel"),
+    "a size of 0": (("--target", "h100:1x8", "--sizes", "H=0"), "sizes is 'H=0'; expected some of H, F, E, T and K"),
+    "a size twice": (("--target", "h100:1x8", "--sizes", "H=64", "--sizes", "H=32"), "sizes is 'H=64,H=32'"),
+    "no replicas": (("--target", "h100:1x8", "--system", "plain", "--replica-slots", "2"), "--replica-slots is 2;"),
+    "headroom": (("--target", "h100:1x8", "--headroom", "nan"), "--headroom is 'nan'; expected a number above 0"),
+    "an option": (("--target", "h100:1x8", "--xla", "fast"), "--xla is 'fast'; expected NAME=VALUE"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused(case, capsys):
+    argv, expected = BAD[case]
+    message = refusal(capsys, "compile", *argv)
+    assert expected in message
+    assert len(message) < 600
+
+
+@pytest.mark.parametrize(("target", "extra"), [("h100:1x8", "cuda"), ("v5e:2x4", "tpu")])
+def test_a_compiler_that_is_missing_is_named(target, extra, capsys, monkeypatch):
+    found = importlib.util.find_spec
+    modules = {module for modules in EXTRAS.values() for module in modules}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in modules else found(name))
+    message = refusal(capsys, "compile", "--target", target)
+    assert message == (
+        f"error: target {target} needs the compiler of {extra}, which is not installed; expected jax_moe_lb[{extra}]\n"
+    )
+
+
+def test_what_compilers_log_stays_off_stderr(capfd):
+    with quiet_stderr():
+        os.write(2, b"W0000 a warning\n")
+    os.write(2, b"after\n")
+    assert capfd.readouterr().err == "after\n"
+
+
+def test_after_a_crash_it_comes_out(capfd):
+    def crash():
+        os.write(2, b"F0000 the reason\n")
+        raise RuntimeError("crashed")
+
+    with pytest.raises(RuntimeError, match="crashed"), quiet_stderr():
+        crash()
+    assert "F0000 the reason" in capfd.readouterr().err
+
+
+def test_help_names_every_option(capsys):
+    assert main(["compile", "--help"]) == 0
+    text = capsys.readouterr().out
+    for option in ("--target", "--system", "--sizes", "--train", "--xla", "--json"):
+        assert option in text

@@ -1,0 +1,63 @@
+"""This starts the processes of a training on this machine; `python -m tests.models.processes` is one that only waits.
+
+What it does beyond that is its last argument: it waits (`wait`), or fails (`fail`).
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from models.distributed import join
+from models.peers import Peers
+from models.place import Place
+from models.store import Store
+
+ROOT = Path(__file__).parents[2]
+JOIN_TIMEOUT_S = 60
+WAIT_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.Popen:
+    """A process on CPUs in some folder, whose output can be read."""
+    # gRPC would ask proxies for 127.0.0.1.
+    environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", module, *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def end(processes: list[subprocess.Popen], within_s: float) -> list[tuple[int, str, str]]:
+    """Exit codes, outputs and errors of processes, all of which have to end by themselves in so many seconds."""
+    until = time.monotonic() + within_s
+    try:
+        for process in processes:
+            process.wait(max(until - time.monotonic(), 0.01))
+    finally:
+        for process in processes:
+            process.kill()
+        ended = [process.communicate() for process in processes]
+    return [(process.returncode, *texts) for process, texts in zip(processes, ended, strict=True)]
+
+
+def main(port: str, num_processes: str, process_id: str, what: str) -> None:
+    place = Place("127.0.0.1", int(port), int(num_processes), int(process_id))
+    join(place, JOIN_TIMEOUT_S)
+    with Peers(place, Store()):
+        print("joined", flush=True)
+        if what == "fail":
+            raise OSError("no space left")
+        time.sleep(WAIT_S)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,252 @@
+"""Processes that train together begin together or not at all, and end together, each with a line that says why."""
+
+import re
+import signal
+import socket
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from models.checkpoint import steps_in
+from models.link import KEEPALIVE, Link, listen
+from models.place import Place, find_place
+from models.recording import RunFolder
+from models.refusal import Refused
+from models.store import agree
+from models.train import app
+from tests.models.kill_training import MAX_WAIT_S, wait_for_steps
+from tests.models.processes import end, free_port, start
+
+PROMISED_S = 20
+"""A process is gone, and so long after all others have ended."""
+
+VARIABLES = {
+    "coordinator": "JAX_COORDINATOR_ADDRESS",
+    "num_processes": "JAX_NUM_PROCESSES",
+    "process_id": "JAX_PROCESS_ID",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+    for variable in VARIABLES.values():
+        monkeypatch.delenv(variable, raising=False)
+
+
+def place(port, num_processes, process_id):
+    given = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", str(num_processes))
+    return ["--distributed", *given, "--process-id", str(process_id)]
+
+
+def refusal(*arguments):
+    """The last line of a training that does not begin; nothing but that it waits may come before."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    *before, line = result.stderr.splitlines()
+    assert all(text.startswith("waiting for 2 processes at 127.0.0.1:") for text in before)
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
+ADDRESSES = ["garbage", "", ":9911", "a b:9911", "http://a:9911", "::1:9911", "a:", "a:b", "a:0", "a:65536"]
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_an_address_that_is_none_is_refused(address, monkeypatch):
+    rest = ("--distributed", "--num-processes", "2", "--process-id", "1")
+    expected = f"coordinator is {address!r}; expected HOST:PORT"
+    assert refusal("--coordinator", address, *rest).startswith(expected)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
+    assert refusal(*rest).startswith(expected.replace("coordinator", "JAX_COORDINATOR_ADDRESS"))
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "process_id", "message"),
+    [
+        (0, 0, "num_processes is 0; expected at least 1"),
+        (2, 2, "process_id is 2; expected 0 to 1, as num_processes is 2"),
+        (2, -1, "process_id is -1; expected 0 to 1, as num_processes is 2"),
+    ],
+)
+def test_a_process_that_is_none_is_refused(num_processes, process_id, message):
+    assert refusal(*place(9911, num_processes, process_id)) == message
+
+
+def test_what_the_environment_says_is_read_where_nothing_is_given(monkeypatch):
+    for option, value in {"coordinator": "[::1]:9911", "num_processes": "4", "process_id": "3"}.items():
+        monkeypatch.setenv(VARIABLES[option], value)
+    assert find_place(None, None, None, 1) == Place("::1", 9911, 4, 3)
+    assert find_place(None, None, None, 1).coordinator == "[::1]:9911"
+    assert find_place("a:1", 5, 0, 1) == Place("a", 1, 5, 0)
+    monkeypatch.setenv("JAX_PROCESS_ID", "first")
+    assert refusal("--distributed") == "JAX_PROCESS_ID is 'first'; expected a whole number"
+
+
+def test_what_is_neither_given_nor_detected_is_named():
+    line = refusal("--distributed", "--coordinator", "a:9911")
+    assert "num_processes, process_id is neither given nor" in line
+    assert "expected --coordinator HOST:PORT --num-processes N --process-id I" in line
+
+
+def test_a_place_without_other_processes_is_refused():
+    assert refusal("--process-id", "0") == "process_id is 0, but distributed is not set; expected --distributed with it"
+
+
+def test_a_coordinator_that_does_not_answer_is_refused_in_time():
+    port, began = free_port(), time.monotonic()
+    line = refusal(*place(port, 2, 1), "--join-timeout-s", "0.5")
+    assert time.monotonic() - began < 5
+    assert line.startswith(f"coordinator is '127.0.0.1:{port}', which did not answer within 0.5 s (")
+    assert refusal(*place(port, 2, 1), "--join-timeout-s", "0") == (
+        "join_timeout_s is 0.0; expected a finite number above 0"
+    )
+
+
+def test_a_port_that_is_taken_is_refused():
+    """JAX would share it with the other service."""
+    with listen(0) as other:
+        port = other.getsockname()[1]
+        assert refusal(*place(port, 2, 0)).startswith(
+            f"coordinator is '127.0.0.1:{port}'; expected a port that is free"
+        )
+
+
+class Shelf:
+    """What one process has written and another is to read."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    def put(self, key, value):
+        self.values[key] = value
+
+    def get(self, key, timeout_s):
+        return self.values[key]
+
+
+def test_options_that_differ_are_named_with_their_values():
+    shelf = Shelf()
+    shelf.values |= {"options/1": '{"steps": 9, "seed": 0}', "options/2": '{"steps": 8, "seed": 0, "new": 1}'}
+    with pytest.raises(Refused) as refused:
+        agree(Place("a", 1, 3, 0), shelf, {"model": {"steps": 8}, "seed": 0})
+    assert str(refused.value) == (
+        "steps is 8 on processes 0, 2 and 9 on process 1; new is None on processes 0, 1 and 1 on process 2; "
+        "expected the same on all processes"
+    )
+    with pytest.raises(Refused, match="steps is 8"):
+        agree(Place("a", 1, 3, 1), shelf, {})
+    agree(Place("a", 1, 1, 0), Shelf(), {"steps": 8})
+
+
+def test_the_kernel_looks_after_a_machine_that_vanished():
+    with socket.socket() as connection:
+        Link(connection)
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        for name, value in KEEPALIVE.items():
+            assert connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value
+    idle, interval, count, unacknowledged_ms = KEEPALIVE.values()
+    assert idle + interval * count == unacknowledged_ms / 1000 < PROMISED_S
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_come_ends_those_that_wait():
+    port = free_port()
+    waiting = [start("models.train", *place(port, 3, i), "--join-timeout-s", "3") for i in range(2)]
+    for code, output, errors in end(waiting, 30):
+        assert (code, output) == (2, "")
+        line = f"error: num_processes is 3, but not all of them came to 127.0.0.1:{port} within 3 s; "
+        assert errors.splitlines() == [
+            f"waiting for 3 processes at 127.0.0.1:{port}, at most 3 s",
+            errors.splitlines()[1],
+        ]
+        assert errors.splitlines()[1].startswith(line)
+
+
+def joined(port, *whats):
+    """Processes that have joined each other, and do nothing."""
+    processes = [
+        start("tests.models.processes", str(port), str(len(whats)), str(i), what) for i, what in enumerate(whats)
+    ]
+    for process in processes:
+        assert process.stdout.readline() == "joined\n", process.communicate()
+    return processes
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_named_by_all_others():
+    processes = joined(free_port(), "wait", "wait", "wait")
+    processes[2].kill()
+    *others, _ = end(processes, PROMISED_S)
+    for code, _, errors in others:
+        assert code == 1
+        assert re.fullmatch(r"error: process 2 \(pid \d+ on \S+\) is gone; --resume .*", errors.splitlines()[-1])
+        assert len(errors.splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_a_killed_coordinator_is_named_by_all_others():
+    """JAX ends processes without a coordinator as well, a tenth of a second later, in more lines."""
+    processes = joined(free_port(), "wait", "wait", "wait")
+    processes[0].kill()
+    for code, _, errors in end(processes, PROMISED_S)[1:]:
+        assert code in {1, -signal.SIGABRT}
+        assert "error: process 0 (pid " in errors or "leader task" in errors
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_says_why_to_all_others():
+    first, failed, last = end(joined(free_port(), "wait", "fail", "wait"), PROMISED_S)
+    for code, _, errors in (first, last):
+        assert code == 1
+        assert re.fullmatch(r"error: process 1 \(pid \d+ on \S+\) ended: no space left", errors.splitlines()[-1])
+    assert failed[0] == 1
+    assert failed[2].endswith("OSError: no space left\n")
+
+
+def train(folder, *options, of_each=((), ())):
+    """Two processes that train the tiny model."""
+    port = free_port()
+    return [
+        start("tests.models.tiny_process", *place(port, 2, i), *options, *of_each[i], folder=folder) for i in range(2)
+    ]
+
+
+@pytest.mark.slow
+def test_different_options_are_refused_by_all(tmp_path):
+    for code, output, errors in end(train(tmp_path, of_each=[("--steps", "8"), ("--steps", "9")]), 60):
+        assert (code, output) == (2, "")
+        assert len(errors.splitlines()) == 2
+        assert errors.endswith("steps is 8 on process 0 and 9 on process 1; expected the same on all processes\n")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_is_killed_resumed_and_stopped(tmp_path):
+    """Neither names a folder, of which the first is taken."""
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    RunFolder(tmp_path / "runs" / "tiny").config.write_text("{}")
+    folder, endless = RunFolder(tmp_path / "runs" / "tiny-2"), ("--steps", "100000")
+
+    processes = train(tmp_path, *endless)
+    while not steps_in(folder.checkpoints) and all(process.poll() is None for process in processes):
+        time.sleep(0.05)
+    processes[1].kill()
+    (code, _, errors), _ = end(processes, PROMISED_S)
+    assert code == 1, errors
+    assert re.fullmatch(r"error: process 1 \(pid \d+ on \S+\) is gone; --resume .*", errors.splitlines()[-1])
+    assert len(errors.splitlines()) == 2
+
+    processes = train(tmp_path, *endless, "--resume")
+    wait_for_steps(processes[0], folder.path)
+    processes[1].send_signal(signal.SIGTERM)
+    first, second = end(processes, MAX_WAIT_S)
+    last = folder.rows("step")[-1]["step"]
+    for code, _, errors in (first, second):
+        assert code == 0, errors
+        assert len(errors.splitlines()) == 1
+    assert f"stopped by SIGTERM after step {last} of 100000; --resume goes on in runs/tiny-2" in first[1]
+    assert steps_in(folder.checkpoints)[0] == last
+    assert [row["step"] for row in folder.rows("step")] == list(range(1, last + 1))
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["tiny", "tiny-2"]
