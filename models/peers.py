@@ -24,7 +24,7 @@ from models.place import Place
 from models.refusal import REFUSED, Refused, say
 from models.store import Store
 
-MEET_TIMEOUT_S = 30
+MEET_TIMEOUT_S = 60
 """So long all connections may take; all processes are there already."""
 
 CAUSE_TIMEOUT_S = 3.0

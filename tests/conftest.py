@@ -20,6 +20,12 @@ from jax_moe_lb import use_virtual_cpu_devices  # noqa: E402 (after the hook)
 use_virtual_cpu_devices(8)
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("random layer test", "tests/stress")
+    group.addoption("--layer-cases", type=int, default=300, help="how many random inputs the layer is tested on")
+    group.addoption("--layer-case", metavar="P.I", help="only the input of this number of the program of this number")
+
+
 def pytest_configure(config):
     # Tests of a GPU run alone; no other test may depend on one.
     if config.option.markexpr != "gpu":

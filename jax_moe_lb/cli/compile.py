@@ -93,4 +93,5 @@ def _options(given: list[str] | None) -> dict[str, str | bool]:
     for name, equals, _ in pairs:
         if not name or not equals:
             raise ValueError(f"--xla is {shown(name)}; expected NAME=VALUE, such as xla_gpu_autotune_level=0")
-    return {name.removeprefix("--"): value for name, _, value in pairs}
+    words: dict[str, str | bool] = {"true": True, "false": False}
+    return {name.removeprefix("--"): words.get(value.lower(), value) for name, _, value in pairs}

@@ -129,6 +129,7 @@ def read_report(
         # What is written over an argument takes no room of its own.
         output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
+        peak_bytes=sum(buffer.nbytes for buffer in buffers),
         memory_bytes=target.device.memory_bytes if target.device else None,
         buffers=tuple(buffers[:MOST_ROWS]),
         flops=total(products(module)),

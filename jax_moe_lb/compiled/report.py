@@ -49,7 +49,8 @@ class Report:
         devices: how many it has.
         argument_bytes: what the arguments take.
         output_bytes: what the results take that are not written over arguments.
-        temp_bytes: what everything else takes, at its peak.
+        temp_bytes: what everything else takes.
+        peak_bytes: what of that is in use at the peak; the rest is gaps that no buffer fits into.
         memory_bytes: what the device has, `None` if that is not known.
         buffers: the temporaries that live at the peak, the largest first.
         flops: the floating-point operations of all products.
@@ -67,6 +68,7 @@ class Report:
     argument_bytes: int
     output_bytes: int
     temp_bytes: int
+    peak_bytes: int
     memory_bytes: int | None
     buffers: tuple[Buffer, ...]
     flops: int

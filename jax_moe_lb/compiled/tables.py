@@ -68,8 +68,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _buffers(report: Report) -> Table:
-    listed = sum(buffer.nbytes for buffer in report.buffers)
-    table = _table(f"temporaries at the peak, {decimal(listed)}", ("size", "array", "holds", "line", "name"))
+    table = _table(f"temporaries at the peak, {decimal(report.peak_bytes)}", ("size", "array", "holds", "line", "name"))
     for one in report.buffers[:MOST_ROWS]:
         if one.nbytes >= LEAST_SHARE * report.temp_bytes:
             table.add_row(decimal(one.nbytes), *map(escape, (one.shape, _short(one.holds), one.source, one.name)))

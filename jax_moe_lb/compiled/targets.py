@@ -142,9 +142,6 @@ def use_no_accelerators() -> None:
 
     It sets what the plugins of JAX read when they start, in this process alone.
 
-    Raises:
-        RuntimeError: a backend is already up.
-
     Examples:
         >>> from jax_moe_lb.compiled import use_no_accelerators
         >>> use_no_accelerators()  # doctest: +SKIP

@@ -29,6 +29,7 @@ def ragged_all_to_all(
     recv_sizes: Sizes,
     *,
     axis_name: tuple[str, ...],
+    disjoint: bool = False,
     site: str | None = None,
     timeout_s: float = 120.0,
 ) -> Shaped[Array, "Q *X"]:
@@ -48,6 +49,8 @@ def ragged_all_to_all(
         output_offsets: `[U]` int32, where in the *receiver's* `output` each slice lands.
         recv_sizes: `[U]` int32, the rows that arrive, in the order of the senders.
         axis_name: the mesh axes of the ranks, outermost first.
+        disjoint: whether no row of `operand` is in two slices. Where the exchange is made of XLA's other collectives,
+            all slices for a rank then travel as one.
         site: the name of this exchange in messages; its axes by default.
         timeout_s: how long the custom call waits for ranks that do not come, in seconds, before all ranks that did come
             stop with an error that names those that did not. 120, the default, is far more than an exchange takes.
@@ -70,7 +73,7 @@ def ragged_all_to_all(
         return _in_process(*args, axis_name=axis_name, site=site or "axis " + ", ".join(axis_name), timeout_s=timeout_s)
 
     def by_steps(*args: Array) -> Array:
-        return exchange_by_steps(*args, axis_name=axis_name)
+        return exchange_by_steps(*args, axis_name=axis_name, disjoint=disjoint)
 
     on_cpu = in_process if moves_in_process() else by_steps
     return jax.lax.platform_dependent(*args, cpu=on_cpu, default=on_accelerators)
@@ -83,10 +86,10 @@ def moves_in_process() -> bool:
     return is_built("cpu") and jax.process_count() == 1
 
 
-def exchange_by_steps(*args: Array, axis_name: tuple[str, ...]) -> Array:
+def exchange_by_steps(*args: Array, axis_name: tuple[str, ...], disjoint: bool = False) -> Array:
     """Computes `ragged_all_to_all` out of XLA's other collectives, in the form for one process or for several."""
     by_steps = one_way_all_to_all if jax.process_count() > 1 else padded_all_to_all
-    return by_steps(*args, axis_name=axis_name)
+    return by_steps(*args, axis_name=axis_name, disjoint=disjoint)
 
 
 def _in_process(

@@ -39,13 +39,14 @@ def padded_all_to_all(
     recv_sizes: Sizes,
     *,
     axis_name: Axes,
+    disjoint: bool = False,
 ) -> Shaped[Array, "Q *X"]:
     """Computes `ragged_all_to_all` out of `all_to_all` alone, with the same arguments.
 
     It is the form for CPUs of one process without the custom call.
     """
     where = (input_offsets, send_sizes, output_offsets, recv_sizes)
-    return _by_pairs(_all_to_all_steps, operand, output, where, axis_name)
+    return _by_pairs(_all_to_all_steps, operand, output, where, axis_name, disjoint)
 
 
 def one_way_all_to_all(
@@ -57,6 +58,7 @@ def one_way_all_to_all(
     recv_sizes: Sizes,
     *,
     axis_name: Axes,
+    disjoint: bool = False,
 ) -> Shaped[Array, "Q *X"]:
     """Computes `ragged_all_to_all` out of permutes, with the same arguments.
 
@@ -64,7 +66,7 @@ def one_way_all_to_all(
     call this equally often, also in groups side by side.
     """
     where = (input_offsets, send_sizes, output_offsets, recv_sizes)
-    return _by_pairs(_permute_steps, operand, output, where, axis_name)
+    return _by_pairs(_permute_steps, operand, output, where, axis_name, disjoint)
 
 
 @dataclass(frozen=True)
@@ -83,29 +85,38 @@ def _by_pairs(
     output: Array,
     where: tuple[Sizes, Sizes, Sizes, Sizes],
     axis_name: Axes,
+    disjoint: bool,
 ) -> Array:
-    input_offsets, sizes, output_offsets, arriving = where
+    first, sizes, output_offsets, arriving = where
     # Only the sender was told where its rows land, but here the receiver puts them there. This comes before the return
     # below, since all ranks of a group must take part.
     landings = jax.lax.all_to_all(output_offsets, axis_name, 0, 0, tiled=True)
-    num_ranks = jax.lax.axis_size(axis_name)
     if operand.shape[0] == 0 or output.shape[0] == 0:
         return output
-    dtype = operand.dtype
+    dtype, per_pair = operand.dtype, sizes.shape[0] // jax.lax.axis_size(axis_name)
     # As integers: XLA:CPU sends a narrow float as a wider one.
     operand, output = to_wire(operand), to_wire(output)
-    if sizes.shape[0] == num_ranks:
-        return from_wire(
-            _exchanged(steps, operand, output, _Pairs(input_offsets, sizes, landings, arriving), axis_name), dtype
-        )
-    # All slices for one rank travel as one, side by side, and are put where they belong when they are there.
-    packed = operand[concatenated(input_offsets, sizes, operand.shape[0])]
-    sent, come = (array.reshape(num_ranks, -1).sum(1, dtype=jnp.int32) for array in (sizes, arriving))
+    if disjoint and per_pair > 1:
+        return from_wire(_packed(steps, operand, output, _Pairs(first, sizes, landings, arriving), axis_name), dtype)
+    for i in range(per_pair):
+        pairs = _Pairs(*(array[i::per_pair] for array in (first, sizes, landings, arriving)))
+        output = _exchanged(steps, operand, output, pairs, axis_name)
+    return from_wire(output, dtype)
+
+
+def _packed(
+    steps: Callable[[Array, Array, _Pairs, Axes], Array], operand: Array, output: Array, slices: _Pairs, axis_name: Axes
+) -> Array:
+    """All slices for one rank travel as one, side by side, and are put where they belong when they are there."""
+    num_ranks = jax.lax.axis_size(axis_name)
+    sent, come = (sizes.reshape(num_ranks, -1).sum(1, dtype=jnp.int32) for sizes in (slices.sizes, slices.arriving))
+    # The operand has room for all of them, as none of its rows is in two.
+    packed = operand[concatenated(slices.starts, slices.sizes, operand.shape[0])]
     pairs = _Pairs(starts(sent), sent, starts(come), come)
     arrived = _exchanged(steps, packed, jnp.zeros_like(output), pairs, axis_name)
-    into = concatenated(landings, arriving, output.shape[0])
+    into = concatenated(slices.landings, slices.arriving, output.shape[0])
     into = jnp.where(iota(output.shape[0]) < come.sum(dtype=jnp.int32), into, output.shape[0])
-    return from_wire(output.at[into].set(arrived, mode="drop"), dtype)
+    return output.at[into].set(arrived, mode="drop")
 
 
 def _exchanged(

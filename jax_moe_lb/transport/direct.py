@@ -112,6 +112,7 @@ class Direct(Dispatch[DirectReceipt]):
             output_offsets=(receipt.first_landed + going.start - first).reshape(-1),
             recv_sizes=coming.size.reshape(-1),
             axis_name=topology.expert_axes,
+            disjoint=True,
             site="dispatch",
         )
         return rows, coming.size.sum(0, dtype=jnp.int32)
@@ -132,6 +133,7 @@ class Direct(Dispatch[DirectReceipt]):
             output_offsets=(receipt.first_at_source + coming.start).reshape(-1),
             recv_sizes=going.size.reshape(-1),
             axis_name=topology.expert_axes,
+            disjoint=True,
             site="combine",
         )
 

@@ -126,9 +126,9 @@ def _gradients(
 ) -> tuple[Copies, Experts]:
     """Computes the gradients of the copies and of the home experts, in the same rounds again."""
     copies, experts, plan, receipt = saved
-    # Without the barrier XLA sees that the forward pass made the same replicas, and keeps those until now instead. It
-    # ties the weights to the gradients, which do not exist before the backward pass has come here.
-    experts, upstream = jax.lax.optimization_barrier((experts, upstream))
+    # Without the barrier XLA sees that the forward pass made the same replicas and sent the same rows, and keeps those
+    # until now instead. It ties them to the gradients, which do not exist before the backward pass has come here.
+    copies, experts, upstream = jax.lax.optimization_barrier((copies, experts, upstream))
     again = replicate.again()
     slots, sum_at_home = jax.vjp(lambda experts: again(experts, plan, topology), experts)
 

@@ -235,9 +235,9 @@ def _gradients(ways: Ways, saved: Saved, upstream: Copies) -> tuple[Tokens, Expe
     """Computes the gradients of the tokens and of the home experts, in the same two waves again."""
     tokens, experts, plan, waves = saved
     ways = ways._replace(replicate=ways.replicate.again())
-    # Without the barrier XLA sees that the forward pass made the same replicas, and keeps those until now instead. It
-    # ties the weights to the gradients, which do not exist before the backward pass has come here.
-    experts, upstream = jax.lax.optimization_barrier((experts, upstream))
+    # Without the barrier XLA sees that the forward pass made the same replicas and sent the same rows, and keeps those
+    # until now instead. It ties them to the gradients, which do not exist before the backward pass has come here.
+    tokens, experts, upstream = jax.lax.optimization_barrier((tokens, experts, upstream))
     per_tok = _per_tok(waves.dynamic, tokens)
     copies, by_token = jax.vjp(lambda tokens: to_sending_order(tokens, waves.dynamic, per_tok), tokens)
     pending = _start(experts, plan, ways)

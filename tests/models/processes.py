@@ -16,7 +16,7 @@ from models.place import Place
 from models.store import Store
 
 ROOT = Path(__file__).parents[2]
-JOIN_TIMEOUT_S = 60
+JOIN_TIMEOUT_S = 120
 WAIT_S = 60.0
 
 

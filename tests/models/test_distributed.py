@@ -21,6 +21,8 @@ from tests.models.processes import end, free_port, start
 PROMISED_S = 20
 """A process is gone, and so long after all others have ended."""
 
+JOIN = ("--join-timeout-s", "120")
+
 VARIABLES = {
     "coordinator": "JAX_COORDINATOR_ADDRESS",
     "num_processes": "JAX_NUM_PROCESSES",
@@ -154,7 +156,7 @@ def test_the_kernel_looks_after_a_machine_that_vanished():
 def test_a_process_that_does_not_come_ends_those_that_wait():
     port = free_port()
     waiting = [start("models.train", *place(port, 3, i), "--join-timeout-s", "3") for i in range(2)]
-    for code, output, errors in end(waiting, 30):
+    for code, output, errors in end(waiting, MAX_WAIT_S):
         assert (code, output) == (2, "")
         line = f"error: num_processes is 3, but not all of them came to 127.0.0.1:{port} within 3 s; "
         assert errors.splitlines() == [
@@ -209,13 +211,14 @@ def train(folder, *options, of_each=((), ())):
     """Two processes that train the tiny model."""
     port = free_port()
     return [
-        start("tests.models.tiny_process", *place(port, 2, i), *options, *of_each[i], folder=folder) for i in range(2)
+        start("tests.models.tiny_process", *place(port, 2, i), *JOIN, *options, *of_each[i], folder=folder)
+        for i in range(2)
     ]
 
 
 @pytest.mark.slow
 def test_different_options_are_refused_by_all(tmp_path):
-    for code, output, errors in end(train(tmp_path, of_each=[("--steps", "8"), ("--steps", "9")]), 60):
+    for code, output, errors in end(train(tmp_path, of_each=[("--steps", "8"), ("--steps", "9")]), MAX_WAIT_S):
         assert (code, output) == (2, "")
         assert len(errors.splitlines()) == 2
         assert errors.endswith("steps is 8 on process 0 and 9 on process 1; expected the same on all processes\n")
@@ -229,14 +232,13 @@ def test_a_run_of_two_processes_is_killed_resumed_and_stopped(tmp_path):
     RunFolder(tmp_path / "runs" / "tiny").config.write_text("{}")
     folder, endless = RunFolder(tmp_path / "runs" / "tiny-2"), ("--steps", "100000")
 
-    processes = train(tmp_path, *endless)
-    while not steps_in(folder.checkpoints) and all(process.poll() is None for process in processes):
+    processes, until = train(tmp_path, *endless), time.monotonic() + MAX_WAIT_S
+    while not steps_in(folder.checkpoints) and processes[0].poll() is None and time.monotonic() < until:
         time.sleep(0.05)
     processes[1].kill()
     (code, _, errors), _ = end(processes, PROMISED_S)
     assert code == 1, errors
     assert re.fullmatch(r"error: process 1 \(pid \d+ on \S+\) is gone; --resume .*", errors.splitlines()[-1])
-    assert len(errors.splitlines()) == 2
 
     processes = train(tmp_path, *endless, "--resume")
     wait_for_steps(processes[0], folder.path)

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +88,27 @@ def test_steps_of_collectives_against_a_loop(form, num_ranks):
         output = rng.normal(size=(num_ranks, received.sum(1).max() + 3, 3)).astype(np.float32)
         got = run(operand, output, *(jnp.asarray(a, jnp.int32) for a in (*where, received)))
         np.testing.assert_array_equal(got, reference(operand, output, *where))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_slices_that_do_not_overlap_travel_as_one(form):
+    rng = np.random.default_rng(0)
+    mesh, packed = make_mesh((5,), ("expert",)), functools.partial(FORMS[form], disjoint=True)
+    run = exchange(mesh, ("expert",), packed)
+    for skew in (0.1, 8.0):
+        _, _, sizes, landings, received = draw_case(rng, 5, 3, 40, skew)
+        operand = rng.normal(size=(5, sizes.sum(1).max() + 2, 3)).astype(np.float32)
+        output = rng.normal(size=(5, received.sum(1).max() + 3, 3)).astype(np.float32)
+        # Side by side, but not in the order of the slices.
+        order = rng.permuted(np.tile(np.arange(15), (5, 1)), axis=1)
+        first = np.stack([(np.cumsum(s[o]) - s[o])[np.argsort(o)] for s, o in zip(sizes, order, strict=True)])
+        where = (first, sizes, landings)
+        got = run(operand, output, *(jnp.asarray(a, jnp.int32) for a in (*where, received)))
+        np.testing.assert_array_equal(got, reference(operand, output, *where))
+    shapes = [jnp.zeros((5, 16, 3))] * 2 + [jnp.zeros((5, 15), jnp.int32)] * 4
+    together, apart = (jax.jit(exchange(mesh, ("expert",), f)).lower(*shapes).as_text() for f in (packed, FORMS[form]))
+    assert together.count("while") < apart.count("while")
 
 
 def test_no_permute_holds_a_pair_and_its_reverse():

@@ -1,0 +1,169 @@
+"""Compiles every system, forward and gradients, for accelerators that are not here, and holds limits.
+
+Every system compiles at small sizes, where only its form is looked at: it fits, multiplies what it has to, and its
+collectives go over axes of the mesh. The reference sizes are compiled where `LIMITS` has numbers.
+
+Run `ci/accelerators.sh`, which installs the compilers.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+
+from jax_moe_lb import systems
+from jax_moe_lb.cli.compose import system_names
+from jax_moe_lb.compiled import LayerSizes, Report, Target, compile_layer, quiet_stderr, use_no_accelerators
+
+TARGETS = ("h100:1x8", "h100:2x8", "v5e:2x4")
+SMALL = LayerSizes(hidden=256, inner=128, experts=32, tokens=256, per_token=2)
+
+REFUSED = {
+    ("lplb", "cuda"): "calls the host",
+    ("lplb", "tpu"): "calls the host",
+    ("exact", "tpu"): "exists in C++ alone",
+}
+"""These have no form on a platform, and say so."""
+
+PROCESSES = 2
+"""Compilers use more than one core at times, and a GB or two of memory each."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """These numbers are the most that a device may need.
+
+    Args:
+        temp_mb: temporaries, in 10^6 bytes.
+        hbm_gb: what is read from and written to memory, in 10^9 bytes.
+        flops_over_ideal: products, over those that are for something.
+        host_waits: how often the host waits in a balanced step.
+    """
+
+    temp_mb: float
+    hbm_gb: float
+    flops_over_ideal: float
+    host_waits: int
+
+    def broken(self, report: Report) -> Iterator[str]:
+        """Says what a report has too much of."""
+        found = {
+            "temp_mb": report.temp_bytes / 1e6,
+            "hbm_gb": report.hbm_bytes / 1e9,
+            "flops_over_ideal": report.flops_over_ideal or 0.0,
+            "host_waits": report.host_waits or 0,
+        }
+        for name, value in found.items():
+            if value > getattr(self, name):
+                yield f"{name} is {value:.4g}; expected at most {getattr(self, name):.4g}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """This is one program to compile.
+
+    Args:
+        target: the machine.
+        system: the name of the system.
+        train: whether with gradients.
+        sizes: the sizes of the layer.
+    """
+
+    target: str
+    system: str
+    train: bool = False
+    sizes: LayerSizes = field(default_factory=LayerSizes)
+
+    def __str__(self) -> str:
+        size = "small" if self.sizes == SMALL else "reference"
+        return f"{self.target:9} {self.system:10} {'gradients' if self.train else 'forward':9} {size:9}"
+
+
+LIMITS: dict[Case, Limits] = {}
+"""For the reference sizes: the number wanted where it is reached, else what it is today and 5 % more."""
+
+
+def cases(system: str | None, target: str | None) -> list[Case]:
+    """Lists what to compile, the longest first.
+
+    Args:
+        system: the only system, or `None` for all.
+        target: the only target, or `None` for all.
+    """
+    small = [Case(on, name, True, SMALL) for on in TARGETS for name in system_names()]
+    every = [*sorted(LIMITS, key=lambda case: not case.train), *small]
+    return [case for case in every if system in (None, case.system) and target in (None, case.target)]
+
+
+def faults(case: Case) -> tuple[list[str], str]:
+    """Compiles a case, and says what is wrong with it and what came out."""
+    target = Target.parse(case.target)
+    expected = REFUSED.get((case.system, target.platform))
+    try:
+        report = compile_layer(getattr(systems, case.system)(), target, case.sizes, gradients=case.train)
+    except ValueError as error:
+        if expected and expected in str(error):
+            return [], "refused, as it should be"
+        return [str(error)], ""
+    if expected:
+        return [f"it compiles; expected {expected!r}"], _numbers(report)
+    limits = LIMITS.get(case)
+    found = [*_bad_form(report), *(limits.broken(report) if limits else ())]
+    return found, _numbers(report)
+
+
+def _bad_form(report: Report) -> Iterator[str]:
+    if not report.fits:
+        yield f"it takes {report.total_bytes} bytes; expected at most {report.memory_bytes}"
+    if not report.flops_over_ideal or report.flops_over_ideal < 1:
+        yield f"flops_over_ideal is {report.flops_over_ideal}; expected at least 1: some products are not counted"
+    if report.host_waits is None:
+        yield "host waits are not known; expected the compiler to say"
+    for one in report.collectives:
+        if one.axes is None:
+            yield f"{one.kind} goes over groups that are no axes of the mesh"
+
+
+def _numbers(report: Report) -> str:
+    count = sum(one.count for one in report.collectives)
+    beside = sum(one.asynchronous for one in report.collectives)
+    return (
+        f"temp {report.temp_bytes / 1e6:7.1f} MB, memory {report.hbm_bytes / 1e9:7.3f} GB, "
+        f"FLOPs {report.flops_over_ideal or 0:6.3f} x, waits {report.host_waits:2}, "
+        f"collectives {count:3}, asynchronous {beside:2}, {report.compile_s:3.0f} s"
+    )
+
+
+def compiled(case: Case) -> tuple[list[str], str]:
+    """Runs `faults` in a process of its own, whose compilers keep quiet."""
+    with quiet_stderr():
+        return faults(case)
+
+
+def main() -> int:
+    """Compiles all cases and prints a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--system", choices=system_names())
+    parser.add_argument("--target", choices=TARGETS)
+    parser.add_argument("--processes", type=int, default=PROCESSES)
+    args = parser.parse_args()
+    start_s, bad = time.monotonic(), 0
+    # Not forked: JAX has threads.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.processes, context, use_no_accelerators) as pool:
+        waiting = {pool.submit(compiled, case): case for case in cases(args.system, args.target)}
+        for done in as_completed(waiting):
+            wrong, numbers = done.result()
+            print(waiting[done], numbers, flush=True)
+            for fault in wrong:
+                print(f"  WRONG: {' '.join(fault.split())[:500]}", flush=True)
+            bad += bool(wrong)
+    print(f"{len(waiting)} programs, {bad} wrong, {time.monotonic() - start_s:.0f} s")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Compiles every system for GPUs and TPUs that are not here, and holds limits on what comes out: see accelerators.py.
+# It installs the compilers into a venv of its own: 5 GB, in a minute. A compiler for CUDA C++ comes with them.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=$PWD/.venv-accelerators
+.venv/bin/python -m venv --without-pip "$venv"
+install() { .venv/bin/uv pip install -q --python "$venv/bin/python" "$@"; }
+install "jax[cuda13,tpu]" cmake ninja nanobind pybind11 scikit-build-core
+export CUDAToolkit_ROOT=${CUDAToolkit_ROOT:-$(echo "$venv"/lib/python3.*/site-packages/nvidia/cu13)}
+# Not in the folder of the other build, which is for another toolkit or none.
+install --no-build-isolation -C build-dir=build/accelerators -e '.[cuda,tpu,train]'
+"$venv/bin/python" -m models.train --preset tiny --dry-run h100:1x8
+exec "$venv/bin/python" ci/accelerators.py "$@"

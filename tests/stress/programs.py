@@ -1,0 +1,188 @@
+"""Programs of the random layer test: which system, router, mesh, dtype and transformation meet in which."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tests.stress.float64_router import Rules
+from tests.stress.layouts import LAYOUTS, RAILS, SPLIT
+
+SEED = 20250101
+INPUTS = 19
+"""Inputs of a program: compiling one takes seconds, running one a few hundredths of a second."""
+
+
+SYSTEMS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("plain", "greedy", "ultraep", "exact", "hybridep", "feplb"), tuple(LAYOUTS)),
+    **dict.fromkeys(("fastermoe", "eplb", "lplb"), tuple(LAYOUTS)),
+    "rails": RAILS,
+    "eplb_plus in two waves, along relays": tuple(LAYOUTS),
+    "any plan in two waves": tuple(LAYOUTS),
+    "any plan, along relays": tuple(LAYOUTS),
+    "any plan, sprayed": RAILS,
+    "experts gathered, exact": SPLIT,
+    "experts gathered, exact, sprayed": ("2 centres of 2 nodes of 2",),
+}
+"""The layouts that each system can have."""
+
+REMEMBERS = ("eplb", "lplb")
+"""Systems with a state."""
+
+ROUTERS = {
+    "softmax": Rules(2),
+    "softmax, one": Rules(1),
+    "softmax, one, score as weight": Rules(1, renormalise=False),
+    "softmax, three, scores as weights, scaled": Rules(3, renormalise=False, scale=1.5),
+    "softmax, groups by their best": Rules(2, renormalise=False, scale=4.0, groups=(2, 1, 1)),
+    "softmax, bias": Rules(3),
+    "sigmoid, bias, groups by their best two": Rules(2, "sigmoid", scale=2.5, groups=(2, 1, 2)),
+    "sigmoid, bias, scores as weights": Rules(2, "sigmoid", renormalise=False),
+    "all experts": Rules(0),
+    "forced": Rules(2, forced=True),
+    "forced, sigmoid, scores as weights": Rules(3, "sigmoid", renormalise=False, forced=True),
+}
+"""0 experts per token stand for all of them."""
+
+LOSSES = {
+    "none": {},
+    "switch": {"switch": 0.7},
+    "sequence": {"sequence": 0.5},
+    "z": {"z": 0.02},
+    "all": {"switch": 0.3, "sequence": 0.4, "z": 0.01},
+}
+DTYPES = ("float64", "float32", "bfloat16")
+TRANSFORMATIONS = (
+    "not jitted",
+    "jit",
+    "checkpoint",
+    "checkpoint, names kept",
+    "scan over layers",
+    "scan over layers with weights of their own, checkpoint, names kept",
+    "microbatches",
+    "module",
+    "module, checkpoint",
+)
+ROUNDS = ((0.3, None), (0.7, None), (1.05, None), (4.0, 2), (8.0, 1))
+"""Headrooms, and limits of rounds that suffice for them where all tokens go to one of eight ranks."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is compiled once, and serves many inputs."""
+
+    number: int
+    system: str
+    layout: str
+    explicit: bool
+    dtype: str
+    router: str
+    losses: str
+    transformation: str
+    gated: bool
+    masked: bool
+    homes: bool
+    num_home: int
+    num_tokens: int  # of a shard
+    features: int
+    mlp_dim: int
+    headroom: float
+    max_rounds: int | None
+    checks: str
+    check_vma: bool
+
+    @property
+    def num_experts(self) -> int:
+        return self.num_home * LAYOUTS[self.layout].num_ranks
+
+    @property
+    def width(self) -> int:
+        """The features come first, then a preference for each expert."""
+        return self.features + self.num_experts
+
+    @property
+    def has_bias(self) -> bool:
+        """A forced choice must not see it."""
+        return "bias" in self.router or ROUTERS[self.router].forced
+
+    @property
+    def gathers(self) -> bool:
+        return self.system.startswith("experts gathered")
+
+    @property
+    def num_groups(self) -> int:
+        """Those that exchange tokens: a gathering layer has one for each offset."""
+        layout = LAYOUTS[self.layout]
+        return layout.shards // layout.num_ranks * (layout.domain_size if self.gathers else 1)
+
+    @property
+    def num_ranks(self) -> int:
+        return LAYOUTS[self.layout].shards // self.num_groups
+
+    @property
+    def scans(self) -> bool:
+        return self.transformation.startswith("scan")
+
+    @property
+    def layers(self) -> int:
+        return 2 if self.scans else 1
+
+    @property
+    def own_weights(self) -> bool:
+        return "weights of their own" in self.transformation
+
+    @property
+    def microbatches(self) -> int:
+        return 2 if self.transformation == "microbatches" else 1
+
+    def rules(self) -> Rules:
+        rules, losses = ROUTERS[self.router], LOSSES[self.losses]
+        per_tok = rules.per_tok or self.num_experts
+        options = {**vars(rules), **losses, "per_tok": per_tok, "sequence_length": self.num_tokens // 2}
+        return Rules(**options)
+
+
+def draw_programs(count: int) -> list[Program]:
+    """As many programs, in which every value of every choice comes up about as often as any other that fits."""
+    rng, used = np.random.default_rng(SEED), Counter()
+
+    def pick(choice: str, values: Iterable) -> Any:
+        # The least used of those that fit, at random among equals: so few programs cover everything.
+        options = list(values)
+        rng.shuffle(options)
+        value = min(options, key=lambda option: used[choice, option])
+        used[choice, value] += 1
+        return value
+
+    def draw(number: int) -> Program:
+        system = pick("system", SYSTEMS)
+        layout = pick("layout", SYSTEMS[system])
+        num_ranks = LAYOUTS[layout].num_ranks
+        # Groups of experts are two halves, of two experts at least.
+        num_home = [home for home in range(1, 9) if 4 <= home * num_ranks <= 24 and home * num_ranks % 2 == 0]
+        headroom, max_rounds = pick("rounds", ROUNDS)
+        return Program(
+            number,
+            system,
+            layout,
+            explicit=pick("explicit", (False, True)),
+            dtype=pick("dtype", DTYPES),
+            router=pick("router", ROUTERS),
+            losses=pick("losses", LOSSES),
+            transformation=pick("transformation", TRANSFORMATIONS),
+            gated=pick("gated", (False, True)),
+            masked=pick("masked", (False, True)),
+            homes=system not in REMEMBERS and pick("homes", (False, True)),
+            num_home=int(rng.choice(num_home)),
+            num_tokens=int(rng.choice([2, 4, 6, 12, 16])),
+            features=int(rng.integers(2, 7)),
+            mlp_dim=int(rng.choice([1, 3, 8, 16])),
+            headroom=headroom,
+            max_rounds=max_rounds,
+            checks=pick("checks", ("callback", "deferred")),
+            check_vma=pick("check_vma", (True, False)),
+        )
+
+    return [draw(number) for number in range(count)]

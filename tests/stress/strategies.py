@@ -1,0 +1,121 @@
+"""What the programs of the random layer test name: meshes, systems, routers and losses."""
+
+import zlib
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jax_moe_lb import (
+    EPLB,
+    FEPLB,
+    LPLB,
+    Chain,
+    EPLBPlus,
+    Exact,
+    ExpertDomains,
+    FasterMoE,
+    ForceBalanced,
+    GroupLimit,
+    HostBalancer,
+    Losses,
+    Migrate,
+    PeerCopy,
+    Plan,
+    RailS,
+    Relay,
+    Spray,
+    Staged,
+    System,
+    TopK,
+    Topology,
+    UltraEP,
+    exact,
+    greedy,
+    hybrid_mesh,
+    hybridep,
+    plain,
+    rails,
+)
+from tests.layer import make_mesh
+from tests.oracle import random_plan
+from tests.stress.float64_router import Rules
+from tests.stress.layouts import LAYOUTS
+from tests.stress.programs import Program
+
+
+class Strategies(NamedTuple):
+    """What a layer is made with."""
+
+    mesh: Mesh
+    topology: Topology
+    migrate: Migrate | None
+    system: System
+    router: TopK | ForceBalanced
+    losses: Losses
+
+
+def strategies_of(program: Program) -> Strategies:
+    rules = program.rules()
+    losses = Losses(rules.switch, rules.sequence, rules.z)
+    return Strategies(*make_topology(program), make_system(program), make_router(rules), losses)
+
+
+def make_topology(program: Program) -> tuple[Mesh, Topology, Migrate | None]:
+    layout = LAYOUTS[program.layout]
+    mesh = make_mesh(layout.sizes, layout.names, AxisType.Explicit if program.explicit else AxisType.Auto)
+    topology = Topology.from_mesh(
+        mesh, layout.expert_axes, ranks_per_domain=layout.ranks_per_domain, rails_per_node=layout.rails_per_node
+    )
+    if not program.gathers:
+        return mesh, topology, None
+    mesh = hybrid_mesh(mesh, dict(layout.split))
+    domains = ExpertDomains.from_mesh(mesh, topology)
+    return mesh, domains.between, Migrate(domains)
+
+
+def any_legal_plan(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
+    """Another random plan for all other counts: the layer must serve by any."""
+    rng = np.random.default_rng(zlib.crc32(np.ascontiguousarray(counts).tobytes()))
+    placement, quota = random_plan(rng, counts, plan.placement.shape[1], plan.domain)
+    return replace(plan, placement=placement, quota=quota)
+
+
+def make_system(program: Program) -> System:
+    # A gathering layer has the experts of an expert domain at home.
+    home = program.num_experts // program.num_ranks
+    slots = min(2, program.num_experts - home)
+    more = min(home + 1, program.num_experts - home)
+    relay, any_plan = Relay(min_replicas=2, min_gain=1), HostBalancer(any_legal_plan)
+    # Copies are cheap and thresholds low, as the loads of these programs are small.
+    shadows = FasterMoE(expert_bytes=1.0, gradient_bytes=1.0, token_bytes=1.0, token_flops=1.0)
+    systems = {
+        "plain": plain(),
+        "greedy": greedy(slots),
+        "ultraep": System(UltraEP(min_tokens=2), relay, replica_slots=more),
+        "exact": exact(slots),
+        "hybridep": hybridep(min(home, slots)),
+        "feplb": System(FEPLB(num_dynamic=1, skip=True), PeerCopy(), Staged(), slots),
+        "fastermoe": System(shadows, replica_slots=slots),
+        "eplb": System(EPLB(every=2), replica_slots=slots),
+        "lplb": System(LPLB(every=2), replica_slots=slots),
+        "rails": rails(),
+        "eplb_plus in two waves, along relays": System(EPLBPlus(), relay, Staged(), slots),
+        "any plan in two waves": System(any_plan, PeerCopy(), Staged(), slots),
+        "any plan, along relays": System(any_plan, relay, replica_slots=more),
+        "any plan, sprayed": System(Chain((any_plan, RailS())), dispatch=Spray(), replica_slots=slots),
+        "experts gathered, exact": exact(slots),
+        "experts gathered, exact, sprayed": System(Chain((Exact(), RailS())), PeerCopy(), Spray(), slots),
+    }
+    system = systems[program.system]
+    rounds = {"headroom": program.headroom, "max_rounds": program.max_rounds}
+    return replace(system, dispatch=replace(system.dispatch, **rounds))
+
+
+def make_router(rules: Rules) -> TopK | ForceBalanced:
+    limit = None if rules.groups is None else GroupLimit(*rules.groups)
+    score = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[rules.score]
+    router = TopK(rules.per_tok, score, rules.renormalise, rules.scale, limit)
+    return ForceBalanced(router) if rules.forced else router

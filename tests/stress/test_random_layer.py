@@ -1,0 +1,75 @@
+"""Random programs on random inputs equal a dense layer in float64, in values and all gradients.
+
+`pytest tests/stress --layer-cases 3000` tries ten times as many; `--layer-case 7.3` repeats one that failed, by the
+number of its program and that of its input.
+"""
+
+import contextlib
+
+import jax
+import pytest
+
+from tests.stress.compared import faults_of
+from tests.stress.compiled import Compiled
+from tests.stress.draws import PATTERNS, draw_inputs
+from tests.stress.programs import (
+    DTYPES,
+    INPUTS,
+    LAYOUTS,
+    LOSSES,
+    ROUNDS,
+    ROUTERS,
+    SYSTEMS,
+    TRANSFORMATIONS,
+    draw_programs,
+)
+
+
+def pytest_generate_tests(metafunc):
+    if "number" in metafunc.fixturenames:
+        only = metafunc.config.getoption("layer_case")
+        cases = metafunc.config.getoption("layer_cases")
+        numbers = range(-(-cases // INPUTS)) if only is None else [int(only.split(".")[0])]
+        metafunc.parametrize("number", numbers)
+
+
+def test_the_default_programs_cover_every_choice():
+    programs = draw_programs(-(-300 // INPUTS))
+    assert {program.system for program in programs} == set(SYSTEMS)
+    assert {program.layout for program in programs} == set(LAYOUTS)
+    assert {program.router for program in programs} == set(ROUTERS)
+    assert {program.losses for program in programs} == set(LOSSES)
+    assert {program.dtype for program in programs} == set(DTYPES)
+    assert {program.transformation for program in programs} == set(TRANSFORMATIONS)
+    assert {(program.headroom, program.max_rounds) for program in programs} == set(ROUNDS)
+    assert {program.checks for program in programs} == {"callback", "deferred"}
+    for choice in ("explicit", "gated", "masked", "homes", "check_vma"):
+        assert {getattr(program, choice) for program in programs} == {False, True}
+    assert len(PATTERNS) <= INPUTS
+
+
+@pytest.mark.slow
+def test_the_layer_equals_float64(number, request):
+    program = draw_programs(number + 1)[number]
+    # Shown where the test fails, also by an error.
+    print(program)
+    faults = []
+    with jax.enable_x64(True) if program.dtype == "float64" else contextlib.nullcontext():
+        compiled = Compiled(program)
+        state = compiled.state
+        for at in inputs_of(number, request.config):
+            pattern, inputs, answers = draw_inputs(program, at)
+            print(f"--layer-case {number}.{at}: {pattern}")
+            outcome = compiled.run(inputs, state)
+            state = outcome.state
+            faults += [f"--layer-case {number}.{at}: {fault}" for fault in faults_of(program, outcome, answers)]
+    assert not faults, "\n".join(faults)
+    if program.transformation != "not jitted" and not program.transformation.startswith("module"):
+        assert compiled.step._cache_size() == 1
+
+
+def inputs_of(number: int, config: pytest.Config) -> range:
+    if (only := config.getoption("layer_case")) is None:
+        return range(min(INPUTS, config.getoption("layer_cases") - number * INPUTS))
+    # A balancer remembers earlier inputs: they run, too, where one alone is asked for.
+    return range(int(only.split(".")[1]) + 1)

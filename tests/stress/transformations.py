@@ -1,0 +1,124 @@
+"""The layer of all ranks under a transformation, with its gradients."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_moe_lb import CHECKPOINT_NAMES, Experts, moe
+from tests.stress.draws import residual
+from tests.stress.float64_experts import Weights
+from tests.stress.programs import Program
+from tests.stress.strategies import Strategies
+
+
+class Given(NamedTuple):
+    """What has no gradient."""
+
+    mask: Array | None
+    target: Array
+    bias: Array | None
+    homes: Array | None
+
+
+Layer = Callable[[Array, Weights, Given, Any], tuple]
+"""`(x, weights, given, state) -> (y, stats, state)`."""
+
+Step = Callable[[Array, Weights, Given, Any], tuple]
+"""`(x, weights, given, state) -> ((value, (y, stats, state)), gradients of x and weights)`."""
+
+
+def make_step(program: Program, strategies: Strategies) -> Step:
+    """The loss is `sum(y * target)` and all router losses."""
+    layer = checkpointed(program, make_layer(program, strategies))
+    layer = over_layers(program, layer) if program.scans else layer
+
+    def loss(x: Array, weights: Weights, given: Given, state: Any) -> tuple:
+        y, stats, state = layer(x, weights, given, state)
+        return (y.astype(given.target.dtype) * given.target).sum() + stats.loss.sum(), (y, stats, state)
+
+    step = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    step = accumulated(step) if program.microbatches > 1 else step
+    return step if program.transformation == "not jitted" else jax.jit(step)
+
+
+def make_layer(program: Program, strategies: Strategies) -> Layer:
+    """`moe` on all ranks; statistics and state have one entry per group."""
+    mesh, topology, migrate = strategies.mesh, strategies.topology, strategies.migrate
+    by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
+    by_expert = PartitionSpec(topology.expert_axes if migrate is None else migrate.domains.expert_axes)
+    by_group, whole = PartitionSpec(topology.data_axes or None), PartitionSpec()
+    specs = (by_token, by_token, Weights(whole, by_expert, by_expert, by_expert), whole, whole, by_group)
+    options = {"losses": strategies.losses, "checks": program.checks}
+    options["sequence_length"] = program.rules().sequence_length
+
+    def one_rank(x: Array, mask: Array, weights: Weights, bias: Array, homes: Array, state: Any) -> tuple:
+        experts = Experts(weights.up, weights.down, weights.gate)
+        experts = experts if migrate is None else migrate(experts)
+        given = {"mask": mask, "bias": bias, "homes": homes, "state": jax.tree.map(lambda leaf: leaf[0], state)}
+        layer = (weights.kernel, experts, strategies.router, strategies.system, topology)
+        y, stats, state = moe(x, *layer, **given, **options)
+        return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state))
+
+    sharded = jax.shard_map(
+        one_rank, mesh=mesh, in_specs=specs, out_specs=(by_token, by_group, by_group), check_vma=program.check_vma
+    )
+
+    def layer(x: Array, weights: Weights, given: Given, state: Any) -> tuple:
+        arrays = (x, given.mask, weights, given.bias, given.homes, state)
+        if program.explicit:
+            arrays = jax.tree.map(partial(put, mesh), specs, arrays)
+        return sharded(*arrays)
+
+    # A loop over primitives on eight devices would take minutes.
+    return jax.jit(layer) if program.transformation == "not jitted" else layer
+
+
+def put(mesh: Mesh, spec: PartitionSpec, tree: Any) -> Any:
+    return jax.sharding.reshard(tree, NamedSharding(mesh, spec))
+
+
+def checkpointed(program: Program, layer: Layer) -> Layer:
+    if "names kept" in program.transformation:
+        return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES))
+    return jax.checkpoint(layer) if program.transformation == "checkpoint" else layer
+
+
+def over_layers(program: Program, layer: Layer) -> Layer:
+    """Each layer has a state of its own, and, where the program says so, weights of its own."""
+
+    def scanned(x: Array, weights: Weights, given: Given, state: Any) -> tuple:
+        part = jnp.asarray(residual(program), x.dtype)
+
+        def one(x: Array, now: tuple) -> tuple:
+            own, state = now
+            y, stats, state = layer(x, weights if own is None else own, given, state)
+            return x + part[None] * y, (stats, state)
+
+        own = weights if program.own_weights else None
+        y, (stats, state) = jax.lax.scan(one, x, (own, state), length=program.layers)
+        return y, stats, state
+
+    return scanned
+
+
+def accumulated(step: Step) -> Step:
+    """Gradients of the weights are summed over microbatches; the balancer's state goes from one to the next."""
+
+    def run(x: Array, weights: Weights, given: Given, state: Any) -> tuple:
+        def one(carry: tuple, batch: tuple) -> tuple:
+            total, sums, state = carry
+            x, mask, target = batch
+            mine = given._replace(mask=mask, target=target)
+            (value, (y, stats, state)), (by_x, gradients) = step(x, weights, mine, state)
+            return (total + value, jax.tree.map(jnp.add, sums, gradients), state), (y, stats, by_x)
+
+        start = (jnp.zeros((), given.target.dtype), jax.tree.map(jnp.zeros_like, weights), state)
+        (value, sums, state), (y, stats, by_x) = jax.lax.scan(one, start, (x, given.mask, given.target))
+        return (value, (y, stats, state)), (by_x, sums)
+
+    return run
