@@ -7,8 +7,11 @@ venv=$PWD/.venv-accelerators
 .venv/bin/python -m venv --without-pip "$venv"
 install() { .venv/bin/uv pip install -q --python "$venv/bin/python" "$@"; }
 install "jax[cuda13,tpu]" cmake ninja nanobind pybind11 scikit-build-core
-export CUDAToolkit_ROOT=${CUDAToolkit_ROOT:-$(echo "$venv"/lib/python3.*/site-packages/nvidia/cu13)}
+# The toolkit of these packages has no libcudart.so that CMake looks for, only that of its version.
+toolkit=$(echo "$venv"/lib/python3.*/site-packages/nvidia/cu13)
+cudart=$(echo "$toolkit"/lib/libcudart.so.*)
 # Not in the folder of the other build, which is for another toolkit or none.
-install --no-build-isolation -C build-dir=build/accelerators -e '.[cuda,tpu,train]'
+CUDAToolkit_ROOT=$toolkit install --no-build-isolation -C build-dir=build/accelerators \
+  -C cmake.define.JAX_MOE_LB_CUDA=ON -C cmake.define.CUDA_CUDART="$cudart" -e '.[cuda,tpu,train]'
 "$venv/bin/python" -m models.train --preset tiny --dry-run h100:1x8
 exec "$venv/bin/python" ci/accelerators.py "$@"

@@ -5,6 +5,7 @@ import pytest
 
 from jax_moe_lb.compiled.hlo import parse_module
 from jax_moe_lb.compiled.shapes import ArrayShape, parse_shapes
+from jax_moe_lb.compiled.sources import read_sources
 from tests.compiled import programs
 
 SHAPES = {
@@ -61,6 +62,50 @@ def test_lines_are_those_of_the_function_that_was_traced(exchanging):
     assert {name: lines[name] for name in expected} == {
         name: f"tests/compiled/programs.py:{first + offset}" for name, offset in expected.items()
     }
+
+
+FRAMES = """
+FileNames
+1 "/home/me/train.py"
+2 "/venv/lib/python3.13/site-packages/jax_moe_lb/split.py"
+3 "/venv/lib/python3.13/site-packages/jax_moe_lb/types.py"
+4 "/venv/lib/python3.13/site-packages/tokamax/kernel.py"
+5 "/venv/lib/python3.13/site-packages/jax_moe_lb/compiled/program.py"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=10 end_line=10 column=1 end_column=1}
+2 {file_name_id=2 function_name_id=1 line=20 end_line=20 column=1 end_column=1}
+3 {file_name_id=3 function_name_id=1 line=30 end_line=30 column=1 end_column=1}
+4 {file_name_id=4 function_name_id=1 line=40 end_line=40 column=1 end_column=1}
+5 {file_name_id=5 function_name_id=1 line=50 end_line=50 column=1 end_column=1}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=3 parent_frame_id=3}
+4 {file_location_id=4 parent_frame_id=4}
+5 {file_location_id=4 parent_frame_id=1}
+6 {file_location_id=5 parent_frame_id=1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("frame", "line"),
+    [
+        (1, "/home/me/train.py:10"),
+        (2, "jax_moe_lb/split.py:20"),
+        # A helper's line and that of another package tell less than that of who called them.
+        (3, "jax_moe_lb/split.py:20"),
+        (4, "jax_moe_lb/split.py:20"),
+        # Nobody of ours called this one.
+        (5, "tokamax/kernel.py:40"),
+        # All programs are traced there.
+        (6, ""),
+        (7, ""),
+    ],
+)
+def test_the_line_that_tells_most_is_found(frame, line):
+    assert read_sources(FRAMES).line(f'metadata={{op_name="f" stack_frame_id={frame}}}') == line
 
 
 def test_a_fusion_without_a_name_is_called_like_what_it_does():

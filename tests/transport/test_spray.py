@@ -2,7 +2,7 @@
 
 import functools
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,8 @@ from jax_moe_lb.ops import ragged_all_to_all as exchange_module
 from jax_moe_lb.plan import rows_between
 from jax_moe_lb.transport.rail_hops import by_own_rail, by_rail_rank
 from jax_moe_lb.transport.rounds import to_sending_order
-from tests.layer import Case, make_mesh, sharded_moe, with_gradients
+from tests.layer import Case, assert_close, make_mesh, sharded_moe, with_gradients
 from tests.oracle import random_plan
-from tests.planners.planner_cases import STOPPED
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
 RANKS, TOKENS, PER_TOK, EXPERTS, SLOTS = 8, 12, 2, 16, 4
@@ -181,8 +180,8 @@ def test_without_rails_rows_travel_along_the_receivers_rail():
 
 
 @pytest.mark.slow
-def test_the_layer_equals_that_of_direct_dispatch_to_the_bit():
-    """Outputs, statistics and gradients; beside data parallelism."""
+def test_the_layer_equals_that_of_direct_dispatch():
+    """Outputs and statistics to the bit, and gradients, of which each round sums those of other rows."""
     case, mesh = Case(), make_mesh((2, 2, 2), ("data", "node", "rail"))
     topology = Topology.from_mesh(mesh, ("node", "rail"), rails_per_node=2)
     x, mask = case.tokens(BY_NAME["zipf"], 8, "float32")
@@ -196,8 +195,11 @@ def test_the_layer_equals_that_of_direct_dispatch_to_the_bit():
         with_gradients(sharded_moe(mesh, topology, system))(x, mask, kernel, experts, target) for system in systems
     )
     assert int(got[0][1].rounds.max()) > 1
-    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
+    (y, stats), gradients = got
+    np.testing.assert_array_equal(y, want[0][0])
+    for name in (field.name for field in fields(stats) if field.name != "fault"):
+        np.testing.assert_array_equal(getattr(stats, name), getattr(want[0][1], name), err_msg=name)
+    assert_close(gradients, want[1], 1e-6)
 
 
 # ---- what crosses between nodes -------------------------------------------------------
@@ -245,19 +247,18 @@ def test_no_row_leaves_its_rail_between_nodes_in_a_compiled_program(monkeypatch)
             assert collective[2] == "all-to-all", line
             found.append(kind(replica_groups(line), 4))
     assert sorted(found) == ["along a rail"] * 2 + ["inside a node"] * 6
-    for a, b in zip(program(x, experts, counts, sprayed)[:4], direct()(x, experts, counts, plan)[:4], strict=True):
+    got, want = program(x, experts, counts, sprayed), direct()(x, experts, counts, plan)
+    for a, b in zip((*by_slot(got), *got[2:4]), (*by_slot(want), *want[2:4]), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.slow
-def test_no_row_leaves_its_rail_between_nodes_on_a_gpu(monkeypatch):
+def test_no_row_leaves_its_rail_between_nodes_on_a_gpu():
     """A whole layer, forward and backward, as it is lowered for one: all exact-size exchanges."""
-    for module in ("jax_moe_lb.pipeline", "jax_moe_lb.transport.spray"):
-        monkeypatch.setattr(f"{module}.ensure", lambda ok, *_: jnp.zeros_like(ok, jnp.int32))
-    monkeypatch.setattr("jax_moe_lb.transport.dispatch.ensure_legal", lambda plan, *_: plan)
     mesh, topology = layout("two ranks at each rail")
     case = Case()
-    layer = with_gradients(sharded_moe(mesh, topology, System(RailS(), dispatch=Spray())))
+    system = System(RailS(), dispatch=Spray(max_rounds=1))
+    layer = with_gradients(sharded_moe(mesh, topology, system, checks="deferred"))
     x, mask = case.tokens(BY_NAME["zipf"], 8, "float32")
     text = layer.trace(x, mask, *case.params("float32"), x).lower(lowering_platforms=("cuda",)).as_text()
     groups = re.findall(r"ragged_all_to_all.*?replica_groups = dense<\[(.*?)\]> :", text)
@@ -291,10 +292,14 @@ def test_rails_that_do_not_fit_are_refused():
 
 
 @pytest.mark.slow
-def test_rails_that_lose_a_row_stop_the_program():
+def test_rails_that_lose_a_row_are_not_followed():
+    """All rows then take the receiver's own rail, and are where they would be without; the layer says so."""
     x, experts, counts, plan = all_to_the_other_node()
     plan = RailS().rebalance(counts, plan, layout("two ranks at each rail")[1], ())[0]
     rails = plan.rails.copy()
     rails[1, 6, 0] += 1
-    with pytest.raises(STOPPED, match=r"plan.rails from rank 1 to rank 6 sums to 7 tokens; expected the 6"):
-        jax.block_until_ready(spray("two ranks at each rail")(x, experts, counts, replace(plan, rails=rails)))
+    run = spray("two ranks at each rail")
+    for a, b in zip(
+        run(x, experts, counts, replace(plan, rails=rails))[:4], run(x, experts, counts, plan)[:4], strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
