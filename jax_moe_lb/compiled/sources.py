@@ -11,8 +11,8 @@ FIELD = re.compile(r"(\w+)=(\d+)")
 FRAME = re.compile(r"stack_frame_id=(\d+)")
 INLINE = re.compile(r'source_file="([^"]+)"(?: source_line=(\d+))?')
 
-HELPER = re.compile(r"jax_moe_lb/(?:types|_\w+)\.py:|tokamax/")
-"""A line of these files says less than the one that called it."""
+HELPER = re.compile(r"-packages/(?!jax_moe_lb/)|jax_moe_lb/(?:types|_\w+)\.py:")
+"""A line of these files, and of other packages that are installed, says less than the one that called it."""
 
 TRACER = re.compile(r"jax_moe_lb/compiled/\w+\.py:")
 """A line of these files says nothing: the whole program is traced there."""
@@ -40,9 +40,9 @@ class Sources:
         """
         if found := FRAME.search(attributes):
             lines = [line for line in self._lines(int(found[1])) if not TRACER.search(line)]
-            return next((line for line in lines if not HELPER.search(line)), lines[0] if lines else "")
+            return _short(next((line for line in lines if not HELPER.search(line)), lines[0] if lines else ""))
         if found := INLINE.search(attributes):
-            return f"{_short(found[1])}:{found[2] or '?'}"
+            return _short(f"{found[1]}:{found[2] or '?'}")
         return ""
 
     def _lines(self, frame: int) -> list[str]:
@@ -51,7 +51,7 @@ class Sources:
         while frame in self.frames:
             location, caller = self.frames[frame]
             file, line = self.locations.get(location, (0, 0))
-            lines.append(f"{_short(self.files.get(file, '?'))}:{line}")
+            lines.append(f"{self.files.get(file, '?')}:{line}")
             frame = caller
         return lines
 
@@ -79,6 +79,8 @@ def read_sources(text: str) -> Sources:
 
 def _short(path: str) -> str:
     """Shortens a path to what is below site-packages or the working directory."""
+    if not path:
+        return ""
     parts = Path(path).parts
     for root in ("site-packages", "dist-packages"):
         if root in parts:
