@@ -24,17 +24,18 @@ from jax_moe_lb.routing import (
 )
 from jax_moe_lb.systems import System
 from jax_moe_lb.topology import Topology
+from jax_moe_lb.transport.copies import Weights
 from jax_moe_lb.transport.dispatch import Routed, Served
-from jax_moe_lb.transport.rounds import combine
 from jax_moe_lb.types import Counts, State, TokenMask, Tokens, iota, wide_dtype
 
 TOKEN_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float64)
 """What tokens may be; the custom calls and the kernels of accelerators have no form for others."""
 
-CHECKPOINT_NAMES = ("moe_routing", "moe_sent", "moe_served")
-"""The names of intermediates for `jax.checkpoint_policies`: the routing, and token copies before and after the experts.
+CHECKPOINT_NAMES = ("moe_routing", "moe_plan")
+"""The names of intermediates for `jax.checkpoint_policies`: the routing, and the plan with where each copy goes.
 
-Give them to `save_only_these_names` to keep those and compute the rest again in the backward pass.
+A layer keeps no copies and no outputs of experts, with or without a policy. Give these names to `save_only_these_names`
+to keep a few integers per token, so that a layer inside `jax.checkpoint` neither routes nor plans again.
 """
 
 
@@ -165,7 +166,7 @@ def moe(
     _check_arguments(x, kernel, experts, topology)
     routing = route(x, kernel, router, topology, bias, mask)
     counted = count(routing, kernel.shape[1], topology, checks)
-    routed, is_homed = at_homes(counted, homes, checks)
+    routed, is_homed = at_homes(counted, routing.weights, homes, checks)
     # One rank alone has all experts at home.
     num_slots = experts.up.shape[0] + (system.replica_slots if topology.num_ranks > 1 else 0)
     start = plain_plan(routed.counts, topology, num_slots)
@@ -180,7 +181,7 @@ def moe(
         topology=topology,
         checks=checks,
     )
-    y = combine(checkpoint_name(served.copies, "moe_served"), routing.weights, served.receipt)
+    y = served.outputs
     if checks == "deferred" and (homes is not None or system.dispatch.max_rounds is not None):
         # Copies that were not served, or by other experts, are no outputs, and nobody shall take them for such.
         y = jnp.where(served.is_whole & is_homed, y, jnp.nan)
@@ -266,11 +267,14 @@ def count(routing: Routing, num_experts: int, topology: Topology, checks: Checks
     return Counted(experts, counts, wrong, ok)
 
 
-def at_homes(counted: Counted, homes: Int[Array, "E"] | None, checks: Checks) -> tuple[Routed, Bool[Array, ""]]:
+def at_homes(
+    counted: Counted, weights: Weights, homes: Int[Array, "E"] | None, checks: Checks
+) -> tuple[Routed, Bool[Array, ""]]:
     """Renumbers experts and counts by place; the router keeps its own numbers, so ties, groups and losses stay.
 
     Args:
         counted: what `count` returned.
+        weights: `[T, K]`, the router's, which stay as they are.
         homes: `[E]` int32, the place of each expert, a permutation; `None`: expert `e` is at place `e`.
         checks: what to do about other values. Under "deferred" experts then stay where they were at first, which are
             others, so `moe` makes outputs NaN.
@@ -279,7 +283,7 @@ def at_homes(counted: Counted, homes: Int[Array, "E"] | None, checks: Checks) ->
         Both by place, and whether `homes` is a permutation.
     """
     if homes is None:
-        return Routed(counted.experts, counted.counts), jnp.bool_(True)
+        return Routed(counted.experts, counted.counts, weights), jnp.bool_(True)
     # A permutation sorts to 0, 1, 2, ...; anything else would give two experts one place.
     ok = (jnp.sort(homes) == iota(homes.shape[0])).all()
     safe = jnp.where(ok, homes, iota(homes.shape[0]))
@@ -287,7 +291,7 @@ def at_homes(counted: Counted, homes: Int[Array, "E"] | None, checks: Checks) ->
     if checks == "callback":
         counts = counts + ensure(ok, check_homes, homes)
     places = jnp.where(counted.experts < 0, NO_EXPERT, safe[jnp.maximum(counted.experts, 0)])
-    return Routed(places, counts), ok
+    return Routed(places, counts, weights), ok
 
 
 def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:

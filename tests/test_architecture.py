@@ -22,6 +22,7 @@ LAYERS = [
     ["relocation", "balancers"],
     [
         "transport.codec",
+        "transport.copies",
         "transport.exchange",
         "transport.migrate",
         "transport.packing",

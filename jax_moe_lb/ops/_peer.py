@@ -142,17 +142,21 @@ def fetch_reference(home: Weights, wanted: Wanted, num_home: int, route: Route) 
     return jnp.where(filled, home[jnp.maximum(flat, 0)], jnp.zeros((), home.dtype))
 
 
-def sum_reference(slots: Weights, wanted: Wanted, num_home: int, route: Route) -> Weights:
-    """Sums the gradients of replicas at home: the transpose of `fetch_reference`."""
+def sum_reference(slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
+    """Sums the gradients of replicas at home, of all kinds of weights: the transpose of `fetch_reference`."""
     if route.axis_name:
         return fetch_transpose(slots, wanted, num_home, route.axis_name)
     flat = wanted.reshape(-1)
     num_experts = wanted.shape[0] * num_home
 
-    def add(i: Array, sums: Array) -> Array:
+    def add(i: Array, sums: Arrays) -> Arrays:
         # One after the other, as the custom call adds, so that equal inputs give equal bits. An empty slot has the
         # index beyond the last expert, and is dropped.
-        return sums.at[jnp.where(flat[i] < 0, num_experts, flat[i])].add(slots[i].astype(sums.dtype), mode="drop")
+        expert = jnp.where(flat[i] < 0, num_experts, flat[i])
+        return tuple(
+            kind.at[expert].add(slot[i].astype(kind.dtype), mode="drop") for kind, slot in zip(sums, slots, strict=True)
+        )
 
-    zeros = jnp.zeros((num_experts, *slots.shape[1:]), wide_dtype(slots))
-    return jax.lax.fori_loop(0, flat.shape[0], add, zeros).astype(slots.dtype)
+    zeros = tuple(jnp.zeros((num_experts, *slot.shape[1:]), wide_dtype(slot)) for slot in slots)
+    sums = jax.lax.fori_loop(0, flat.shape[0], add, zeros)
+    return tuple(kind.astype(slot.dtype) for kind, slot in zip(sums, slots, strict=True))

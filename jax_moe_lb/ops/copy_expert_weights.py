@@ -119,7 +119,7 @@ def sum_at_home(slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> A
         return sum_by_turns(slots, wanted, num_home, route)
 
     def reference(wanted: Wanted, *slots: Array) -> Arrays:
-        return tuple(sum_reference(slot, wanted, num_home, route) for slot in slots)
+        return sum_reference(slots, wanted, num_home, route)
 
     platforms = native_platforms()
     elsewhere = partial(by_platform, native=on_cuda, reference=reference, platforms=platforms[1:])

@@ -9,6 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.ops.ragged_all_to_all import moves_in_process, ragged_all_to_all
@@ -17,6 +18,9 @@ from jax_moe_lb.types import iota, wide_dtype
 Axes = tuple[str, ...]
 Weights = Float[Array, "..."]
 """One kind of weights of `G` experts, `[G, ...]`."""
+
+Kinds = tuple[Weights, ...]
+"""All kinds of weights of the same experts."""
 
 Wanted = Int[Array, "R P"]
 """The expert of each of the `P = S - L` replica slots of each rank, -1 for an empty one."""
@@ -48,28 +52,33 @@ def _save(home: Weights, wanted: Wanted, num_home: int, axis_name: Axes) -> tupl
 
 
 def _backward(num_home: int, axis_name: Axes, wanted: Wanted, upstream: Weights) -> tuple[Weights, None]:
-    return fetch_transpose(upstream, wanted, num_home, axis_name), None
+    return fetch_transpose((upstream,), wanted, num_home, axis_name)[0], None
 
 
 fetch.defvjp(_save, _backward)
 
 
-def fetch_transpose(upstream: Weights, wanted: Wanted, num_home: int, axis_name: Axes) -> Weights:
+def fetch_transpose(upstream: Kinds, wanted: Wanted, num_home: int, axis_name: Axes) -> Kinds:
     """Sums the gradients of all replicas at home, in an order that depends on `wanted` alone.
 
     Args:
-        upstream: `[P, ...]`, the gradients of this rank's replicas.
+        upstream: `[P, ...]` for each kind of weights, the gradients of this rank's replicas. All travel together.
         wanted: `[R, P]` int32, the expert of each slot, -1 for an empty one.
         num_home: `L`.
         axis_name: the mesh axes of the ranks, outermost first.
 
     Returns:
-        `[L, ...]`, added in float32 at least and rounded once; 0 for an expert without replicas.
+        `[L, ...]` for each kind, added in float32 at least and rounded once; 0 for an expert without replicas.
     """
-    by_ring = partial(ring_sum, num_home=num_home, axis_name=axis_name)
-    by_ragged = partial(ragged_sum, num_home=num_home, axis_name=axis_name)
+
+    def by_ring(wanted: Wanted, *upstream: Weights) -> Kinds:
+        return tuple(ring_sum(kind, wanted, num_home=num_home, axis_name=axis_name) for kind in upstream)
+
+    def by_ragged(wanted: Wanted, *upstream: Weights) -> Kinds:
+        return ragged_sum(upstream, wanted, num_home=num_home, axis_name=axis_name)
+
     on_cpu = by_ragged if moves_in_process() else by_ring
-    return jax.lax.platform_dependent(upstream, wanted, cpu=on_cpu, default=by_ragged)
+    return jax.lax.platform_dependent(wanted, *upstream, cpu=on_cpu, default=by_ragged)
 
 
 # ---- a ring of ppermutes ------------------------------------------------------
@@ -146,32 +155,60 @@ def ragged_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
     )
 
 
-def ragged_sum(upstream: Weights, wanted: Wanted, *, num_home: int, axis_name: Axes) -> Weights:
-    """Computes `fetch_transpose` out of exchanges: every expert's first replica goes home and is added, then every
-    second.
+def ragged_sum(upstream: Kinds, wanted: Wanted, *, num_home: int, axis_name: Axes) -> Kinds:
+    """Computes `fetch_transpose` out of exchanges: replicas of all ranks come home in the order of their ranks and
+    slots, as many at once as there is room for, and a product with a matrix of zeros and ones adds them.
+
+    There is room for all where ranks are few; a rank that more come home to takes turns.
     """
     num_ranks, num_replicas = wanted.shape
     me, owner = jax.lax.axis_index(axis_name), _owner(wanted, num_home)
-    # In one turn an expert receives one replica: a second one would land on the same rows.
-    turn = _turn(wanted, num_ranks * num_home)
+    room = min(num_ranks * num_replicas, max(2 * num_home, 4 * num_replicas))
+    number = _number_at_home(owner)
+    here, local = owner == me, wanted % num_home
     to_owner = owner[me][None] == iota(num_ranks)[:, None]
     slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
+    # Side by side, all kinds are one row per replica, and take one exchange.
+    rows = jnp.concatenate([kind.reshape(num_replicas, -1) for kind in upstream], 1)
 
-    def step(i: Array, sums: Weights) -> Weights:
-        arrived = ragged_all_to_all(
-            upstream,
-            jnp.zeros_like(upstream, shape=(num_home, *upstream.shape[1:])),
+    def arrived(turn: Array) -> Weights:
+        now = number // room == turn
+        landed = ragged_all_to_all(
+            rows,
+            # Zeros, as places that nobody writes are multiplied with 0 too.
+            jnp.zeros_like(rows, shape=(room, rows.shape[1])),
             input_offsets=slot.reshape(-1),
-            send_sizes=_ones(to_owner & (turn[me] == i)[None]),
-            # An empty slot has an offset too, -1 modulo `L`, and sends 0 rows to it.
-            output_offsets=jnp.broadcast_to(wanted[me] % num_home, wanted.shape).reshape(-1),
-            recv_sizes=_ones((owner == me) & (turn == i)),
+            send_sizes=_ones(to_owner & now[me][None]),
+            output_offsets=jnp.broadcast_to(number[me] % room, wanted.shape).reshape(-1),
+            recv_sizes=_ones(here & now),
             axis_name=axis_name,
             site="gradients of replicas",
         )
-        return sums + arrived.astype(sums.dtype)
+        # Places that are not of this rank and turn are beyond the last, and dropped.
+        place = jnp.where(here & now, number % room, room)
+        expert = jnp.full(room, num_home, jnp.int32).at[place.reshape(-1)].set(local.reshape(-1), mode="drop")
+        chosen = (expert[None] == iota(num_home)[:, None]).astype(rows.dtype)
+        # At full precision, as a product of float32 rounds its factors on accelerators otherwise.
+        highest = jax.lax.Precision.HIGHEST
+        return jnp.matmul(chosen, landed, precision=highest, preferred_element_type=wide_dtype(rows))
 
-    return jax.lax.fori_loop(0, turn.max() + 1, step, _zero_sums(upstream, num_home)).astype(upstream.dtype)
+    sums = arrived(jnp.int32(0))
+    if room < num_ranks * num_replicas:
+        # Of the rank that most come home to, so that all ranks take part in every exchange.
+        turns = number.max() // room + 1
+        # `compiled/executed.py` knows by this name that a balanced step runs none of them.
+        with jax.named_scope("further_rounds"):
+            sums = jax.lax.fori_loop(1, turns, lambda turn, sums: sums + arrived(turn), sums)
+    return _split(sums, upstream, num_home)
+
+
+def _split(sums: Float[Array, "L W"], like: Kinds, num_home: int) -> Kinds:
+    """The kinds that stand side by side in each row, in their own shapes and dtypes."""
+    widths = [kind[0].size for kind in like]
+    parts = jnp.split(sums, np.cumsum(widths)[:-1], 1)
+    return tuple(
+        part.astype(kind.dtype).reshape(num_home, *kind.shape[1:]) for part, kind in zip(parts, like, strict=True)
+    )
 
 
 def _owner(wanted: Wanted, num_home: int) -> Wanted:
@@ -179,15 +216,13 @@ def _owner(wanted: Wanted, num_home: int) -> Wanted:
     return jnp.where(wanted >= 0, wanted // num_home, wanted.shape[0])
 
 
-def _turn(wanted: Wanted, num_experts: int) -> Wanted:
-    """How many lower ranks hold a replica of the same expert, for each slot; -1 for an empty one."""
-    num_ranks = wanted.shape[0]
-    ranks = jnp.broadcast_to(iota(num_ranks)[:, None], wanted.shape)
-    experts = jnp.where(wanted >= 0, wanted, num_experts)
-    # The last column collects empty slots, and is never read.
-    holds = jnp.zeros((num_ranks, num_experts + 1), jnp.int32).at[ranks, experts].set(1)
-    before = holds.cumsum(0, dtype=jnp.int32) - holds
-    return jnp.where(wanted >= 0, before[ranks, experts], -1)
+def _number_at_home(owner: Wanted) -> Wanted:
+    """The number of each replica among all of its home rank, in the order of ranks and slots; -1 for an empty slot."""
+    num_ranks, flat = owner.shape[0], owner.reshape(-1)
+    of_home = (flat[:, None] == iota(num_ranks)[None]).astype(jnp.int32)
+    before = of_home.cumsum(0, dtype=jnp.int32) - of_home
+    number = jnp.where(flat < num_ranks, (before * of_home).sum(1, dtype=jnp.int32), -1)
+    return number.reshape(owner.shape)
 
 
 def _ones(where: Bool[Array, "R P"]) -> Int[Array, "U"]:

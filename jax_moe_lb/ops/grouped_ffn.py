@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_moe_lb._varying import vary_like
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops.grouped_kernels import clear_tail
 from jax_moe_lb.ops.grouped_matmul import grouped_matmul, grouped_outer
-from jax_moe_lb.types import GroupSizes, Rows
+from jax_moe_lb.types import DType, GroupSizes, Rows, wide_dtype
 
 
 @jax.custom_vjp
@@ -37,44 +38,57 @@ def _save(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> tuple[Rows, 
 
 
 def grouped_ffn_gradients(
-    rows: Rows, experts: Experts, group_sizes: GroupSizes, upstream: Rows
-) -> tuple[Rows, Experts]:
-    """Computes the gradients of `grouped_ffn` for rows and experts.
+    rows: Rows,
+    weights: Float[Array, "A 1"],
+    experts: Experts,
+    group_sizes: GroupSizes,
+    upstream: Rows,
+    sums_dtype: DType,
+) -> tuple[Rows, Float[Array, "A 1"], Experts]:
+    """Computes the gradients of `weights * grouped_ffn(rows, experts, group_sizes)`.
 
-    Use it in a backward pass that is written by hand, as that of the rounds is: it never rounds what is summed over
-    rounds.
+    Use it in a backward pass that is written by hand, as that of the rounds is.
 
     Args:
         rows: `[A, H]`, as `grouped_ffn` was given them.
+        weights: `[A, 1]`, what the output of each row is multiplied with, in float32 at least.
         experts: the weights of the `S` groups.
         group_sizes: `[S]` int32, the rows of each group.
-        upstream: `[A, H]`, the gradients of the outputs, in the dtype of `rows`. Like `rows`, they may hold anything
-            beyond `group_sizes.sum()`.
+        upstream: `[A, H]`, the gradients of the weighted outputs, in the dtype of `rows`. Like `rows` and `weights`,
+            they may hold anything beyond `group_sizes.sum()`.
+        sums_dtype: that of the gradients of the experts. They are summed over rows in float32 at least; give that where
+            they are summed on, so that nothing is rounded twice.
 
     Returns:
-        The gradients of the rows, in their dtype, which hold anything beyond `group_sizes.sum()`, and those of the
-        experts, in float32 at least.
+        The gradients of the rows and of the weights, in their dtypes, which hold anything beyond `group_sizes.sum()`,
+        and those of the experts.
     """
     # Gradients of weights sum over rows, and there what stands beyond the groups would count.
     rows, upstream = clear_tail(rows, group_sizes), clear_tail(upstream, group_sizes)
     inner = inner_weights(experts)
-    hidden, pull_back = jax.vjp(activate, *(grouped_matmul(rows, weights, group_sizes) for weights in inner))
-    upstreams = pull_back(grouped_matmul(upstream, experts.down, group_sizes, transposed=True))
+    hidden, pull_back = jax.vjp(activate, *(grouped_matmul(rows, matrix, group_sizes) for matrix in inner))
+    # With `y = hidden down`, the gradient of the weight, `y upstream`, is `hidden (upstream down^T)`: of the outputs,
+    # which this pass does not have, only what they are made of is needed. The weights are multiplied with hidden
+    # activations for the same reason, and because these are narrower.
+    of_hidden = grouped_matmul(upstream, experts.down, group_sizes, transposed=True).astype(weights.dtype)
+    of_weights = (hidden.astype(weights.dtype) * of_hidden).sum(1, keepdims=True)
+    upstreams = pull_back((of_hidden * weights).astype(rows.dtype))
+    hidden = (hidden.astype(weights.dtype) * weights).astype(rows.dtype)
     hidden, *upstreams = (clear_tail(array, group_sizes) for array in (hidden, *upstreams))
     back = [
-        grouped_matmul(part, weights, group_sizes, transposed=True)
-        for part, weights in zip(upstreams, inner, strict=True)
+        grouped_matmul(part, matrix, group_sizes, transposed=True)
+        for part, matrix in zip(upstreams, inner, strict=True)
     ]
-    inner_gradients = [grouped_outer(rows, part, group_sizes) for part in upstreams]
-    down = grouped_outer(hidden, upstream, group_sizes)
-    return sum(back[1:], start=back[0]), Experts(inner_gradients[0], down, *inner_gradients[1:])
+    inner_gradients = [grouped_outer(rows, part, group_sizes, sums_dtype) for part in upstreams]
+    down = grouped_outer(hidden, upstream, group_sizes, sums_dtype)
+    return sum(back[1:], start=back[0]), of_weights, Experts(inner_gradients[0], down, *inner_gradients[1:])
 
 
 def _backward(saved: tuple[Rows, Experts, GroupSizes], upstream: Rows) -> tuple[Rows, Experts, None]:
     rows, experts, group_sizes = saved
-    # Autodiff wants cotangents in the dtype of the weights; who sums over rounds calls the wide form itself.
-    row_gradients, expert_gradients = grouped_ffn_gradients(rows, experts, group_sizes, upstream)
-    return row_gradients, jax.tree.map(lambda g, w: g.astype(w.dtype), expert_gradients, experts), None
+    ones = vary_like(jnp.ones((rows.shape[0], 1), wide_dtype(rows)), rows)
+    of_rows, _, of_experts = grouped_ffn_gradients(rows, ones, experts, group_sizes, upstream, experts.up.dtype)
+    return of_rows, of_experts, None
 
 
 grouped_ffn.defvjp(_save, _backward)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_moe_lb._varying import vary_like
-from jax_moe_lb.types import GroupSizes, Rows, iota, wide_dtype
+from jax_moe_lb.types import DType, GroupSizes, Rows, iota
 
 TILE_ROWS = 128
 """Kernels take numbers of rows that this divides, and read beyond the last group up to such a number."""
@@ -53,7 +53,7 @@ def tokamax_matmul(
 
 
 def tokamax_outer(
-    rows: Float[Array, "A I"], others: Float[Array, "A O"], group_sizes: GroupSizes
+    rows: Float[Array, "A I"], others: Float[Array, "A O"], group_sizes: GroupSizes, *, dtype: DType
 ) -> Float[Array, "S I O"] | None:
     """Computes `grouped_outer` with tokamax's kernel for the default device, or returns `None` where it has none.
 
@@ -61,10 +61,11 @@ def tokamax_outer(
         rows: `[A, I]`, sorted by group, after `clear_tail`.
         others: `[A, O]`, likewise.
         group_sizes: `[S]` int32.
+        dtype: that of the result; kernels sum in float32 in any case.
     """
     if not _fits(rows, others):
         return None
-    return _tokamax(rows, others, group_sizes, OUTER, wide_dtype(rows))
+    return _tokamax(rows, others, group_sizes, OUTER, dtype)
 
 
 def ragged_matmul(
@@ -75,10 +76,10 @@ def ragged_matmul(
 
 
 def ragged_outer(
-    rows: Float[Array, "A I"], others: Float[Array, "A O"], group_sizes: GroupSizes
+    rows: Float[Array, "A I"], others: Float[Array, "A O"], group_sizes: GroupSizes, *, dtype: DType
 ) -> Float[Array, "S I O"]:
     """Computes `grouped_outer` with XLA's ragged product; see `tokamax_outer`."""
-    sums = _ragged(rows, others, group_sizes, OUTER, wide_dtype(rows))
+    sums = _ragged(rows, others, group_sizes, OUTER, dtype)
     # Nothing is promised of a group without rows.
     return jnp.where((group_sizes > 0)[:, None, None], sums, 0)
 

@@ -14,7 +14,7 @@ from jax_moe_lb._custom_calls import call, is_built, like
 from jax_moe_lb._varying import vary_alike
 from jax_moe_lb.ops.grouped_blocks import matmul_by_blocks, outer_by_blocks
 from jax_moe_lb.ops.grouped_kernels import clear_tail, ragged_matmul, ragged_outer, tokamax_matmul, tokamax_outer
-from jax_moe_lb.types import GroupSizes, wide_dtype
+from jax_moe_lb.types import DType, GroupSizes, wide_dtype
 
 Inputs = Float[Array, "A I"]
 Outputs = Float[Array, "A O"]
@@ -85,15 +85,15 @@ def _backward(transposed: bool, saved: tuple[Array, ...], upstream: Outputs) -> 
     rows, upstream = (clear_tail(array, group_sizes) for array in (rows, upstream))
     # The gradient has the shape of the weights as they were given, so the factors change places.
     pair = (upstream, rows) if transposed else (rows, upstream)
-    sums = grouped_outer(*pair, group_sizes)
-    # Sums are kept wide in `grouped_outer` and rounded once, to what autodiff wants.
-    return _matmul(not transposed, upstream, weights, group_sizes), sums.astype(weights.dtype), None
+    # Rounded once, to what autodiff wants.
+    sums = grouped_outer(*pair, group_sizes, weights.dtype)
+    return _matmul(not transposed, upstream, weights, group_sizes), sums, None
 
 
 _matmul.defvjp(_save, _backward)
 
 
-def grouped_outer(rows: Inputs, others: Outputs, group_sizes: GroupSizes) -> Sums:
+def grouped_outer(rows: Inputs, others: Outputs, group_sizes: GroupSizes, dtype: DType | None = None) -> Sums:
     """Computes `rows.T @ others` of each group: the gradient of the weights of `grouped_matmul`.
 
     It is not differentiable; use it in backward passes that are written by hand.
@@ -102,23 +102,30 @@ def grouped_outer(rows: Inputs, others: Outputs, group_sizes: GroupSizes) -> Sum
         rows: `[A, I]`, sorted by group, after `clear_tail`: some kernels read beyond `group_sizes.sum()`.
         others: `[A, O]`, in the same order, of the same dtype, and likewise.
         group_sizes: `[S]`, the rows of each group, at least 0; their sum must be at most `A`.
+        dtype: that of the result; `None`, the default, is float32 at least, in which sums are kept in any case. Take
+            that of the weights where nothing is added any more: kernels then write half as much in bfloat16.
 
     Returns:
-        The sums, `[S, I, O]` in float32 at least; exactly 0 for an empty group.
+        The sums, `[S, I, O]`; exactly 0 for an empty group.
     """
+    wide = wide_dtype(rows)
+    dtype = wide if dtype is None else dtype
 
     def custom_call(rows: Inputs, others: Outputs, group_sizes: GroupSizes) -> Sums:
-        out = like(rows, (group_sizes.shape[0], rows.shape[1], others.shape[1]), wide_dtype(rows))
-        return call("grouped_outer", out, rows, others, group_sizes)
+        out = like(rows, (group_sizes.shape[0], rows.shape[1], others.shape[1]), wide)
+        return call("grouped_outer", out, rows, others, group_sizes).astype(dtype)
+
+    def by_blocks(*args: Array) -> Sums:
+        return outer_by_blocks(*args).astype(dtype)
 
     def on_gpus(*args: Array) -> Sums:
-        sums = tokamax_outer(*args)
-        return outer_by_blocks(*args) if sums is None else sums
+        sums = tokamax_outer(*args, dtype=dtype)
+        return by_blocks(*args) if sums is None else sums
 
     return jax.lax.platform_dependent(
         *vary_alike((rows, others, group_sizes.astype(jnp.int32))),
-        cpu=custom_call if is_built("cpu") else outer_by_blocks,
+        cpu=custom_call if is_built("cpu") else by_blocks,
         cuda=on_gpus,
-        tpu=ragged_outer,
-        default=outer_by_blocks,
+        tpu=partial(ragged_outer, dtype=dtype),
+        default=by_blocks,
     )

@@ -15,9 +15,10 @@ from jax_moe_lb.faults import Checks, check_rounds
 from jax_moe_lb.legality import check_plan, ensure, ensure_legal, legal_or_plain
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.exchange import Copies, Exchange, Receipt, ReceiptT
+from jax_moe_lb.transport.copies import Weights
+from jax_moe_lb.transport.exchange import Exchange, ReceiptT
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import in_rounds, to_sending_order
+from jax_moe_lb.transport.rounds import in_rounds
 from jax_moe_lb.types import Counts, State, Tokens
 
 
@@ -27,19 +28,19 @@ class Routed(NamedTuple):
     Args:
         experts: `[T, K]` int32, the expert of each copy of this rank, `NO_EXPERT` for one that goes nowhere.
         counts: `[R, E]` int32, the copies that each rank routes to each expert; equal on all ranks.
+        weights: `[T, K]`, by which the outputs of a token's copies are summed, in float32 at least.
     """
 
     experts: Int[Array, "T K"]
     counts: Counts
+    weights: Weights
 
 
 class Served(NamedTuple):
     """Holds what a dispatch has done.
 
     Args:
-        copies: `[T * K, H]`, the outputs of the experts in the sending order of `receipt`; copies that go nowhere have
-            anything, even NaN.
-        receipt: it says which copy stands where in that order.
+        outputs: `[T, H]`, the weighted sums of the experts' outputs; copies that go nowhere count as 0.
         plan: the legal plan by which they were served.
         rounds: int32, how often the receive buffer was filled, over all waves; 1 is usual under a good plan.
         made: the plan as the balancer made it.
@@ -48,8 +49,7 @@ class Served(NamedTuple):
         is_whole: whether all rounds that the plan needs were served, likewise.
     """
 
-    copies: Copies
-    receipt: Receipt
+    outputs: Tokens
     plan: Plan
     rounds: Int[Array, ""]
     made: Plan
@@ -123,7 +123,7 @@ class Dispatch(Exchange[ReceiptT]):
 
         Args:
             x: `[T, H]`, the tokens of this rank.
-            routed: which experts they go to, and the counts of all ranks.
+            routed: which experts they go to, with what weights, and the counts of all ranks.
             experts: the `L` home experts of this rank.
             plan: the plan that the balancer starts from, that of plain expert parallelism.
             state: what the balancer remembers.
@@ -143,10 +143,10 @@ class Dispatch(Exchange[ReceiptT]):
             receipt = stopping_unless(follows_plan, receipt, checks, check_plan, made, routed.counts)
             is_legal = is_legal & follows_plan
         receipt, is_whole = self.within_rounds(receipt, checks)
-        # Named, so that a policy of `jax.checkpoint` can keep the copies, or gather them from the tokens again.
-        sent = checkpoint_name(to_sending_order(x, receipt, routed.experts.shape[1]), "moe_sent")
-        copies = in_rounds(sent, experts, plan, receipt, replicate, self, topology)
-        return Served(copies, receipt, plan, receipt.rounds, made, None, is_legal, is_whole), state
+        # Named, so that a policy of `jax.checkpoint` can keep them, and nobody plans again in the backward pass.
+        plan, receipt = checkpoint_name((plan, receipt), "moe_plan")
+        outputs = in_rounds(x, routed.weights, experts, plan, receipt, replicate, self, topology)
+        return Served(outputs, plan, receipt.rounds, made, None, is_legal, is_whole), state
 
     def within_rounds(self, receipt: ReceiptT, checks: Checks) -> tuple[ReceiptT, Bool[Array, ""]]:
         """Returns the receipt, and whether `max_rounds` suffices for it; under "callback" the program stops if not.

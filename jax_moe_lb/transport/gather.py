@@ -44,4 +44,6 @@ class Gather(Replicate):
     def sum_at_home(self, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
         """Adds the gradients of all replicas at home, in an order that depends on the plan alone."""
         wanted = plan.placement[:, plan.num_home :]
-        return jax.tree.map(lambda g: fetch_transpose(g, wanted, plan.num_home, topology.expert_axes), gradients)
+        leaves, tree = jax.tree.flatten(gradients)
+        sums = fetch_transpose(tuple(leaves), wanted, plan.num_home, topology.expert_axes)
+        return jax.tree.unflatten(tree, sums)

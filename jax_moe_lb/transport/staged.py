@@ -62,12 +62,9 @@ class Staged(Direct):
         # A planner that runs beside wave 1 keeps no state, so there is nothing to ask the balancer for then.
         if ways.planner is None:
             plan, state = balancer.rebalance(routed.counts, plan, topology, state)
-        copies, outcome = serve_in_waves(x, experts, routed, dynamic, plan, ways)
-        waves, is_whole = outcome.waves, outcome.is_whole
-        served = Served(
-            copies, waves.dynamic, outcome.plan, waves.rounds, outcome.made, dynamic, outcome.is_legal, is_whole
-        )
-        return served, state
+        outputs, outcome = serve_in_waves(x, experts, routed, dynamic, plan, ways)
+        rounds, made = outcome.waves.rounds, outcome.made
+        return Served(outputs, outcome.plan, rounds, made, dynamic, outcome.is_legal, outcome.is_whole), state
 
     def waves(self, counts: Counts, start: Plan, plan: Plan, balancer: Balancer) -> list[tuple[Counts, Plan]]:
         """Returns static experts at home, then dynamic ones by the plan; see `Dispatch.waves`.

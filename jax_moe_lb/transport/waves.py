@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.experts import Experts
@@ -22,13 +22,25 @@ from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.planners.native import NativePlanner
 from jax_moe_lb.topology import Topology
+from jax_moe_lb.transport.copies import (
+    CopyWeights,
+    Weights,
+    combine,
+    sum_of_copies,
+    to_sending_order,
+    weights_by_token,
+    weights_in_order,
+)
 from jax_moe_lb.transport.direct import Direct, DirectReceipt
 from jax_moe_lb.transport.dispatch import Routed, served_plan
 from jax_moe_lb.transport.exchange import Copies, unwritten
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import further_rounds, to_sending_order
+from jax_moe_lb.transport.rounds import further_rounds
 from jax_moe_lb.transport.wave_receipts import Dynamic, Waves, address_dynamic, address_static
-from jax_moe_lb.types import GroupSizes, Rows, Tokens, iota
+from jax_moe_lb.types import GroupSizes, Rows, Tokens, iota, wide_dtype
+
+RowWeights = Float[Array, "A 1"]
+"""What the output of each row is multiplied with."""
 
 
 class Ways(NamedTuple):
@@ -98,8 +110,8 @@ class Outcome(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def serve_in_waves(
     tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: Ways
-) -> tuple[Copies, Outcome]:
-    """Brings every copy of every token to its expert, wherever the plan puts it, and the outputs back.
+) -> tuple[Tokens, Outcome]:
+    """Brings every copy of every token to its expert, wherever the plan puts it, and sums the outputs of each token.
 
     Kept for the backward pass are tokens, home weights, plan and receipts. It makes no plan but replays this one, in
     the same two waves: weights are copied again, beside the first, and gradients of replicas are added at home.
@@ -107,20 +119,19 @@ def serve_in_waves(
     Args:
         tokens: `[T, H]`, the tokens of this rank.
         experts: the `L` home experts of this rank.
-        routed: which experts the tokens go to, and the counts of all ranks.
+        routed: which experts the tokens go to, with what weights, and the counts of all ranks.
         dynamic: `[E]`, which experts the plan may take from home; equal on all ranks.
         plan: the plan, or with a planner the plan that it starts from.
         ways: how all of them travel.
 
     Returns:
-        The experts' outputs in the sending order of both waves, anything for copies that go nowhere; how they came
-        about.
+        `[T, H]`, the weighted sums of the experts' outputs; how they came about.
     """
 
     # Where microbatches are mapped over, one follows the other: `post`, the copies that it began and `join` belong
     # together.
     @jax.custom_batching.sequential_vmap
-    def serve(tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan) -> tuple[Copies, Outcome]:
+    def serve(tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan) -> tuple[Tokens, Outcome]:
         return _serve(tokens, experts, routed, dynamic, plan, ways)
 
     return serve(tokens, experts, routed, dynamic, plan)
@@ -128,16 +139,16 @@ def serve_in_waves(
 
 def _serve(
     tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: Ways
-) -> tuple[Copies, Outcome]:
+) -> tuple[Tokens, Outcome]:
     direct, replicate, _, topology, checks = ways
-    static = address_static(direct, *routed, dynamic, topology)
+    static = address_static(direct, routed.experts, routed.counts, dynamic, topology)
     static, static_is_whole = direct.within_rounds(static, checks)
     pending: Any
     if ways.planner is not None:
         planner, route = ways.planner
         # Every exchange of wave 1 reads this, so `post` comes before them.
         first, posted = post(plan.placement, plan.quota, experts, static.first_sent, route=route)
-        out = _first_wave(tokens, experts, replace(static, first_sent=first), ways)
+        out = _first_wave(tokens, experts, replace(static, first_sent=first), routed.experts, ways)
         # It takes the outputs of wave 1 so that it is launched after it; it plans from what `post` had.
         out, tables, pending = plan_and_copy(posted, out, planner=planner)
         made = replace(plan, placement=tables[0], quota=tables[1])
@@ -147,38 +158,40 @@ def _serve(
         plan, is_legal = served_plan(made, routed.counts, dynamic, checks)
         # Started before wave 1 is computed, and joined after it, so that copy engines can work beside its products.
         pending = _start(experts, plan, ways)
-        out = _first_wave(tokens, experts, static, ways)
-    waves = address_dynamic(direct, *routed, dynamic, plan, static, topology)
+        out = _first_wave(tokens, experts, static, routed.experts, ways)
+    waves = address_dynamic(direct, routed.experts, routed.counts, dynamic, plan, static, topology)
     moving, is_whole = direct.within_rounds(waves.dynamic, checks)
     waves = replace(waves, dynamic=moving)
     slots = None if pending is None else replicate.join(pending, out)
     with jax.named_scope("dynamic_wave"):
-        copies = to_sending_order(tokens, waves.dynamic, routed.experts.shape[1])
-        out = _rounds(copies, waves.dynamic, partial(_by_home_and_slots, experts, slots), out, ways)
-    return out, Outcome(plan, made, waves, is_legal, is_whole & static_is_whole)
+        anywhere = partial(_by_home_and_slots, experts, slots)
+        out = _rounds(tokens, waves.dynamic, routed.experts.shape[1], anywhere, out, ways)
+    return combine(out, routed.weights, waves.dynamic), Outcome(plan, made, waves, is_legal, is_whole & static_is_whole)
 
 
-def _per_tok(receipt: DirectReceipt, tokens: Tokens) -> int:
-    """`K`; where there is no token any number will do."""
-    return receipt.order.size // max(tokens.shape[0], 1) or 1
-
-
-def _first_wave(tokens: Tokens, experts: Experts, receipt: DirectReceipt, ways: Ways) -> Copies:
+def _first_wave(
+    tokens: Tokens, experts: Experts, receipt: DirectReceipt, chosen: Int[Array, "T K"], ways: Ways
+) -> Copies:
     """Computes the outputs of the static copies, which need home weights alone."""
     with jax.named_scope("static_wave"):
-        copies = to_sending_order(tokens, receipt, _per_tok(receipt, tokens))
-        nothing = unwritten(copies, copies.shape[0])
-        return _rounds(copies, receipt, lambda rows, sizes: grouped_ffn(rows, experts, sizes), nothing, ways)
+        nothing = unwritten(tokens, chosen.size)
+        at_home = partial(_by_home_and_slots, experts, None)
+        return _rounds(tokens, receipt, chosen.shape[1], at_home, nothing, ways)
 
 
 def _rounds(
-    copies: Copies, receipt: DirectReceipt, ffn: Callable[[Rows, GroupSizes], Rows], out: Copies, ways: Ways
+    tokens: Tokens,
+    receipt: DirectReceipt,
+    per_token: int,
+    ffn: Callable[[Rows, GroupSizes], Rows],
+    out: Copies,
+    ways: Ways,
 ) -> Copies:
     """Writes the outputs of one wave into `out`."""
     direct, topology = ways.direct, ways.topology
 
     def one_round(i: Array, out: Copies) -> Copies:
-        rows, group_sizes = direct.send(copies, receipt, i, topology)
+        rows, group_sizes = direct.send(to_sending_order(tokens, receipt, per_token), receipt, i, topology)
         return direct.send_back(ffn(rows, group_sizes), receipt, i, out, topology)
 
     return further_rounds(receipt, direct, one_round, one_round(jnp.int32(0), out))
@@ -213,91 +226,108 @@ def _start(experts: Experts, plan: Plan, ways: Ways) -> Any:
 # ---- backward ----------------------------------------------------------------------
 
 
-Saved = tuple[Tokens, Experts, Plan, Waves]
+Saved = tuple[Tokens, Weights, Experts, Plan, Waves]
+
+OfCopies = tuple[Copies, CopyWeights]
+"""The gradients of copies and of their weights, in the sending order of both waves."""
+
+PullBack = Callable[[Rows, RowWeights, GroupSizes, Rows], tuple[Rows, RowWeights, Any]]
+"""It returns the gradients of rows, of their weights and of experts."""
 
 
 def _save(
     tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: Ways
-) -> tuple[tuple[Copies, Outcome], Saved]:
+) -> tuple[tuple[Tokens, Outcome], Saved]:
     out, outcome = serve_in_waves(tokens, experts, routed, dynamic, plan, ways)
-    return (out, outcome), (tokens, experts, outcome.plan, outcome.waves)
+    return (out, outcome), (tokens, routed.weights, experts, outcome.plan, outcome.waves)
 
 
-def _backward(ways: Ways, saved: Saved, gradients: tuple[Copies, Any]) -> tuple[Tokens, Experts, None, None, None]:
+def _backward(ways: Ways, saved: Saved, gradients: tuple[Tokens, Any]) -> tuple[Tokens, Experts, Routed, None, None]:
     @jax.custom_batching.sequential_vmap
-    def pull_back(saved: Saved, upstream: Copies) -> tuple[Tokens, Experts]:
+    def pull_back(saved: Saved, upstream: Tokens) -> tuple[Tokens, Weights, Experts]:
         return _gradients(ways, saved, upstream)
 
-    return *pull_back(saved, gradients[0]), None, None, None
+    of_tokens, of_weights, of_experts = pull_back(saved, gradients[0])
+    none: Any = None  # Choices and counts are integers, which have no gradients.
+    return of_tokens, of_experts, Routed(none, none, of_weights), None, None
 
 
-def _gradients(ways: Ways, saved: Saved, upstream: Copies) -> tuple[Tokens, Experts]:
-    """Computes the gradients of the tokens and of the home experts, in the same two waves again."""
-    tokens, experts, plan, waves = saved
+def _gradients(ways: Ways, saved: Saved, upstream: Tokens) -> tuple[Tokens, Weights, Experts]:
+    """Computes the gradients of tokens, their weights and the home experts, in the same two waves again."""
+    tokens, weights, experts, plan, waves = saved
     ways = ways._replace(replicate=ways.replicate.again())
     # Without the barrier XLA sees that the forward pass made the same replicas and sent the same rows, and keeps those
     # until now instead. It ties them to the gradients, which do not exist before the backward pass has come here.
-    tokens, experts, upstream = jax.lax.optimization_barrier((tokens, experts, upstream))
-    per_tok = _per_tok(waves.dynamic, tokens)
-    copies, by_token = jax.vjp(lambda tokens: to_sending_order(tokens, waves.dynamic, per_tok), tokens)
+    tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     pending = _start(experts, plan, ways)
-
-    def at_home(rows: Rows, group_sizes: GroupSizes, upstream: Rows) -> tuple[Rows, Experts]:
-        return grouped_ffn_gradients(rows, experts, group_sizes, upstream)
-
+    nothing = unwritten(tokens, weights.size), unwritten(weights.reshape(-1, 1), weights.size)
+    rounds = partial(_gradient_rounds, tokens, weights, upstream, waves.dynamic, ways)
     with jax.named_scope("static_wave"):
-        first = _gradient_rounds(copies, upstream, waves.static, at_home, unwritten(copies, copies.shape[0]), ways)
+        first = rounds(waves.static, partial(_gradients_by_home_and_slots, experts, None), nothing)
     slots = None if pending is None else ways.replicate.join(pending, first)
     with jax.named_scope("dynamic_wave"):
         anywhere = partial(_gradients_by_home_and_slots, experts, slots)
-        copy_gradients, (home, moved) = _gradient_rounds(copies, upstream, waves.dynamic, anywhere, first[0], ways)
-    home = jax.tree.map(jnp.add, first[1], home)
+        (of_copies, of_weights), (home, moved) = rounds(waves.dynamic, anywhere, first[0])
+    home = jax.tree.map(jnp.add, first[1][0], home)
     if moved is not None:
         home = jax.tree.map(jnp.add, home, ways.replicate.sum_at_home(moved, plan, ways.topology))
-    return *by_token(copy_gradients), jax.tree.map(lambda g, w: g.astype(w.dtype), home, experts)
+    per_token, home = weights.shape[1], jax.tree.map(lambda g, w: g.astype(w.dtype), home, experts)
+    of_tokens = sum_of_copies(of_copies, waves.dynamic, per_token)
+    return of_tokens, weights_by_token(of_weights, waves.dynamic, per_token), home
 
 
 serve_in_waves.defvjp(_save, _backward)
 
 
 def _gradient_rounds(
-    copies: Copies,
-    upstream: Copies,
-    receipt: DirectReceipt,
-    pull_back: Callable[[Rows, GroupSizes, Rows], tuple[Rows, Any]],
-    copy_gradients: Copies,
+    tokens: Tokens,
+    weights: Weights,
+    upstream: Tokens,
+    order: DirectReceipt,
     ways: Ways,
-) -> tuple[Copies, Any]:
-    """Writes the gradients of one wave's copies into `copy_gradients`, and returns with them those of its experts.
+    receipt: DirectReceipt,
+    pull_back: PullBack,
+    of_copies: OfCopies,
+) -> tuple[OfCopies, Any]:
+    """Writes the gradients of one wave's copies into `of_copies`, and returns with them those of its experts.
 
-    Every round sends the copies again, and the gradients of their outputs.
+    Every round sends the copies again, in the `order` of both waves, and the gradients of their outputs.
     """
-    direct, topology = ways.direct, ways.topology
+    direct, topology, per_token = ways.direct, ways.topology, weights.shape[1]
 
-    def gradients_of(i: Array, copy_gradients: Copies) -> tuple[Copies, Any]:
-        rows, group_sizes = direct.send(copies, receipt, i, topology)
-        row_upstream, _ = direct.send(upstream, receipt, i, topology)
-        row_gradients, gradients = pull_back(rows, group_sizes, row_upstream)
-        return direct.send_back(row_gradients, receipt, i, copy_gradients, topology), gradients
+    def gradients_of(i: Array, of_copies: OfCopies) -> tuple[OfCopies, Any]:
+        rows, group_sizes = direct.send(to_sending_order(tokens, order, per_token), receipt, i, topology)
+        row_upstream, _ = direct.send(to_sending_order(upstream, order, per_token), receipt, i, topology)
+        row_weights, _ = direct.send(weights_in_order(weights, order), receipt, i, topology)
+        *of_rows, of_experts = pull_back(rows, row_weights, group_sizes, row_upstream)
+        copies, copy_weights = (
+            direct.send_back(part, receipt, i, out, topology) for part, out in zip(of_rows, of_copies, strict=True)
+        )
+        return (copies, copy_weights), of_experts
 
-    def one_round(i: Array, carry: tuple[Copies, Any]) -> tuple[Copies, Any]:
-        copy_gradients, gradients = gradients_of(i, carry[0])
+    def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
+        of_copies, of_experts = gradients_of(i, carry[0])
         # In float32 at least: sums over rounds, and over replicas, would lose small addends in bfloat16.
-        return copy_gradients, jax.tree.map(jnp.add, carry[1], gradients)
+        return of_copies, jax.tree.map(jnp.add, carry[1], of_experts)
 
-    return further_rounds(receipt, direct, one_round, gradients_of(jnp.int32(0), copy_gradients))
+    return further_rounds(receipt, direct, one_round, gradients_of(jnp.int32(0), of_copies))
 
 
 def _gradients_by_home_and_slots(
-    home: Experts, slots: Experts | None, rows: Rows, group_sizes: GroupSizes, upstream: Rows
-) -> tuple[Rows, tuple[Experts, Experts | None]]:
+    home: Experts,
+    slots: Experts | None,
+    rows: Rows,
+    weights: RowWeights,
+    group_sizes: GroupSizes,
+    upstream: Rows,
+) -> tuple[Rows, RowWeights, tuple[Experts, Experts | None]]:
     """Computes the gradients of `_by_home_and_slots`, in the same two parts."""
-    num_home = home.up.shape[0]
-    out, of_home = grouped_ffn_gradients(rows, home, group_sizes[:num_home], upstream)
+    num_home, wide = home.up.shape[0], wide_dtype(rows)
+    out, of_weights, of_home = grouped_ffn_gradients(rows, weights, home, group_sizes[:num_home], upstream, wide)
     if slots is None:
-        return out, (of_home, None)
+        return out, of_weights, (of_home, None)
     shift = group_sizes[:num_home].sum(dtype=jnp.int32)
-    moved, of_slots = grouped_ffn_gradients(
-        _rolled(rows, shift), slots, group_sizes[num_home:], _rolled(upstream, shift)
-    )
-    return _before(shift, out, _rolled(moved, -shift)), (of_home, of_slots)
+    rows, weights, upstream = (_rolled(array, shift) for array in (rows, weights, upstream))
+    moved, of_moved, of_slots = grouped_ffn_gradients(rows, weights, slots, group_sizes[num_home:], upstream, wide)
+    out, of_weights = _before(shift, out, _rolled(moved, -shift)), _before(shift, of_weights, _rolled(of_moved, -shift))
+    return out, of_weights, (of_home, of_slots)

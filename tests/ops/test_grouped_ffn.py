@@ -53,7 +53,9 @@ def ragged_products(monkeypatch):
     monkeypatch.setattr(
         op, "grouped_matmul", lambda x, w, sizes, transposed=False: ragged_matmul(x, w, sizes, transposed=transposed)
     )
-    monkeypatch.setattr(op, "grouped_outer", ragged_outer)
+    monkeypatch.setattr(
+        op, "grouped_outer", lambda x, others, sizes, dtype: ragged_outer(x, others, sizes, dtype=dtype)
+    )
     monkeypatch.setattr(op, "clear_tail", _clear_all)
 
 
@@ -72,23 +74,24 @@ FORMS = {
 def test_all_forms_equal_one_expert_at_a_time(form, sizes, gated, dtype, relative, monkeypatch):
     FORMS[form](monkeypatch)
     rows, experts, upstream = case(dtype, gated)
+    # Among them a weight of 0, whose own gradient is not 0.
+    weights = (jnp.arange(NUM_ROWS, dtype=jnp.float32)[:, None] % 5) / 4
     group_sizes, used = jnp.asarray(sizes, jnp.int32), sum(sizes)
-    want = reference(
-        *jax.tree.map(lambda a: a.astype(jnp.float32), (rows, experts)), sizes, upstream.astype(jnp.float32)
-    )
+    wide_rows, wide_experts, wide_upstream = jax.tree.map(lambda a: a.astype(jnp.float32), (rows, experts, upstream))
+    want_y, want_rows, want_experts = reference(wide_rows, wide_experts, sizes, wide_upstream * weights)
+    want_weights = (want_y * wide_upstream).sum(1, keepdims=True)
     # Rows that nobody wrote: whatever they hold must reach nothing.
     beyond = jnp.arange(NUM_ROWS)[:, None] >= used
-    rows, upstream = jnp.where(beyond, jnp.nan, rows), jnp.where(beyond, jnp.nan, upstream)
+    rows, upstream, weights = (jnp.where(beyond, jnp.nan, array) for array in (rows, upstream, weights))
     y = jax.jit(lambda *args: op.grouped_ffn(*args))(rows, experts, group_sizes)
-    row_gradients, expert_gradients = jax.jit(lambda *args: op.grouped_ffn_gradients(*args))(
-        rows, experts, group_sizes, upstream
+    of_rows, of_weights, of_experts = jax.jit(lambda *args: op.grouped_ffn_gradients(*args, jnp.float32))(
+        rows, weights, experts, group_sizes, upstream
     )
-    got = (y[:used], row_gradients[:used], expert_gradients)
-    for ours, expected in zip(
-        jax.tree.leaves(got), jax.tree.leaves((want[0][:used], want[1][:used], want[2])), strict=True
-    ):
+    got = (y[:used], of_rows[:used], of_weights[:used], of_experts)
+    want = (want_y[:used], want_rows[:used], want_weights[:used], want_experts)
+    for ours, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert ours.size == 0 or relative_error(ours, expected) <= relative
-    for gradient in jax.tree.leaves(expert_gradients):
+    for gradient in jax.tree.leaves(of_experts):
         assert gradient.dtype == jnp.float32
         assert (gradient[group_sizes == 0] == 0).all()
 

@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +38,7 @@ def cleared(outer, clear):
 FORMS = {
     "op": (op.grouped_matmul, op.grouped_outer),
     "blocks": (by_name(matmul_by_blocks), outer_by_blocks),
-    "ragged": (by_name(ragged_matmul), cleared(ragged_outer, _clear_all)),
+    "ragged": (by_name(ragged_matmul), cleared(partial(ragged_outer, dtype=jnp.float32), _clear_all)),
 }
 RELATIVE = {"float32": 1e-5, "float64": 1e-13, "bfloat16": 1e-2}
 

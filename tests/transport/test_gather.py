@@ -24,7 +24,16 @@ def plans():
     everywhere = drawn[0].copy()
     everywhere[:, HOME:] = -1
     everywhere[1:, HOME] = 1
-    return {"any": drawn[0], "domains": drawn[1], "no replicas": drawn[2], "one expert everywhere": everywhere}
+    # More of them than come home at once.
+    of_one_home = everywhere.copy()
+    of_one_home[1:, HOME:] = np.arange(HOME)
+    return {
+        "any": drawn[0],
+        "domains": drawn[1],
+        "no replicas": drawn[2],
+        "one expert everywhere": everywhere,
+        "all of one home": of_one_home,
+    }
 
 
 PLANS = plans()
@@ -69,7 +78,7 @@ def test_the_accelerators_path_equals_the_ring(name):
         there = gather.ring_fetch(home, wanted, axis_name=("expert",))
         also = gather.ragged_fetch(home, wanted, axis_name=("expert",))
         sums = partial(gather.ring_sum, num_home=HOME, axis_name=("expert",))(upstream, wanted)
-        also_sums = partial(gather.ragged_sum, num_home=HOME, axis_name=("expert",))(upstream, wanted)
+        (also_sums,) = partial(gather.ragged_sum, num_home=HOME, axis_name=("expert",))((upstream,), wanted)
         return there, also, sums, also_sums
 
     run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, SPEC, PartitionSpec()), out_specs=SPEC))

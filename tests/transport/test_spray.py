@@ -16,8 +16,8 @@ from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Chain, Direct, Greedy, Plan, RailS, Spray, System, Topology, plain_plan
 from jax_moe_lb.ops import ragged_all_to_all as exchange_module
 from jax_moe_lb.plan import rows_between
+from jax_moe_lb.transport.copies import to_sending_order
 from jax_moe_lb.transport.rail_hops import by_own_rail, by_rail_rank
-from jax_moe_lb.transport.rounds import to_sending_order
 from tests.layer import Case, assert_close, make_mesh, sharded_moe, with_gradients
 from tests.oracle import random_plan
 
@@ -263,8 +263,8 @@ def test_no_row_leaves_its_rail_between_nodes_on_a_gpu():
     text = layer.trace(x, mask, *case.params("float32"), x).lower(lowering_platforms=("cuda",)).as_text()
     groups = re.findall(r"ragged_all_to_all.*?replica_groups = dense<\[(.*?)\]> :", text)
     found = [kind([numbers(group) for group in re.findall(r"\[([\d, ]+)\]", each)], 4) for each in groups]
-    # There and back; and, backward, copies and gradients there, and gradients back.
-    assert sorted(found) == ["along a rail"] * 5 + ["inside a node"] * 15
+    # There and back; and, backward, copies, gradients and weights there, and gradients of copies and weights back.
+    assert sorted(found) == ["along a rail"] * 7 + ["inside a node"] * 21
 
 
 # ---- refusals -------------------------------------------------------------------------
