@@ -2,14 +2,17 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jax_moe_lb import ForceBalanced, Migrate, Stats, System, TopK, Topology
 from jax_moe_lb.nn import MoE
+from models.attention import causal_attention
+from models.layers import through_layers
+from models.parallel import batch_sharding
 from models.presets import ModelConfig
 
 NUM_BYTES = 256
@@ -22,11 +25,13 @@ ROPE_BASE = 10_000.0
 def rope(x: Array) -> Array:
     """Applies the rotary position embedding: it rotates the pairs of channels of `x`, `[B, T, N, C]`, by position."""
     half = x.shape[-1] // 2
-    frequencies = ROPE_BASE ** (-jnp.arange(half, dtype=x.dtype) / half)
-    angles = jnp.arange(x.shape[1], dtype=x.dtype)[:, None] * frequencies[None]
+    # bfloat16 has no number between 256 and 258: angles are wide whatever `x` is.
+    frequencies = ROPE_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies[None]
     sin, cos = jnp.sin(angles)[None, :, None], jnp.cos(angles)[None, :, None]
-    left, right = x[..., :half], x[..., half:]
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+    wide = x.astype(jnp.float32)
+    left, right = wide[..., :half], wide[..., half:]
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -34,21 +39,23 @@ class Attention(nnx.Module):
 
     Args:
         config: the sizes of the model.
+        mesh: the devices that it is computed on, which have kernels or not.
         rngs: random numbers for the parameters.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.num_heads = config.num_heads
+    def __init__(self, config: ModelConfig, *, mesh: Mesh, rngs: nnx.Rngs) -> None:
+        self.num_heads, self.mesh, width = config.num_heads, mesh, config.embed_dim
         # One large product is faster than three.
-        self.qkv = nnx.Linear(config.embed_dim, 3 * config.embed_dim, use_bias=False, rngs=rngs)
-        self.out = nnx.Linear(config.embed_dim, config.embed_dim, use_bias=False, rngs=rngs)
+        self.qkv = nnx.Linear(width, 3 * width, use_bias=False, dtype=config.compute_dtype, rngs=rngs)
+        self.out = nnx.Linear(width, width, use_bias=False, dtype=config.compute_dtype, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
         """Mixes into each of the tokens `[B, T, H]` what those before it know."""
         heads = self.qkv(x).reshape(*x.shape[:2], 3, self.num_heads, -1)
         q, k, v = heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
         # Queries and keys are rotated, not values: only scores shall depend on the distance.
-        y = jax.nn.dot_product_attention(rope(q), rope(k), v, is_causal=True)
+        q, k, v = checkpoint_name((rope(q), rope(k), v), "attention")
+        y = checkpoint_name(causal_attention(q, k, v, self.mesh), "attention")
         return self.out(y.reshape(x.shape))
 
 
@@ -77,9 +84,9 @@ class Block(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         top_k = TopK(config.experts_per_token)
-        self.attention_norm = nnx.RMSNorm(config.embed_dim, rngs=rngs)
-        self.attention = Attention(config, rngs=rngs)
-        self.moe_norm = nnx.RMSNorm(config.embed_dim, rngs=rngs)
+        self.attention_norm = nnx.RMSNorm(config.embed_dim, dtype=jnp.float32, rngs=rngs)
+        self.attention = Attention(config, mesh=mesh, rngs=rngs)
+        self.moe_norm = nnx.RMSNorm(config.embed_dim, dtype=jnp.float32, rngs=rngs)
         self.moe = MoE(
             config.embed_dim,
             config.mlp_dim,
@@ -90,6 +97,7 @@ class Block(nnx.Module):
             system=system,
             migrate=migrate,
             relocatable=relocatable,
+            dtype=config.compute_dtype,
             # The loop reads the statistics of each step anyway, and a host that is not called is not waited for.
             checks="deferred",
             rngs=rngs,
@@ -97,8 +105,9 @@ class Block(nnx.Module):
 
     def __call__(self, x: Array) -> tuple[Array, Stats]:
         """Computes the residual stream `[B, T, H]` behind the block, and statistics of the experts' layer."""
-        x = x + self.attention(self.attention_norm(x))
-        y, stats = self.moe(self.moe_norm(x))
+        # Norms compute in float32, and what follows them in the dtype of the stream.
+        x = x + self.attention(self.attention_norm(x).astype(x.dtype))
+        y, stats = self.moe(self.moe_norm(x).astype(x.dtype))
         return x + y, stats
 
 
@@ -126,20 +135,19 @@ class LanguageModel(nnx.Module):
         migrate: Migrate | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        self.embed = nnx.Embed(NUM_BYTES, config.embed_dim, rngs=rngs)
+        self.mesh, self.remat = mesh, config.remat
+        self.embed = nnx.Embed(NUM_BYTES, config.embed_dim, dtype=config.compute_dtype, rngs=rngs)
         options: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system, "migrate": migrate}
 
         def block() -> Block:
             return Block(config, relocatable=relocatable, rngs=rngs, **options)
 
         self.blocks = nnx.List([block() for _ in range(config.num_layers)])
-        self.norm = nnx.RMSNorm(config.embed_dim, rngs=rngs)
-        self.head = nnx.Linear(config.embed_dim, NUM_BYTES, use_bias=False, rngs=rngs)
+        # For so few words float32 costs next to nothing, and the loss is computed in it.
+        self.norm = nnx.RMSNorm(config.embed_dim, dtype=jnp.float32, rngs=rngs)
+        self.head = nnx.Linear(config.embed_dim, NUM_BYTES, use_bias=False, dtype=jnp.float32, rngs=rngs)
 
     def __call__(self, tokens: Array) -> tuple[Array, Stats]:
         """Computes logits `[B, T, 256]` of int32 bytes `[B, T]`, and statistics of all layers, `[layers, D, ...]`."""
-        x, per_layer = self.embed(tokens), []
-        for block in self.blocks:
-            x, stats = block(x)
-            per_layer.append(stats)
-        return self.head(self.norm(x)), jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer)
+        x, stats = through_layers(self.blocks, self.embed(tokens), batch_sharding(self.mesh), remat=self.remat)
+        return self.head(self.norm(x)), stats

@@ -24,7 +24,7 @@ from models.checkpoint import Checkpoints, restore_newest, steps_in
 from models.data import Corpus
 from models.files import FolderLock, free_sibling, write_whole
 from models.parallel import batch_sharding, make_mesh, make_system, place_batch
-from models.presets import ParallelConfig, TrainConfig
+from models.presets import ModelConfig, ParallelConfig, TrainConfig
 from models.progress import StepLine
 from models.recording import Recorder, RunFolder
 from models.relocation import described, next_homes
@@ -242,7 +242,8 @@ def _fixed(described: dict) -> dict:
         "replica_slots": make_system(parallel).replica_slots,
     }
     fixed |= {name: config[name] for name in ("batch_size", "sequence_length", "seed")}
-    fixed |= config["model"] | {"data": described["data"]["fingerprint"]}
+    # A run that is older than an option has its default.
+    fixed |= dataclasses.asdict(ModelConfig(**config["model"])) | {"data": described["data"]["fingerprint"]}
     # Without it a checkpoint holds no homes.
     return fixed | {"relocating": config.get("relocate_interval") is not None}
 

@@ -1,0 +1,87 @@
+"""Attention block by block is attention."""
+
+import dataclasses
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.attention import attention_in_blocks, has_cudnn_kernel
+from models.common import rope
+from models.parallel import batch_sharding, make_mesh, make_system
+from models.presets import preset
+from models.training import make_programs
+
+
+def inputs(length, dtype):
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [jax.random.normal(key, (2, length, 2, 8), dtype) for key in keys]
+
+
+def whole(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+# Shorter than a block, whole blocks, a last block of one query.
+@pytest.mark.parametrize("length", [3, 8, 9])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2e-2)])
+def test_blocks_equal_the_whole(length, dtype, tolerance):
+    def with_gradients(attention, arrays):
+        out, transposed = jax.vjp(attention, *arrays[:3])
+        return out, *transposed(arrays[3])
+
+    narrow = inputs(length, dtype)
+    got = jax.jit(partial(with_gradients, partial(attention_in_blocks, block=4)))(narrow)
+    # The reference is that of float32, from which bfloat16 may differ by its rounding.
+    want = jax.jit(partial(with_gradients, whole))([part.astype(jnp.float32) for part in narrow])
+    for ours, expected in zip(got, want, strict=True):
+        assert ours.dtype == dtype
+        np.testing.assert_allclose(ours.astype(jnp.float32), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_blocks_keep_no_scores():
+    """Between forward and backward there are queries, keys and values, which are inputs, alone."""
+    q, k, v, _ = inputs(64, jnp.float32)
+    transposed = jax.eval_shape(lambda *qkv: jax.vjp(partial(attention_in_blocks, block=16), *qkv)[1], q, k, v)
+    assert {leaf.shape for leaf in jax.tree.leaves(transposed) if leaf.ndim > 1} == {q.shape}
+
+
+def test_positions_are_exact_in_narrow_arithmetic():
+    x = jnp.ones((1, 1024, 1, 8), jnp.bfloat16)
+    got, want = rope(x), rope(x.astype(jnp.float32))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, want.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "head_dim", "has_kernel"),
+    [
+        ("NVIDIA H100 80GB HBM3", jnp.bfloat16, 128, True),
+        ("NVIDIA H100 80GB HBM3", jnp.float32, 128, False),
+        ("NVIDIA H100 80GB HBM3", jnp.bfloat16, 256, False),
+        ("NVIDIA H100 80GB HBM3", jnp.bfloat16, 4, False),
+        ("AMD Instinct MI300X", jnp.bfloat16, 128, False),
+        ("TPU v5 lite", jnp.bfloat16, 128, False),
+    ],
+)
+def test_the_devices_of_the_mesh_choose_the_kernel(kind, dtype, head_dim, has_kernel):
+    device = type("Device", (), {"device_kind": kind})()
+    mesh = type("Mesh", (), {"devices": np.array([[device]])})()
+    assert has_cudnn_kernel(mesh, jax.ShapeDtypeStruct((1, 16, 2, head_dim), dtype)) == has_kernel
+
+
+@pytest.mark.slow
+def test_no_array_of_the_reference_has_all_pairs_of_tokens():
+    config = preset("reference")
+    mesh = make_mesh(config.parallel)
+    programs = make_programs(config, mesh, make_system(dataclasses.replace(config.parallel, system="plain")))
+    shape = (config.batch_size, config.sequence_length + 1)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
+    program = str(programs.step.trace(programs.state_shapes, tokens).jaxpr)
+    length = config.sequence_length
+    assert re.search(rf"bf16\[8,{length},2048\]", program)
+    assert re.search(rf"f32\[8,16,512,{length}\]", program)
+    assert not re.search(rf"\[[0-9,]*\b{length},{length}\]", program)
