@@ -17,6 +17,7 @@ from .balancers.rails import RailS as RailS
 from .balancers.rails import interface_rows as interface_rows
 from .balancers.repacking import rebalance_experts as rebalance_experts
 from .balancers.ultraep import UltraEP as UltraEP
+from .compiler_options import compiler_options as compiler_options
 from .experts import Experts as Experts
 from .hybrid import ExpertDomains as ExpertDomains
 from .hybrid import hybrid_mesh as hybrid_mesh

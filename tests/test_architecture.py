@@ -14,7 +14,18 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module imports only from lower layers, or from its own.
 LAYERS = [
-    ["_pytree", "_varying", "_refusal", "_custom_calls", "checks", "types", "virtual_devices", "measure"],
+    [
+        "_pytree",
+        "_varying",
+        "_unvarying_call",
+        "_refusal",
+        "_custom_calls",
+        "checks",
+        "types",
+        "virtual_devices",
+        "measure",
+        "compiler_options",
+    ],
     ["topology", "experts", "split", "_floor_share", "_plan_file"],
     ["planners"],
     ["plan", "ops", "routing", "hybrid", "streams"],

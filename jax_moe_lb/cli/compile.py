@@ -35,9 +35,13 @@ def compile_command(
         typer.Option("--sizes", metavar="H=N,...", help="H=2048,F=768,E=128,T=4096,K=8 by default."),
     ] = None,
     train: Annotated[bool, typer.Option("--train", help="The gradients too.")] = False,
+    fused: Annotated[bool, typer.Option("--fused", help="Gate and up projection in one weight.")] = False,
     replica_slots: Annotated[str | None, typer.Option("--replica-slots", metavar="N", help="Of each rank.")] = None,
     headroom: Annotated[
         str | None, typer.Option("--headroom", metavar="X", help="Receive buffer over the mean load.")
+    ] = None,
+    max_rounds: Annotated[
+        str | None, typer.Option("--max-rounds", metavar="N", help="As many as a plan needs by default.")
     ] = None,
     options: Annotated[
         list[str] | None, typer.Option("--xla", metavar="NAME=VALUE", help="An option of XLA; may be repeated.")
@@ -51,12 +55,12 @@ def compile_command(
     """
     with one_line_errors():
         machine, layer = Target.parse(target), LayerSizes.parse(",".join(sizes)) if sizes else LayerSizes()
-        chosen = _system(system, replica_slots, headroom)
+        chosen = _system(system, replica_slots, headroom, max_rounds)
         for_xla = _options(options)
         machine.require_compiler()
         with nullcontext() if logs else quiet_stderr():
             use_no_accelerators()
-            report = compile_layer(chosen, machine, layer, gradients=train, options=for_xla)
+            report = compile_layer(chosen, machine, layer, gradients=train, fused=fused, options=for_xla)
         passes = "forward and gradients" if train else "forward"
         shape = ", ".join(f"{letter} {value}" for letter, value in layer.by_letter.items())
         title = f"{system} on {target}, {passes}, {shape}"
@@ -66,7 +70,7 @@ def compile_command(
             print_report(report, title)
 
 
-def _system(name: str, replica_slots: str | None, headroom: str | None) -> System:
+def _system(name: str, replica_slots: str | None, headroom: str | None, max_rounds: str | None) -> System:
     first, _, behind = name.partition("+")
     if first not in system_names() or behind not in ("", SPRAYED):
         raise ValueError(
@@ -75,6 +79,9 @@ def _system(name: str, replica_slots: str | None, headroom: str | None) -> Syste
     system = with_slots(getattr(systems, first)(), positive("--replica-slots", replica_slots))
     if headroom is not None:
         system = replace(system, dispatch=replace(system.dispatch, headroom=_number("--headroom", headroom)))
+    if max_rounds is not None:
+        rounds = positive("--max-rounds", max_rounds)
+        system = replace(system, dispatch=replace(system.dispatch, max_rounds=rounds))
     return with_spray(name, system) if behind else system
 
 

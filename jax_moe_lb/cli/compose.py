@@ -126,7 +126,8 @@ def with_spray(name: str, system: System) -> System:
     Raises:
         ValueError: they do not.
     """
-    if system.dispatch != Direct(system.dispatch.headroom):
+    dispatch = system.dispatch
+    if dispatch != Direct(dispatch.headroom, dispatch.max_rounds):
         raise ValueError(f"--system is {name!r}; expected a system whose tokens travel directly before +{SPRAYED}")
     balancer = RailS() if system == systems.plain() else Chain((system.balancer, RailS()))
-    return replace(system, balancer=balancer, dispatch=Spray(system.dispatch.headroom))
+    return replace(system, balancer=balancer, dispatch=Spray(dispatch.headroom, dispatch.max_rounds))

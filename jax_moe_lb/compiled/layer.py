@@ -90,6 +90,7 @@ def compile_layer(
     sizes: LayerSizes = LayerSizes(),
     *,
     gradients: bool = False,
+    fused: bool = False,
     dtype: Any = jnp.bfloat16,
     options: Mapping[str, str | bool] | None = None,
 ) -> Report:
@@ -100,8 +101,10 @@ def compile_layer(
         target: the machine.
         sizes: the sizes of the layer.
         gradients: whether to compile the gradients of the sum of squared outputs, too.
+        fused: whether the experts' gates are in `up`, see `Experts`.
         dtype: of tokens and weights.
-        options: options of XLA's compiler for this program, by their names without dashes.
+        options: options of XLA's compiler for this program, by their names without dashes, over those of
+            `compiler_options`.
 
     Raises:
         ValueError: the sizes do not fit the machine, or `compile_for` refuses the program.
@@ -124,7 +127,7 @@ def compile_layer(
     run = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=out_specs)
     program = jax.jit(_with_gradients(run) if gradients else run)
     ideal_flops = sizes.ideal_flops * (BACKWARD if gradients else 1)
-    args = _arguments(sizes, system, mesh, specs, dtype)
+    args = _arguments(sizes, system, mesh, specs, dtype, fused)
     return compile_for(target, program, args, mesh, ideal_flops=ideal_flops, options=options)
 
 
@@ -151,11 +154,12 @@ def _with_gradients(run: Any) -> Any:
 
 
 def _arguments(
-    sizes: LayerSizes, system: System, mesh: Mesh, specs: tuple[PartitionSpec, ...], dtype: Any
+    sizes: LayerSizes, system: System, mesh: Mesh, specs: tuple[PartitionSpec, ...], dtype: Any, fused: bool
 ) -> tuple[Any, ...]:
     def make() -> tuple[Array, Array, Experts, State]:
         up = jnp.zeros((sizes.experts, sizes.hidden, sizes.inner), dtype)
         experts = Experts(up, up.mT, up)
+        experts = experts.fused() if fused else experts
         x = jnp.zeros((mesh.size * sizes.tokens, sizes.hidden), dtype)
         kernel = jnp.zeros((sizes.hidden, sizes.experts), dtype)
         return x, kernel, experts, system.balancer.init((mesh.size, sizes.experts))

@@ -14,6 +14,7 @@ class Gpu:
         clock_ghz: their highest clock.
         memory_bytes: what a program can use.
         l2_bytes: its second-level cache.
+        shared_bytes: the shared memory of a multiprocessor.
         bytes_per_s: the bandwidth of its memory.
         flops_per_s: the rate of dense bfloat16 products in its data sheet.
     """
@@ -24,6 +25,7 @@ class Gpu:
     clock_ghz: float
     memory_bytes: int
     l2_bytes: int
+    shared_bytes: int
     bytes_per_s: float
     flops_per_s: float
 
@@ -48,8 +50,8 @@ gpu_device_info {{
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: {self.shared_bytes - 1024}
+  shared_memory_per_core: {self.shared_bytes}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
@@ -61,12 +63,14 @@ device_description_str: "{self.description}"
 """
 
 
+KIB = 2**10
 MIB = 2**20
 GPUS = {
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 1.98, 81007 * MIB, 50 * MIB, 3.352e12, 989e12),
-    "h200": Gpu("NVIDIA H200", 9, 132, 1.98, 144384 * MIB, 50 * MIB, 4.8e12, 989e12),
-    "b200": Gpu("NVIDIA B200", 10, 148, 1.965, 182642 * MIB, 126 * MIB, 7.67e12, 2250e12),
-    "gb200": Gpu("NVIDIA GB200", 10, 152, 2.062, 188730 * MIB, 126 * MIB, 7.93e12, 2500e12),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 1.41, 81037 * MIB, 40 * MIB, 164 * KIB, 2.039e12, 312e12),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 9, 132, 1.98, 81007 * MIB, 50 * MIB, 228 * KIB, 3.352e12, 989e12),
+    "h200": Gpu("NVIDIA H200", 9, 132, 1.98, 144384 * MIB, 50 * MIB, 228 * KIB, 4.8e12, 989e12),
+    "b200": Gpu("NVIDIA B200", 10, 148, 1.965, 182642 * MIB, 126 * MIB, 228 * KIB, 7.67e12, 2250e12),
+    "gb200": Gpu("NVIDIA GB200", 10, 152, 2.062, 188730 * MIB, 126 * MIB, 228 * KIB, 7.93e12, 2500e12),
 }
 """By the names that targets have. Memory is what the driver leaves to programs."""
 

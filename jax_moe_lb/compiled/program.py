@@ -21,6 +21,7 @@ from jax_moe_lb.compiled.memory_traffic import MemoryTraffic
 from jax_moe_lb.compiled.report import Operation, Report
 from jax_moe_lb.compiled.targets import Target
 from jax_moe_lb.compiled.waits import host_waits
+from jax_moe_lb.compiler_options import compiler_options
 
 MOST_ROWS = 40
 """So many buffers and operations are listed, the largest."""
@@ -46,8 +47,8 @@ def compile_for(
         args: its arguments as `jax.ShapeDtypeStruct`s with a `NamedSharding` on `mesh`.
         mesh: of the target's devices, such as `target.mesh()`.
         ideal_flops: the floating-point operations of a device that the program is for, if they are known.
-        options: options of XLA's compiler for this program, by their names without dashes. What it dumps is kept if
-            `xla_dump_to` names a folder, which should be empty.
+        options: options of XLA's compiler for this program, by their names without dashes, over those of
+            `compiler_options(mesh)`. What it dumps is kept if `xla_dump_to` names a folder, which should be empty.
 
     Raises:
         ValueError: the program calls the host, or the compiler refuses it: it does not fit, for example.
@@ -69,7 +70,7 @@ def compile_for(
     """
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
-        given = {"xla_dump_to": temporary, **(options or {}), "xla_dump_hlo_as_text": True}
+        given = {**compiler_options(mesh), "xla_dump_to": temporary, **(options or {}), "xla_dump_hlo_as_text": True}
         compiled = _compile(target, _lower(target, program, args), given)
         seconds = time.perf_counter() - start_s
         return read_report(target, compiled, mesh, Path(str(given["xla_dump_to"])), ideal_flops, seconds)

@@ -1,6 +1,7 @@
 """The experts' feed-forward network over rows sorted by slot, out of products of groups of rows."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -66,13 +67,14 @@ def grouped_ffn_gradients(
     # Gradients of weights sum over rows, and there what stands beyond the groups would count.
     rows, upstream = clear_tail(rows, group_sizes), clear_tail(upstream, group_sizes)
     inner = inner_weights(experts)
-    hidden, pull_back = jax.vjp(activate, *(grouped_matmul(rows, matrix, group_sizes) for matrix in inner))
+    products = tuple(grouped_matmul(rows, matrix, group_sizes) for matrix in inner)
+    hidden, pull_back = jax.vjp(partial(activate, experts), products)
     # With `y = hidden down`, the gradient of the weight, `y upstream`, is `hidden (upstream down^T)`: of the outputs,
     # which this pass does not have, only what they are made of is needed. The weights are multiplied with hidden
     # activations for the same reason, and because these are narrower.
     of_hidden = grouped_matmul(upstream, experts.down, group_sizes, transposed=True).astype(weights.dtype)
     of_weights = (hidden.astype(weights.dtype) * of_hidden).sum(1, keepdims=True)
-    upstreams = pull_back((of_hidden * weights).astype(rows.dtype))
+    (upstreams,) = pull_back((of_hidden * weights).astype(rows.dtype))
     hidden = (hidden.astype(weights.dtype) * weights).astype(rows.dtype)
     hidden, *upstreams = (clear_tail(array, group_sizes) for array in (hidden, *upstreams))
     back = [
@@ -105,14 +107,18 @@ def dense_ffn(
         matmul: the product that is used, of rows and a matrix. Another one than `jnp.matmul` may read weights that do
             have a leading dimension, as `grouped_matmul` does.
     """
-    return matmul(activate(*(matmul(rows, weights) for weights in inner_weights(expert))), expert.down)
+    products = tuple(matmul(rows, weights) for weights in inner_weights(expert))
+    return matmul(activate(expert, products), expert.down)
 
 
 def inner_weights(experts: Experts) -> tuple[Array, ...]:
-    """Returns the weights that rows are multiplied with first: `up`, and `gate` where experts have one."""
+    """Returns the weights that rows are multiplied with first: `up`, and `gate` where it is beside that."""
     return (experts.up,) if experts.gate is None else (experts.up, experts.gate)
 
 
-def activate(up: Array, gate: Array | None = None) -> Array:
+def activate(experts: Experts, products: tuple[Array, ...]) -> Array:
     """Returns the hidden activations, given the products with `inner_weights`: SwiGLU with a gate, else GELU."""
-    return jax.nn.gelu(up) if gate is None else jax.nn.silu(gate) * up
+    if experts.is_fused:
+        products = tuple(jnp.split(products[0], 2, -1))
+    up, *gate = products
+    return jax.nn.silu(gate[0]) * up if gate else jax.nn.gelu(up)

@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
-from jax_moe_lb._varying import vary_like
+from jax_moe_lb._unvarying_call import unvarying_call
+from jax_moe_lb._varying import vary_alike
 from jax_moe_lb.types import DType, GroupSizes, Rows, iota
 
 TILE_ROWS = 128
@@ -100,12 +102,13 @@ def clear_tail(rows: Rows, group_sizes: GroupSizes) -> Rows:
 
 def _clear_tile(rows: Rows, group_sizes: GroupSizes) -> Rows:
     # One tile, whatever the number of rows: a mask over all of them would read and write them once more.
+    rows = with_layout_constraint(rows, Layout((0, 1)))
     size = min(TILE_ROWS, rows.shape[0])
     used = group_sizes.sum(dtype=jnp.int32)
     start = jnp.minimum(used, rows.shape[0] - size)
     tile = jax.lax.dynamic_slice_in_dim(rows, start, size, 0)
     tile = jnp.where((start + iota(size) < used)[:, None], tile, 0)
-    return jax.lax.dynamic_update_slice_in_dim(rows, tile, start, 0)
+    return with_layout_constraint(jax.lax.dynamic_update_slice_in_dim(rows, tile, start, 0), Layout((0, 1)))
 
 
 def _clear_all(rows: Rows, group_sizes: GroupSizes) -> Rows:
@@ -136,8 +139,8 @@ def _tokamax(rows: Array, others: Array, group_sizes: GroupSizes, dimensions: _D
     # The package is optional, so only who multiplies with it imports it.
     import tokamax
 
-    try:
-        out = tokamax.ragged_dot_general(
+    def product(rows: Array, others: Array, group_sizes: Array) -> Array:
+        return tokamax.ragged_dot_general(
             rows,
             others,
             group_sizes=group_sizes,
@@ -145,8 +148,9 @@ def _tokamax(rows: Array, others: Array, group_sizes: GroupSizes, dimensions: _D
             preferred_element_type=dtype,
             implementation="mosaic_gpu",
         )
+
+    try:
+        return unvarying_call(product, *vary_alike((rows, others, group_sizes)))
     except NotImplementedError:
         # It knows no such kernel for the default device, which on a machine without a GPU is a CPU.
         return None
-    # Kernels lose the manual axes of their operands.
-    return vary_like(out, rows, others)

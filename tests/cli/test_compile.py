@@ -15,7 +15,7 @@ BAD = {
     "half a target": (("--target", "h100"), "target is 'h100'; expected NAME:NODESxGPUS"),
     "no devices": (("--target", "h100:0x8"), "target is 'h100:0x8'; expected"),
     "letters": (("--target", "h100:axb"), "target is 'h100:axb'; expected"),
-    "unknown machine": (("--target", "x100:8"), "one of h100, h200, b200, gb200, such as h100:1x8"),
+    "unknown machine": (("--target", "x100:8"), "one of a100, h100, h200, b200, gb200, such as h100:1x8"),
     "a terminal's bell": (("--target", "\a"), "target is '\\x07'; expected"),
     "pages": (("--target", "x" * 10**6), "expected NAME:NODESxGPUS"),
     "unknown system": (("--target", "h100:1x8", "--system", "nope"), "--system is 'nope'; expected one of eplb, "),
@@ -25,6 +25,7 @@ BAD = {
     "a size twice": (("--target", "h100:1x8", "--sizes", "H=64", "--sizes", "H=32"), "sizes is 'H=64,H=32'"),
     "no replicas": (("--target", "h100:1x8", "--system", "plain", "--replica-slots", "2"), "--replica-slots is 2;"),
     "headroom": (("--target", "h100:1x8", "--headroom", "nan"), "--headroom is 'nan'; expected a number above 0"),
+    "rounds": (("--target", "h100:1x8", "--max-rounds", "0"), "--max-rounds is '0'; expected an integer, at least 1"),
     "an option": (("--target", "h100:1x8", "--xla", "fast"), "--xla is 'fast'; expected NAME=VALUE"),
 }
 

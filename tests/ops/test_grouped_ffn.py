@@ -17,17 +17,21 @@ SIZES = {
 NUM_ROWS, WIDTH, INNER = 420, 12, 20
 
 
-def case(dtype, gated=True):
+def case(dtype, gated=True, fused=False):
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(NUM_ROWS, WIDTH))
     up, gate = 0.3 * rng.normal(size=(2, 8, WIDTH, INNER))
     down = 0.3 * rng.normal(size=(8, INNER, WIDTH))
     experts = Experts(*(jnp.asarray(w, dtype) for w in (up, down)), jnp.asarray(gate, dtype) if gated else None)
+    experts = experts.fused() if fused else experts
     return jnp.asarray(rows, dtype), experts, jnp.asarray(rng.normal(size=rows.shape), dtype)
 
 
 def reference(rows, experts, sizes, upstream):
-    """Group by group, each with its own expert and autodiff."""
+    """Group by group, each with its own expert, whose gate is apart, and autodiff."""
+    if experts.is_fused:
+        out, row_gradients, gradients = reference(rows, experts.apart(), sizes, upstream)
+        return out, row_gradients, gradients.fused()
     out, row_gradients = jnp.zeros_like(rows), jnp.zeros_like(rows)
     gradients = jax.tree.map(jnp.zeros_like, experts)
     start = 0
@@ -68,12 +72,14 @@ FORMS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("gated", [True, False], ids=["swiglu", "gelu"])
+@pytest.mark.parametrize(
+    ("gated", "fused"), [(True, False), (True, True), (False, False)], ids=["swiglu", "fused", "gelu"]
+)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "relative"), [("float32", 1e-5), ("bfloat16", 3e-2)])
-def test_all_forms_equal_one_expert_at_a_time(form, sizes, gated, dtype, relative, monkeypatch):
+def test_all_forms_equal_one_expert_at_a_time(form, sizes, gated, fused, dtype, relative, monkeypatch):
     FORMS[form](monkeypatch)
-    rows, experts, upstream = case(dtype, gated)
+    rows, experts, upstream = case(dtype, gated, fused)
     # Among them a weight of 0, whose own gradient is not 0.
     weights = (jnp.arange(NUM_ROWS, dtype=jnp.float32)[:, None] % 5) / 4
     group_sizes, used = jnp.asarray(sizes, jnp.int32), sum(sizes)
@@ -118,3 +124,17 @@ def test_temporaries_grow_with_rows_not_with_rows_times_groups():
 
     assert temporaries_bytes(64) < temporaries_bytes(4) + 2048 * 64 * 4
     assert temporaries_bytes(64) < 6 * 2048 * 64 * 4
+
+
+def test_experts_are_put_together_and_apart():
+    _, experts, _ = case("float32")
+    fused = experts.fused()
+    assert (fused.is_fused, experts.is_fused, fused.up.shape, fused.gate) == (True, False, (8, WIDTH, 2 * INNER), None)
+    jax.tree.map(np.testing.assert_array_equal, fused.apart(), experts)
+    assert fused.nbytes == experts.nbytes
+    assert fused.fused() is fused
+    assert experts.apart() is experts
+    # Without a gate there is nothing to put together.
+    _, gelu, _ = case("float32", gated=False)
+    assert gelu.fused() is gelu
+    assert not gelu.is_fused
