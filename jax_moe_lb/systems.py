@@ -106,10 +106,10 @@ def ultraep(replica_slots: int = 2, headroom: float = 1.05) -> System:
 
 
 def exact(replica_slots: int = 2, headroom: float = 1.05) -> System:
-    """Plans the lowest maximum load that a search finds, then few replicas; it needs the custom calls.
+    """Plans the lowest maximum load that a search finds, then few replicas.
 
-    Use it on CPUs and NVIDIA GPUs, where the receive buffer shall be near the mean: with enough slots the maximum is
-    within its `eps`, 0.01, of the lowest one found.
+    Use it where the receive buffer shall be near the mean: with enough slots the maximum is within its `eps`, 0.01, of
+    the lowest one found. Where the custom calls are built it plans in C++, elsewhere, as on TPUs, in jnp.
 
     Args:
         replica_slots: the slots of a rank beyond its home experts; 2 are usual.

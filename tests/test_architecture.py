@@ -18,7 +18,6 @@ LAYERS = [
         "_pytree",
         "_varying",
         "_unvarying_call",
-        "_refusal",
         "_custom_calls",
         "checks",
         "types",

@@ -18,7 +18,7 @@ from jax_moe_lb.types import Counts, State
 class Exact(Balancer):
     """Minimises the maximum load of every domain, then the number of replicas.
 
-    Use it by default where the custom calls are built, and above all where slots are scarce. Where slots abound the
+    Use it by default, and above all where slots are scarce. Where slots abound the
     maximum is the mean, rounded up, which nothing can better. Where they are scarce it is that of the best placement
     that a search of fixed length found; quotas are optimal for it, the placement need not be. The same counts always
     give the same plan.
@@ -31,8 +31,9 @@ class Exact(Balancer):
     bringing it there would make up for the planner and one replica? If not, the planner does not run. After it: are the
     token copies that the busiest rank loses worth the replicas?
 
-    It exists in C++ alone, for CPUs and NVIDIA GPUs: elsewhere `rebalance` raises a RuntimeError, which says how to
-    build it.
+    It plans in C++ on CPUs and NVIDIA GPUs where the custom calls are built. Elsewhere, as on a TPU, another search
+    plans in the jitted program in jnp, which makes other plans to the same rules; or, with `call_host`, the C++ does
+    through a host callback.
 
     Args:
         eps: the fraction by which the maximum load may be higher, where that saves replicas. 0 costs about one replica
@@ -42,6 +43,8 @@ class Exact(Balancer):
         localize: whether replicas change places, within the same maximum, so that more tokens stay on their rank.
         cost: what a replica costs and a token copy saves, at the rates of the topology. With `None`, the default, it
             never declines.
+        call_host: whether programs without the custom call plan in C++ on the host, for which the device waits. With
+            `False`, the default, they plan on the device.
 
     Examples:
         >>> import numpy as np
@@ -59,6 +62,7 @@ class Exact(Balancer):
     max_fan_out: int | None = None
     localize: bool = True
     cost: Cost | None = None
+    call_host: bool = False
 
     def __post_init__(self) -> None:
         check_exact(self.eps, self.max_fan_out)
@@ -68,6 +72,7 @@ class Exact(Balancer):
 
         Raises:
             ValueError: with a `cost`, the topology lacks a rate, or the plan has relays or rails.
+            RuntimeError: with `call_host`, the planner in C++ was not built.
         """
         if self.cost is None:
             return self._planned(counts, plan), state
@@ -77,7 +82,9 @@ class Exact(Balancer):
         return self._declining(self.cost, counts, plan, topology), state
 
     def _planned(self, counts: Counts, plan: Plan) -> Plan:
-        placement, quota = exact(counts, plan.slots, plan.domain, self.eps, self.max_fan_out, self.localize)
+        placement, quota = exact(
+            counts, plan.slots, plan.domain, self.eps, self.max_fan_out, self.localize, self.call_host
+        )
         return replace(plan, placement=placement, quota=quota, relay=None, rails=None)
 
     def _declining(self, cost: Cost, counts: Counts, plan: Plan, topology: Topology) -> Plan:

@@ -86,7 +86,7 @@ def candidates(model: ModelShape, cluster: Cluster, step: Step, codec: Codec) ->
         codec: what experts are encoded with where they are gathered.
     """
     names = [name for name in ADVISED if name != "exact" or has_planning_module()]
-    # `exact` exists in C++ alone.
+    # Without the planning module a trial of `exact` is a program to compile for every size of cluster: too slow.
     best = "exact" if has_planning_module() else "greedy"
     topology = cluster.topology()
     # Rows take rails only between nodes, and one rail leaves no choice.

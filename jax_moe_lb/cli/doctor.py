@@ -47,7 +47,6 @@ class Operation:
         on_accelerators: what XLA has for it on GPUs and TPUs.
         target: its custom call, without the prefix.
         backends: the backends where it uses the custom call, if that was built.
-        instead: what else there is, for an operation that has no form in plain JAX.
     """
 
     name: str
@@ -56,7 +55,6 @@ class Operation:
     on_accelerators: str | None = None
     target: str | None = None
     backends: tuple[str, ...] = ()
-    instead: str | None = None
 
 
 def _planner(name: str) -> Operation:
@@ -74,14 +72,7 @@ OPERATIONS = (
     _planner("ultraep"),
     _planner("relay"),
     _planner("spray"),
-    Operation(
-        "exact",
-        "not available",
-        "it exists in C++ alone",
-        target="plan_exact",
-        backends=("cpu", "gpu"),
-        instead="greedy or ultraep",
-    ),
+    _planner("exact"),
     Operation(
         "ragged_all_to_all", "padded all_to_all", NO_RAGGED, "lax.ragged_all_to_all", "ragged_exchange", ("cpu",)
     ),
@@ -131,7 +122,7 @@ def _implementation(op: Operation, backend: str) -> Implementation:
         return _on_accelerators(op, backend, HOW_TO_BUILD[platform] if platform else None)
     if platform:
         return Implementation(op.name, op.plain, f"{op.why}; no custom call was built", HOW_TO_BUILD[platform])
-    return Implementation(op.name, op.plain, op.why, op.instead)
+    return Implementation(op.name, op.plain, op.why, None)
 
 
 def _on_accelerators(op: Operation, backend: str, faster: str | None) -> Implementation:

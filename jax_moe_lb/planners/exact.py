@@ -1,12 +1,17 @@
 """Finds the lowest maximum load that the slots allow, by a search, and then the fewest replicas within it."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_moe_lb._custom_calls import MODULES, is_built
+from jax_moe_lb._custom_calls import PLANNING_MODULE, has_planning_module
+from jax_moe_lb._varying import vary_like
 from jax_moe_lb.checks import check_domain, home_experts_per_rank
-from jax_moe_lb.planners.native import Refused, is_on_host, run_planner
+from jax_moe_lb.planners.exact_in_jax import exact_in_jax
+from jax_moe_lb.planners.native import plan_on_host, run_planner
 from jax_moe_lb.types import AnyArray, Counts, Placement, Quota
 
 UNBOUNDED = 2**63 - 1
@@ -20,11 +25,12 @@ def exact(
     eps: float = 0.01,
     max_fan_out: int | None = None,
     localize: bool = True,
+    call_host: bool = False,
 ) -> tuple[Placement, Quota]:
     """Makes a plan for these counts from nothing; `ffi/planning/exact.h` has the rule.
 
-    `Exact` calls it. It exists in C++ alone: a search of thousands of steps has no form in jnp that would be worth
-    compiling. In a program that is lowered for a platform without its custom call, JAX stops the compilation.
+    `Exact` calls it. In a program that is lowered for a platform without its custom call, as for a TPU, another search
+    plans in jnp (`planners/exact_in_jax.py`): to the same rules, but not the same plans.
 
     Args:
         counts: `[R, E]` integers, the token copies that each rank routes to each expert, at least 0; their sum must
@@ -35,26 +41,29 @@ def exact(
             0, 0.01 by default.
         max_fan_out: how many replicas may be made of the experts of one home rank; `None`, the default, is any number.
         localize: whether replicas change places so that more tokens are served on the rank where they start.
+        call_host: whether a program without the custom call asks the planner in C++ through a host callback, in place
+            of the search in jnp. The device waits for it, and the program cannot be compiled for devices that are not
+            there.
 
     Returns:
         The placement `[R, S]` and the quota `[E, R]`, int32; NumPy arrays give NumPy arrays. Counts that break the
-        rules above stop the program on a CPU; on a GPU all entries are then -1.
+        rules above stop the program on a CPU; on a GPU all entries are then -1. In jnp they give a plan that breaks
+        rules too.
 
     Raises:
         ValueError: shapes that do not fit, or an option out of range.
-        RuntimeError: this installation lacks the custom call of JAX's default backend; the message says how to get it.
+        RuntimeError: with `call_host`, this installation lacks the planner in C++.
     """
     check_shapes(counts, num_slots, domain)
     check_exact(eps, max_fan_out)
     num_ranks, num_experts = counts.shape
-    if not is_on_host(counts):
-        # Refused here as well as when it is lowered: the traceback then points at the caller.
-        _require_built(jax.default_backend())
+    if call_host and not has_planning_module():
+        raise RuntimeError(f"call_host is set, but {PLANNING_MODULE} was not built; expected it, or call_host=False")
     placement, quota = run_planner(
         "exact",
         ((num_ranks, num_slots), (num_experts, num_ranks)),
         counts,
-        reference=Refused(_needs),
+        reference=partial(_from_host if call_host else exact_in_jax, num_slots=num_slots),
         # The custom call sees the slots in the shape of its result; a function of arrays must be told.
         host_options={"num_slots": num_slots},
         domain=domain,
@@ -104,21 +113,12 @@ def check_shapes(counts: AnyArray, num_slots: int, domain: int) -> None:
     check_domain(domain, num_ranks)
 
 
-def _require_built(backend: str) -> None:
-    # JAX says "gpu" for a backend where it says "cuda" for the platform of a custom call.
-    platform = "cuda" if backend == "gpu" else backend
-    if platform not in MODULES or not is_built(platform):
-        raise RuntimeError(_needs(platform))
-
-
-def _needs(platform: str) -> str:
-    """Says in one line what `exact` lacks on a platform, and what to use there."""
-    platform = "cuda" if platform == "gpu" else platform
-    head = "the planner of Exact exists in C++ alone, for CPUs and NVIDIA GPUs"
-    if platform not in MODULES:
-        return f"{head}, and not for {platform}: use greedy or ultraep there, which plan in jnp"
-    toolkit = " and the CUDA toolkit" if platform == "cuda" else ""
-    return (
-        f"{head}, and {MODULES[platform]} was not built: in a checkout, run `pip install .` where there is a C++17 "
-        f"compiler{toolkit}; or use greedy or ultraep, which plan in jnp"
-    )
+def _from_host(counts: jax.Array, num_slots: int, **options: Any) -> tuple[jax.Array, ...]:
+    """Asks the planner in C++ through a callback; counts that it refuses stop the program."""
+    num_ranks, num_experts = counts.shape
+    shapes = tuple(jax.ShapeDtypeStruct(s, jnp.int32) for s in ((num_ranks, num_slots), (num_experts, num_ranks)))
+    planner = partial(plan_on_host, "exact", num_slots=num_slots, **options)
+    # A callback takes JAX's arrays to the host. All ranks ask with equal counts, so that none is refused alone.
+    answer = jax.pure_callback(lambda counts: planner(np.asarray(counts)), shapes, counts, vmap_method="sequential")
+    # A callback's result carries no manual axes; counts carry the ones that it depends on.
+    return vary_like(answer, counts)

@@ -2,7 +2,7 @@
 
 Every planner is integers in, integers out. NumPy arrays are planned here and now by `jax_moe_lb._planning`; arrays of
 JAX become a custom call where one was built for the platform that a program is lowered for, and the reference
-elsewhere. All three give the same integers.
+elsewhere. All three give the same integers, save `exact`, whose reference searches otherwise.
 """
 
 import importlib
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_moe_lb._custom_calls import PLANNING_MODULE, by_platform, call, has_planning_module, like
-from jax_moe_lb._refusal import refuse
 from jax_moe_lb._varying import vary_alike
 from jax_moe_lb.checks import check_domain, home_experts_per_rank
 from jax_moe_lb.types import Placement, Quota
@@ -25,17 +24,6 @@ ILLEGAL = -1
 """The number in every entry of a failed plan, which is no quota, no bin and no home expert."""
 
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Stands for the reference of a planner that exists in C++ alone; give it to `run_planner` in place of one.
-
-    Args:
-        explain: says in one line, given a platform, what the planner needs and what to use there.
-    """
-
-    explain: Callable[[str], str]
 
 
 @dataclass(frozen=True)
@@ -98,7 +86,7 @@ def run_planner(
     name: str,
     shapes: tuple[Shape, ...],
     *operands: Any,
-    reference: Callable | Refused,
+    reference: Callable,
     host_options: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> tuple[Any, ...]:
@@ -110,8 +98,7 @@ def run_planner(
         name: the planner's name in `jax_moe_lb._planning`, and after `moe_lb_plan_` in the name of its custom call.
         shapes: the shapes of its results, which are all int32.
         *operands: arrays of integers. What int32 cannot hold becomes its nearest number, which the planner refuses.
-        reference: the same rule in jnp, called as `(*operands, **options)`, for platforms without the custom call; or
-            why there is none, and then a program cannot be lowered for them.
+        reference: the same rule in jnp, called as `(*operands, **options)`, for platforms without the custom call.
         host_options: what only the planner on NumPy arrays is told, because the custom call sees it in shapes.
         **options: static numbers, which all three forms take by name. NumPy's numbers keep their type as attributes.
 
@@ -126,8 +113,6 @@ def run_planner(
         return plan_call(name, _results(shapes, operands), *operands, **options)
 
     def otherwise(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        if isinstance(reference, Refused):
-            return refuse(*operands, results=_results(shapes, operands), explain=reference.explain)
         # Only custom calls tell 32-bit numbers from 64-bit ones; a reference takes Python's, which do not change the
         # dtype of what they meet.
         numbers = {name: value.item() if isinstance(value, np.generic) else value for name, value in options.items()}

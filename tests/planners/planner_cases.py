@@ -28,7 +28,7 @@ class Planner:
 
     Args:
         op: of arrays; the custom call where it was built.
-        reference: the same in jnp, if it has such a form.
+        reference: the same in jnp; `None` for `exact`, whose form in jnp searches otherwise.
         module: the same in `_planning`, on NumPy arrays.
         draw: arrays for it.
     """

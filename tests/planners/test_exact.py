@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_moe_lb import Plan, _custom_calls, _planning, check_plan
+from jax_moe_lb import Plan, _planning, check_plan
 from jax_moe_lb.planners.exact import check_shapes, exact
 from tests import exact_reference
 from tests.planners.planner_cases import STOPPED, assert_same
@@ -101,13 +101,6 @@ def test_numpy_arrays_are_planned_without_a_jax_program():
     assert_same(answer, RUN(jnp.asarray(counts, jnp.int32), 3, 4))
 
 
-def test_without_its_custom_call_it_says_how_to_get_it(monkeypatch):
-    for absent in _custom_calls.MODULES:
-        monkeypatch.setitem(_custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
-    with pytest.raises(RuntimeError, match=r"jax_moe_lb\._absent_cpu was not built: .*`pip install \.`.* C\+\+17"):
-        jax.jit(exact, static_argnums=(1, 2)).trace(jnp.ones((2, 2), jnp.int32), 2, 2)
-
-
 COUNTS = np.ones((2, 4), np.int32)
 
 
@@ -163,17 +156,3 @@ def test_counts_wider_than_int32_do_not_wrap_round(more, message, x64):
     for array in (counts, jnp.asarray(counts)):
         with pytest.raises(STOPPED, match=message):
             jax.block_until_ready(exact(array, 3, 2))
-
-
-@pytest.mark.parametrize("transformation", [lambda plan: plan, jax.vmap], ids=["alone", "mapped"])
-def test_lowering_for_a_tpu_says_what_it_needs_and_what_to_use_there(transformation):
-    counts = np.ones((3, 4, 8), np.int32)
-    plan = transformation(lambda counts: exact(counts, 3, 4))
-    traced = jax.jit(plan).trace(jnp.asarray(counts if transformation is jax.vmap else counts[0]))
-    with pytest.raises(RuntimeError) as refused:
-        traced.lower(lowering_platforms=("tpu",))
-    assert str(refused.value) == (
-        "the planner of Exact exists in C++ alone, for CPUs and NVIDIA GPUs, and not for tpu: "
-        "use greedy or ultraep there, which plan in jnp"
-    )
-    assert "moe_lb_plan_exact" in traced.lower().as_text()

@@ -140,10 +140,6 @@ def test_outside_shard_map_on_a_mesh(planner, axis_type):
 def test_lowering_for_cuda_without_a_gpu(name):
     case = PLANNERS[name].draw(np.random.default_rng(4))
     traced = jax.jit(PLANNERS[name].op).trace(*case)
-    if PLANNERS[name].reference is None and not is_built("cuda"):
-        with pytest.raises(RuntimeError, match=r"exists in C\+\+ alone.*_ffi_cuda was not built"):
-            traced.lower(lowering_platforms=("cuda",))
-        return
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert (f"@moe_lb_plan_{name}" in text) == is_built("cuda")
     assert ("stablehlo.while" in text) != is_built("cuda")

@@ -1,0 +1,174 @@
+"""The search in jnp that stands in for the planner of `exact` in C++."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import Exact, Plan, System, TopK, Topology, _custom_calls, _planning, check_plan
+from jax_moe_lb.planners.exact import exact
+from jax_moe_lb.planners.exact_in_jax import exact_in_jax
+from jax_moe_lb.planners.native import plan_on_host
+from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+from tests.planners.planner_cases import STOPPED, assert_same
+
+ANY = 2**63 - 1
+RUN = jax.jit(exact_in_jax, static_argnums=(1, 2, 3, 4, 5))
+# ranks, experts, slots, ranks per domain: spare slots, domains, one rank, one expert each, all experts everywhere, none
+SHAPES = [(8, 32, 6, 4), (1, 4, 5, 1), (4, 4, 3, 4), (3, 6, 6, 3), (4, 8, 2, 4)]
+OPTIONS = [(0.0, ANY, True), (0.01, 1, False), (1e300, 0, True)]
+
+
+def draw_adversarial(rng, num_ranks, num_experts):
+    """Random counts, none, one hot expert, all on one rank, ties, and as many as int32 holds."""
+    shape = (num_ranks, num_experts)
+    expert = np.arange(num_experts) + np.zeros((num_ranks, 1), int)
+    return [
+        (1e4 * rng.random(shape) ** 6).astype(int),
+        np.zeros(shape, int),
+        np.where(expert == num_experts - 1, 1000, 0),
+        np.where(expert < num_experts // num_ranks, 77, 0),
+        np.full(shape, 5),
+        rng.dirichlet(np.full(num_experts, 0.2), num_ranks) * ((2**31 - 1) // num_ranks),
+    ]
+
+
+def replicas(placement, num_experts):
+    return int((np.asarray(placement) >= 0).sum()) - num_experts
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_plan_is_legal_and_within_its_limit(shape):
+    num_ranks, num_experts, slots, domain = shape
+    home, best = num_experts // num_ranks, {}
+    for options in OPTIONS:
+        for case, drawn in enumerate(draw_adversarial(np.random.default_rng(0), num_ranks, num_experts)):
+            counts = drawn.astype(np.int32)
+            placement, quota = map(np.asarray, RUN(counts, slots, domain, *options))
+            check_plan(Plan(placement, quota, domain=domain), counts)
+            made = placement[:, home:]
+            assert ((made[:, 1:] < 0) | (made[:, :-1] >= 0)).all()  # replicas, then -1
+            assert np.bincount(made[made >= 0] // home, minlength=num_ranks).max() <= options[1]
+            assert (quota[made[made >= 0], np.nonzero(made >= 0)[0]] > 0).all()  # every replica serves
+            tokens, load = counts.sum(0).reshape(num_ranks, -1).sum(1), quota.sum(0)
+            assert load.max() <= tokens.max()
+            best.setdefault(case, load.max())
+            if options[1] == ANY:
+                assert load.max() >= -(-tokens.sum() // num_ranks)
+    assert best[1] == 0
+
+
+@pytest.mark.parametrize("shape", [(8, 256, 1), (8, 256, 2), (16, 256, 1)], ids=str)
+def test_the_maximum_is_that_of_the_cpp_planner(shape):
+    """Within 0.1 % of the mean on average, where slots are scarce and the mean is out of reach."""
+    num_ranks, num_experts, spare = shape
+    slots, above = num_experts // num_ranks + spare, []
+    for seed, name in enumerate(("zipf", "lognormal", "zipf", "lognormal")):
+        workload = next(workload for workload in WORKLOADS if workload.name == name)
+        counts = workload.counts(seed, num_ranks, 512, num_experts, 8)
+        theirs = _planning.exact(counts, slots, num_ranks, 0.0, ANY, False)[1].sum(0).max()
+        ours = int(RUN(counts, slots, num_ranks, 0.0, ANY, False)[1].sum(0).max())
+        above.append((ours - theirs) / (counts.sum() / num_ranks))
+    assert np.mean(above) <= 0.001
+    assert max(above) <= 0.004
+
+
+def test_it_needs_about_as_many_replicas_as_the_cpp_planner():
+    """Where the mean is in reach, both use the whole of `eps`."""
+    ours, theirs = [], []
+    for seed in range(4):
+        counts = WORKLOADS[2].counts(seed, 32, 512, 128, 8)
+        ours.append(replicas(RUN(counts, 6, 32, 0.01, ANY, False)[0], 128))
+        theirs.append(replicas(_planning.exact(counts, 6, 32, 0.01, ANY, False)[0], 128))
+    assert np.mean(ours) <= 1.05 * np.mean(theirs)
+
+
+def test_eps_saves_replicas():
+    counts = WORKLOADS[2].counts(0, 16, 512, 64, 4)
+    plans = [RUN(counts, 6, 16, eps, ANY, False) for eps in (0.0, 0.01, 0.1)]
+    made = [replicas(placement, 64) for placement, _ in plans]
+    assert made[0] > made[1] > made[2]
+    loads = [int(quota.sum(0).max()) for _, quota in plans]
+    assert loads[1] <= 1.01 * loads[0]
+    assert loads[2] <= 1.1 * loads[0]
+
+
+def test_replicas_go_where_tokens_start():
+    rng, gained = np.random.default_rng(0), []
+    for _ in range(5):
+        tokens = rng.lognormal(6, 1, 64)
+        starts = [rng.multinomial(int(n), rng.dirichlet(np.full(8, 0.3))) for n in tokens]
+        counts = np.stack(starts, 1).astype(np.int32)
+        far, near = (RUN(counts, 12, 8, 0.05, ANY, localize) for localize in (False, True))
+        check_plan(Plan(*map(np.asarray, near), domain=8), counts)
+        assert replicas(near[0], 64) == replicas(far[0], 64)
+        gained.append(int(np.minimum(counts.T, near[1]).sum() - np.minimum(counts.T, far[1]).sum()))
+    assert min(gained) >= 0
+    assert max(gained) > 0
+
+
+def test_domains_are_planned_each_for_itself():
+    """Tokens that start in the other domain count, on whatever rank."""
+    counts = WORKLOADS[2].counts(0, 8, 512, 32, 4)
+    _, quota = RUN(counts, 6, 4, 0.01, ANY, False)
+    for first in (0, 1):
+        experts, ranks = slice(16 * first, 16 * first + 16), slice(4 * first, 4 * first + 4)
+        alone = np.zeros((4, 16), np.int32)
+        alone[0] = counts[:, experts].sum(0)
+        np.testing.assert_array_equal(quota[experts, ranks], RUN(alone, 6, 4, 0.01, ANY, False)[1])
+
+
+@pytest.fixture
+def no_custom_calls(monkeypatch):
+    for absent in _custom_calls.MODULES:
+        monkeypatch.setitem(_custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
+
+
+def test_jitted_is_eager_and_mapped(no_custom_calls):
+    counts = np.stack([WORKLOADS[k].counts(k, 2, 256, 8, 2) for k in (1, 2)])
+    mapped = jax.jit(jax.vmap(lambda counts: exact(counts, 5, 2)))(counts)
+    assert_same(tuple(array[1] for array in mapped), exact(jnp.asarray(counts[1]), 5, 2))
+    for layer in range(2):
+        assert_same(tuple(array[layer] for array in mapped), RUN(counts[layer], 5, 2, 0.01, ANY, True))
+
+
+def test_the_host_makes_the_plan_of_the_cpp_planner(no_custom_calls):
+    counts = np.stack([WORKLOADS[k].counts(k, 4, 256, 16, 2) for k in (1, 2)])
+    plan = jax.jit(jax.vmap(lambda counts: exact(counts, 6, 4, 0.01, 3, call_host=True)))
+    for layer, placed in enumerate(zip(*plan(jnp.asarray(counts)), strict=True)):
+        assert_same(placed, plan_on_host("exact", counts[layer], num_slots=6, domain=4, eps=0.01, max_fan_out=3))
+    with pytest.raises(STOPPED, match="counts of rank 0, expert 0 is -"):
+        jax.block_until_ready(plan(-jnp.asarray(counts) - 1))
+
+
+def test_without_a_planning_module_the_host_cannot_be_called(monkeypatch):
+    monkeypatch.setattr(_custom_calls, "PLANNING_MODULE", "jax_moe_lb._absent_planning")
+    with pytest.raises(RuntimeError, match=r"call_host is set, but jax_moe_lb\._planning was not built"):
+        exact(np.ones((2, 4), np.int32), 3, 2, call_host=True)
+    # NumPy's arrays are then planned by a program.
+    assert isinstance(exact(np.ones((2, 4), np.int32), 3, 2)[0], np.ndarray | jax.Array)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call_host", [False, True])
+def test_a_layer_equals_the_dense_one(no_custom_calls, call_host):
+    case, mesh = Case(), make_mesh((4,), ("expert",))
+    topology, router = Topology.from_mesh(mesh), TopK(2)
+    kernel, experts = case.params(np.float32)
+    x, mask = case.tokens(WORKLOADS[1], 4, np.float32)
+    system = System(Exact(call_host=call_host), replica_slots=2)
+    operands = x, mask, kernel, experts, jax.random.normal(jax.random.key(0), x.shape)
+    (y, stats), gradients = with_gradients(sharded_moe(mesh, topology, system, router))(*operands)
+    (want, _), wanted = dense_with_gradients(router)(*operands)
+    assert_close((y, gradients), (want, wanted), 1e-5)
+    assert (stats.imbalance_after < stats.imbalance_before).all()
+
+
+def test_a_tpu_needs_no_custom_call():
+    plan = jax.vmap(lambda counts: exact(counts, 3, 4))
+    traced = jax.jit(plan).trace(jnp.ones((2, 4, 8), jnp.int32))
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "moe_lb" not in text
+    assert "callback" not in text
+    assert "stablehlo.while" in text
