@@ -1,13 +1,27 @@
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from rich.console import Console
 
-from tests.models.small import CONFIG, run
+from models.loop import execute, prepare
+from tests.models.small import CONFIG, CORPUS
 
 
 @pytest.fixture(scope="package", autouse=True)
 def all_devices():
     """Before a command line asks for fewer of them."""
     assert jax.device_count() == 8
+
+
+@pytest.fixture(scope="package", autouse=True)
+def compiled_once(tmp_path_factory):
+    """A resumed run is the program of the run before: it is compiled once."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    # It is made once, and would outlive the folder.
+    compilation_cache.reset_cache()
 
 
 def pytest_collection_modifyitems(items):
@@ -21,5 +35,5 @@ def pytest_collection_modifyitems(items):
 def trained_run(tmp_path_factory, all_devices):
     """The folder of a finished run; not to be written to."""
     folder = tmp_path_factory.mktemp("runs") / "trained"
-    run(CONFIG, folder)
+    execute(prepare(CONFIG, CORPUS, folder), Console(quiet=True))
     return folder

@@ -1,4 +1,4 @@
-"""Layers in a loop are the layers one after the other, and narrow arithmetic trains as wide does."""
+"""Layers in a loop are the layers one after the other, and their parameters stay wide."""
 
 import dataclasses
 
@@ -7,70 +7,101 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_moe_lb import Topology
 from models.common import LanguageModel
-from models.parallel import default_system, make_mesh
+from models.layers import through_layers
+from models.parallel import batch_sharding, default_system, make_mesh
 from models.presets import ModelConfig, ParallelConfig
-from models.recording import RunFolder
 from models.training import make_programs
-from tests.models.small import CONFIG, run
-
-pytestmark = pytest.mark.slow
+from tests.models.small import CONFIG
 
 PARALLEL = ParallelConfig(data_parallel=2, expert_parallel=2)
-MODEL = ModelConfig(num_layers=2, embed_dim=16, num_heads=2, mlp_dim=8, num_experts=4)
+MODEL = ModelConfig(num_layers=2, embed_dim=16, num_heads=2, mlp_dim=8, num_experts=4, remat=True)
 
 
-def model_of(config):
-    """Its balancers remember the loads of each layer."""
-    mesh = make_mesh(PARALLEL)
-    options = {"mesh": mesh, "topology": Topology.from_mesh(mesh), "system": default_system("eplb")}
-    return LanguageModel(config, **options, rngs=nnx.Rngs(0))
+class Seen(nnx.Variable):
+    """No parameter: calls move it."""
 
 
-def unrolled(model, tokens):
-    x, per_layer = model.embed(tokens), []
-    for block in model.blocks:
-        x, stats = block(x)
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.qkv = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+        self.scale = nnx.Param(jax.random.uniform(rngs.params(), (4,)))
+        self.seen = Seen(jnp.zeros(4))
+
+    def __call__(self, x):
+        self.seen[...] += x.sum((0, 1)).astype(jnp.float32)
+        y = checkpoint_name(self.qkv(x), "attention")
+        return x + jnp.tanh(y) * self.scale[...].astype(x.dtype)[None, None], x.mean()
+
+
+def with_gradients(model, call, x):
+    """Outputs, gradients and what is remembered."""
+
+    def loss(model):
+        y, stats = call(model, x)
+        # Means, so that gradients are small where outputs are many.
+        return jnp.sin(y).mean(), (y, stats)
+
+    gradients, (y, stats) = nnx.grad(loss, has_aux=True)(model)
+    return y, stats, gradients, nnx.state(model, nnx.Not(nnx.Param))
+
+
+def one_by_one(layers, x):
+    per_layer = []
+    for layer in layers:
+        x, stats = layer(x)
         per_layer.append(stats)
-    return model.head(model.norm(x)), jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer)
+    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer)
 
 
-def outcome(call, config):
-    """Statistics, gradients of all parameters, and what the model remembers afterwards."""
-
-    @nnx.jit
-    def differentiated(model, tokens):
-        def loss(model):
-            logits, stats = call(model, tokens)
-            return jnp.sin(logits).mean(), (logits, stats)
-
-        gradients, (logits, stats) = nnx.grad(loss, has_aux=True)(model)
-        return logits, stats, gradients, nnx.state(model, nnx.Not(nnx.Param))
-
-    tokens = jax.random.randint(jax.random.key(1), (4, 8), 0, 256)
-    return jax.device_get(differentiated(model_of(config), tokens))
-
-
-@pytest.fixture(scope="module")
-def reference(all_devices):
-    return outcome(unrolled, MODEL)
+def assert_close(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_a_loop_equals_its_layers(reference, remat):
-    got = outcome(LanguageModel.__call__, dataclasses.replace(MODEL, remat=remat))
-    assert jax.tree.leaves(got[3])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, reference)
+def test_a_loop_equals_its_layers(remat):
+    sharding = batch_sharding(make_mesh(PARALLEL))
+    x = jax.random.normal(jax.random.key(1), (4, 3, 4))
+
+    def looped(layers, x):
+        return through_layers(layers, x, sharding, remat=remat)
+
+    def outcome(call):
+        layers = nnx.List([Layer(nnx.Rngs(i)) for i in range(3)])
+        return nnx.jit(lambda layers: with_gradients(layers, call, x))(layers)
+
+    assert_close(outcome(looped), outcome(one_by_one))
 
 
-def test_bfloat16_learns_what_float32_does(trained_run, tmp_path):
-    narrow = dataclasses.replace(CONFIG.model, compute_dtype="bfloat16", remat=True)
-    run(dataclasses.replace(CONFIG, model=narrow), tmp_path)
-    got, want = (np.array([row["loss"] for row in RunFolder(path).rows("step")]) for path in (tmp_path, trained_run))
-    assert got[-1] < got[0] - 1
-    np.testing.assert_allclose(got, want, rtol=0.02)
+def test_weights_of_products_are_stacked_narrow():
+    sharding = batch_sharding(make_mesh(PARALLEL))
+    layers = nnx.List([Layer(nnx.Rngs(i)) for i in range(3)])
+    x = jnp.ones((4, 3, 4), jnp.bfloat16)
+    graph, state = nnx.split(layers)
+    program = str(jax.make_jaxpr(lambda s: through_layers(nnx.merge(graph, s), x, sharding, remat=True)[0])(state))
+    assert "bf16[3,4,4]" in program
+    assert "f32[3,4,4]" not in program
+    assert "f32[3,4]" in program
+
+
+@pytest.mark.slow
+def test_a_loop_of_experts_equals_its_blocks():
+    mesh = make_mesh(PARALLEL)
+    tokens = jax.random.randint(jax.random.key(1), (4, 8), 0, 256)
+
+    def unrolled(model, tokens):
+        x, stats = one_by_one(model.blocks, model.embed(tokens))
+        return model.head(model.norm(x)), stats
+
+    def outcome(call):
+        options = {"mesh": mesh, "topology": Topology.from_mesh(mesh), "system": default_system("plain")}
+        model = LanguageModel(MODEL, **options, rngs=nnx.Rngs(0))
+        return nnx.jit(lambda model: with_gradients(model, call, tokens))(model)
+
+    assert_close(outcome(LanguageModel.__call__), outcome(unrolled))
 
 
 def test_parameters_and_optimizer_stay_wide():

@@ -42,10 +42,10 @@ def start(programs, params):
     return jax.tree_util.tree_map_with_path(leaf, programs.state_shapes)
 
 
-def losses(system, params):
+def losses(system, params, config=TRAINING):
     """`[STEPS]`, and the largest imbalance of any step, as routed and as served."""
     mesh = make_mesh(TRAINING.parallel)
-    programs = make_programs(TRAINING, mesh, default_system(system))
+    programs = make_programs(config, mesh, default_system(system))
     state, rows = start(programs, params), []
     for step in range(1, STEPS + 1):
         tokens = place_batch(CORPUS.batch(TRAINING.seed, step, TRAINING.batch_size, TRAINING.sequence_length), mesh)
@@ -73,3 +73,10 @@ def test_losses_of_fifty_steps_are_those_of_plain(plain_losses, params, system):
     assert want[-5:].mean() < want[:5].mean() - 1, "nothing was learnt"
     assert (after < before).any() or system in MAY_REST, "the system left every load as it was"
     np.testing.assert_allclose(got, want, rtol=TOLERANCE)
+
+
+def test_bfloat16_learns_what_float32_does(plain_losses, params):
+    model = dataclasses.replace(TRAINING.model, compute_dtype="bfloat16", remat=True)
+    want, (got, _, _) = plain_losses[0], losses("plain", params, dataclasses.replace(TRAINING, model=model))
+    assert (got != want).all()
+    np.testing.assert_allclose(got, want, rtol=0.02)
