@@ -1,6 +1,10 @@
 """Options of XLA's compiler that a program with balanced layers should have on GPUs."""
 
+import jax
 from jax.sharding import Mesh
+
+FIRST_WITH_A_KERNEL = (0, 12)
+"""The compiler of jaxlib 0.10 has sends and receives alone, and refuses options that it does not know."""
 
 IN_GRAPHS = (
     "FUSION",
@@ -44,13 +48,11 @@ def compiler_options(mesh: Mesh) -> dict[str, str | bool]:
         "xla_gpu_enable_command_buffer": ",".join(IN_GRAPHS),
     }
     if len({(device.process_index, getattr(device, "slice_index", 0)) for device in devices}) > 1:
-        # An exchange that XLA takes apart gathers the copies of a whole domain on every rank: with 8 domains of 8 GPUs
-        # a layer needs eight times the memory. Whole, it runs as a kernel on buffers that all can reach where NCCL has
-        # these, else as sends and receives, for which the host waits.
-        options |= {
-            "xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer": False,
-            "xla_gpu_experimental_ragged_all_to_all_use_device_kernel": True,
-            "xla_gpu_experimental_enable_nccl_symmetric_buffers": True,
-            "xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback": True,
-        }
+        # An exchange that XLA takes apart gathers the copies of all domains on every rank. Whole, it runs as a kernel
+        # on buffers that all can reach where NCCL has these, else as sends and receives, for which the host waits.
+        options["xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer"] = False
+        options["xla_gpu_experimental_enable_nccl_symmetric_buffers"] = True
+        if jax.__version_info__ >= FIRST_WITH_A_KERNEL:
+            options["xla_gpu_experimental_ragged_all_to_all_use_device_kernel"] = True
+            options["xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback"] = True
     return options

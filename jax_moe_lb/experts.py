@@ -16,7 +16,7 @@ class Experts:
 
     Args:
         up: `[G, H, F]`, the first projection; or `[G, H, 2 F]`, that and the gate in one, `up` first. So the rows are
-            read once for both, which saves a tenth of the memory traffic on GPUs.
+            read once for both, which saves memory traffic on GPUs (`docs/how-to/gpu.md`).
         down: `[G, F, H]`, the second projection.
         gate: `[G, H, F]`; with a gate an expert is SwiGLU, `(silu(x gate) * (x up)) down`, which is usual. `None` where
             `up` holds it; else it makes the expert plain GELU, `gelu(x up) down`.

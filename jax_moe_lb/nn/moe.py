@@ -85,7 +85,7 @@ class MoE(nnx.Module):
         migrate: gathers the experts of expert domains first, over a mesh of `hybrid_mesh`. With `None`, the usual
             choice inside one datacenter, experts stay at home.
         gated: whether experts are SwiGLU, which is usual, or plain GELU.
-        fused: whether `up` and `gate` are one parameter `up`, `[E, H, 2 F]`: a tenth less memory traffic on GPUs.
+        fused: whether `up` and `gate` are one parameter `up`, `[E, H, 2 F]`: less memory traffic on GPUs.
             `Experts.apart` and `Experts.fused` go from one form to the other. It needs `gated`.
         shared_mlp_dim: the inner width of the shared expert, which every token passes; 0 for none.
         use_bias: whether to keep a `RouterBias` (balancing without an auxiliary loss); then call `update_bias`.

@@ -1,0 +1,84 @@
+"""What options of XLA and of the layer change in programs compiled for GPUs and TPUs that need not be there.
+
+It needs their compilers: `jax_moe_lb[cuda,tpu]`, as `ci/accelerators.sh` installs them into `.venv-accelerators`.
+"""
+
+from dataclasses import dataclass, replace
+
+from jax_moe_lb import systems
+from jax_moe_lb.compiled import Report, Target, compile_layer, quiet_stderr, use_no_accelerators
+from jax_moe_lb.compiler_options import IN_GRAPHS
+
+XLAS_OWN = ",".join(name for name in IN_GRAPHS if name not in ("WHILE", "COLLECTIVES"))
+DECOMPOSER = "xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer"
+
+
+@dataclass(frozen=True)
+class Row:
+    """This is one program.
+
+    Args:
+        target: the machine.
+        system: the name of the system.
+        what: what is special about it.
+        train: whether with gradients.
+        max_rounds: the rounds that it has; `None` for a loop.
+        fused: whether experts have gate and up projection in one weight.
+        options: options of XLA, over those of `compiler_options`.
+    """
+
+    target: str
+    system: str
+    what: str
+    train: bool = True
+    max_rounds: int | None = None
+    fused: bool = False
+    options: tuple[tuple[str, str | bool], ...] = ()
+
+    def compile(self) -> Report:
+        """Compiles the layer of the reference sizes."""
+        system = getattr(systems, self.system)()
+        system = replace(system, dispatch=replace(system.dispatch, max_rounds=self.max_rounds))
+        return compile_layer(
+            system, Target.parse(self.target), gradients=self.train, fused=self.fused, options=dict(self.options)
+        )
+
+
+ROWS = (
+    Row("h100:1x8", "plain", "no loop", train=False, max_rounds=1),
+    Row("h100:1x8", "plain", "no loop, `fused`", train=False, max_rounds=1, fused=True),
+    Row("h100:1x8", "plain", "no loop", max_rounds=1),
+    Row("h100:1x8", "plain", "no loop, `fused`", max_rounds=1, fused=True),
+    Row("h100:1x8", "exact", "no loop", train=False, max_rounds=1),
+    Row("h100:1x8", "exact", "no loop", max_rounds=1),
+    Row("h100:1x8", "exact", "a loop, XLA's own graphs", options=(("xla_gpu_enable_command_buffer", XLAS_OWN),)),
+    Row("h100:1x8", "exact", "a loop"),
+    Row("h100:1x8", "exact", "a loop, latency hiding", options=(("xla_gpu_enable_latency_hiding_scheduler", True),)),
+    Row("h100:8x8", "plain", "no loop, exchanges apart", train=False, max_rounds=1, options=((DECOMPOSER, True),)),
+    Row("h100:8x8", "plain", "no loop", train=False, max_rounds=1),
+    Row("v5e:2x4", "plain", "no loop", train=False, max_rounds=1),
+    Row("v5e:2x4", "plain", "no loop", max_rounds=1),
+    Row("v5e:2x4", "exact", "no loop", max_rounds=1),
+)
+
+
+def main() -> None:
+    """Prints the table."""
+    use_no_accelerators()
+    print("| target | system | passes | program | temporary MB | memory traffic GB | host waits | exchanges, beside |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in ROWS:
+        with quiet_stderr():
+            report = row.compile()
+        moving = [one for one in report.collectives if one.kind == "ragged-all-to-all"]
+        exchanges, beside = (sum(getattr(one, name) for one in moving) for name in ("count", "asynchronous"))
+        print(
+            f"| `{row.target}` | {row.system} | {'both' if row.train else 'forward'} | {row.what} "
+            f"| {report.temp_bytes / 1e6:.0f} | {report.hbm_bytes / 1e9:.2f} | {report.host_waits} "
+            f"| {exchanges}, {beside} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
