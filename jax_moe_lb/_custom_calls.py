@@ -1,7 +1,7 @@
 """The custom calls: which were built, how they are registered, and how a program chooses them.
 
 A build has `_ffi` (CPU) and, where a CUDA compiler was at hand, `_ffi_cuda`. Both hold the same names, so that one
-traced program lowers on either. Without them every operation but `exact` still works, in plain JAX.
+traced program lowers on either. Without them every operation still works, in plain JAX.
 """
 
 import functools

@@ -14,8 +14,8 @@ from jax_moe_lb.types import Counts, State
 class Greedy(Balancer):
     """Moves the surplus of the busiest ranks to idle ones, inside each domain, until slots or surplus run out.
 
-    Use it where the custom calls are not built, as on a TPU, or where a slot more costs little; elsewhere `Exact` needs
-    fewer slots for the same maximum.
+    Use it where a slot more costs little, or where the search of `Exact` in jnp takes too long, as it may on a TPU;
+    elsewhere `Exact` needs fewer slots for the same maximum.
 
     A move takes from the busiest rank of a domain what it has above the domain's mean, rounded up. Either an existing
     replica takes it, or the idlest rank with a free slot gets a new replica of the hottest expert: whichever can take
