@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax_moe_lb import ForceBalanced, Migrate, Stats, System, TopK, Topology
 from jax_moe_lb.nn import MoE
 from models.attention import causal_attention
-from models.layers import through_layers
+from models.layers import one_by_one, scanned
 from models.parallel import batch_sharding
 from models.presets import ModelConfig
 
@@ -98,6 +98,7 @@ class Block(nnx.Module):
             migrate=migrate,
             relocatable=relocatable,
             dtype=config.compute_dtype,
+            fused=config.fused_experts,
             # The loop reads the statistics of each step anyway, and a host that is not called is not waited for.
             checks="deferred",
             rngs=rngs,
@@ -135,7 +136,7 @@ class LanguageModel(nnx.Module):
         migrate: Migrate | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        self.mesh, self.remat = mesh, config.remat
+        self.mesh, self.scan_layers = mesh, config.scan_layers
         self.embed = nnx.Embed(NUM_BYTES, config.embed_dim, dtype=config.compute_dtype, rngs=rngs)
         options: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system, "migrate": migrate}
 
@@ -149,5 +150,9 @@ class LanguageModel(nnx.Module):
 
     def __call__(self, tokens: Array) -> tuple[Array, Stats]:
         """Computes logits `[B, T, 256]` of int32 bytes `[B, T]`, and statistics of all layers, `[layers, D, ...]`."""
-        x, stats = through_layers(self.blocks, self.embed(tokens), batch_sharding(self.mesh), remat=self.remat)
+        x = self.embed(tokens)
+        if self.scan_layers:
+            x, stats = scanned(self.blocks, x, batch_sharding(self.mesh))
+        else:
+            x, stats = one_by_one(self.blocks, x)
         return self.head(self.norm(x)), stats

@@ -1,4 +1,4 @@
-"""`through_layers` runs equal layers as one loop, which is compiled once, whatever their number."""
+"""`scanned` runs equal layers as one loop, which is compiled once, whatever their number; `one_by_one` does not."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,10 +21,22 @@ NARROWED = ("qkv", "out", "up", "down", "gate")
 """The weights of products in the compute dtype; routers and norms compute in float32."""
 
 
-def through_layers(
-    layers: Sequence[nnx.Module], x: Array, sharding: NamedSharding, *, remat: bool
-) -> tuple[Array, Any]:
+def one_by_one(layers: Sequence[Any], x: Array) -> tuple[Array, Any]:
+    """Sends `x` through one layer after the other, each of which is compiled, and keeps all for the backward pass.
+
+    The arguments and results are those of `scanned`.
+    """
+    per_layer = []
+    for layer in layers:
+        x, stats = layer(x)
+        per_layer.append(stats)
+    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer)
+
+
+def scanned(layers: Sequence[Any], x: Array, sharding: NamedSharding) -> tuple[Array, Any]:
     """Sends `x` through one layer after the other, in a loop over their stacked parameters.
+
+    The backward pass computes a layer again, from its input and what `KEPT` names.
 
     A layer keeps parameters and state of its own: they are stacked for the loop alone, so that names in checkpoints do
     not depend on it. Weights are cast to the dtype of `x` as they are stacked, so that what is copied is narrow.
@@ -33,7 +45,6 @@ def through_layers(
         layers: modules of the same kind and sizes; each maps `x` to the next `x` and its statistics.
         x: the residual stream `[B, T, H]`.
         sharding: where it lies, in every layer.
-        remat: whether the backward pass computes a layer again, from its input and what `KEPT` names.
 
     Returns:
         The last `x`, and the statistics stacked over the layers.
@@ -46,11 +57,10 @@ def through_layers(
         x, stats = layer(jax.lax.with_sharding_constraint(x, sharding))
         return x, (stats, nnx.state(layer, nnx.Not(nnx.Param)))
 
-    if remat:
-        policy = jax.checkpoint_policies.save_only_these_names(*KEPT)
-        # A loop's body stands alone: no expression of the forward pass is there to be shared.
-        run = jax.checkpoint(run, policy=policy, prevent_cse=False)
-    x, (stats, kept) = jax.lax.scan(run, x, stacked)
+    policy = jax.checkpoint_policies.save_only_these_names(*KEPT)
+    # A loop's body stands alone: no expression of the forward pass is there to be shared.
+    again = jax.checkpoint(run, policy=policy, prevent_cse=False)
+    x, (stats, kept) = jax.lax.scan(again, x, stacked)
     for i, layer in enumerate(layers):
         nnx.update(layer, jax.tree.map(lambda leaf, i=i: leaf[i], kept))
     return x, stats

@@ -26,8 +26,10 @@ class ModelConfig:
         force_balanced: whether to route round robin, the papers' ideal. It learns little; its speed is the bound.
         compute_dtype: the dtype of activations and products, "bfloat16" on accelerators. Parameters, optimizer,
             routers, norms and the loss are float32 in any case.
-        remat: whether the backward pass computes blocks again, from their input and the outputs of attention and
-            experts, so that nothing else is kept.
+        fused_experts: whether the gate and up projections of an expert are one parameter, which moves less memory on
+            accelerators. The first parameters are then others.
+        scan_layers: whether the blocks are one loop, which is compiled once, and whose backward pass computes each
+            block again but for routing, plan and attention. Otherwise all is kept, and few small blocks are faster.
 
     Raises:
         ValueError: a size is below 1, the heads do not divide the width, or the dtype is another.
@@ -41,7 +43,8 @@ class ModelConfig:
     experts_per_token: int = 2
     force_balanced: bool = False
     compute_dtype: str = "float32"
-    remat: bool = False
+    fused_experts: bool = False
+    scan_layers: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "embed_dim", "num_heads", "mlp_dim", "num_experts", "experts_per_token"):
@@ -171,7 +174,8 @@ REFERENCE = TrainConfig(
         num_experts=128,
         experts_per_token=8,
         compute_dtype="bfloat16",
-        remat=True,
+        fused_experts=True,
+        scan_layers=True,
     ),
     batch_size=8,
     sequence_length=4096,

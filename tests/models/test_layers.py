@@ -1,6 +1,7 @@
 """Layers in a loop are the layers one after the other, and their parameters stay wide."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_moe_lb import Topology
 from models.common import LanguageModel
-from models.layers import through_layers
+from models.layers import one_by_one, scanned
 from models.parallel import batch_sharding, default_system, make_mesh
 from models.presets import ModelConfig, ParallelConfig
 from models.training import make_programs
 from tests.models.small import CONFIG
 
 PARALLEL = ParallelConfig(data_parallel=2, expert_parallel=2)
-MODEL = ModelConfig(num_layers=2, embed_dim=16, num_heads=2, mlp_dim=8, num_experts=4, remat=True)
+MODEL = ModelConfig(num_layers=2, embed_dim=16, num_heads=2, mlp_dim=8, num_experts=4)
 
 
 class Seen(nnx.Variable):
@@ -49,31 +50,19 @@ def with_gradients(model, call, x):
     return y, stats, gradients, nnx.state(model, nnx.Not(nnx.Param))
 
 
-def one_by_one(layers, x):
-    per_layer = []
-    for layer in layers:
-        x, stats = layer(x)
-        per_layer.append(stats)
-    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer)
-
-
 def assert_close(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_a_loop_equals_its_layers(remat):
+def test_a_loop_equals_its_layers():
     sharding = batch_sharding(make_mesh(PARALLEL))
     x = jax.random.normal(jax.random.key(1), (4, 3, 4))
-
-    def looped(layers, x):
-        return through_layers(layers, x, sharding, remat=remat)
 
     def outcome(call):
         layers = nnx.List([Layer(nnx.Rngs(i)) for i in range(3)])
         return nnx.jit(lambda layers: with_gradients(layers, call, x))(layers)
 
-    assert_close(outcome(looped), outcome(one_by_one))
+    assert_close(outcome(partial(scanned, sharding=sharding)), outcome(one_by_one))
 
 
 def test_weights_of_products_are_stacked_narrow():
@@ -81,7 +70,7 @@ def test_weights_of_products_are_stacked_narrow():
     layers = nnx.List([Layer(nnx.Rngs(i)) for i in range(3)])
     x = jnp.ones((4, 3, 4), jnp.bfloat16)
     graph, state = nnx.split(layers)
-    program = str(jax.make_jaxpr(lambda s: through_layers(nnx.merge(graph, s), x, sharding, remat=True)[0])(state))
+    program = str(jax.make_jaxpr(lambda s: scanned(nnx.merge(graph, s), x, sharding)[0])(state))
     assert "bf16[3,4,4]" in program
     assert "f32[3,4,4]" not in program
     assert "f32[3,4]" in program
@@ -92,16 +81,12 @@ def test_a_loop_of_experts_equals_its_blocks():
     mesh = make_mesh(PARALLEL)
     tokens = jax.random.randint(jax.random.key(1), (4, 8), 0, 256)
 
-    def unrolled(model, tokens):
-        x, stats = one_by_one(model.blocks, model.embed(tokens))
-        return model.head(model.norm(x)), stats
-
-    def outcome(call):
+    def outcome(config):
         options = {"mesh": mesh, "topology": Topology.from_mesh(mesh), "system": default_system("plain")}
-        model = LanguageModel(MODEL, **options, rngs=nnx.Rngs(0))
-        return nnx.jit(lambda model: with_gradients(model, call, tokens))(model)
+        model = LanguageModel(config, **options, rngs=nnx.Rngs(0))
+        return nnx.jit(lambda model: with_gradients(model, LanguageModel.__call__, tokens))(model)
 
-    assert_close(outcome(LanguageModel.__call__), outcome(unrolled))
+    assert_close(outcome(dataclasses.replace(MODEL, scan_layers=True)), outcome(MODEL))
 
 
 def test_parameters_and_optimizer_stay_wide():
