@@ -27,6 +27,7 @@ from .measure import measured_s as measured_s
 from .pipeline import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from .pipeline import Stats as Stats
 from .pipeline import moe as moe
+from .pipeline import needs_more_rounds as needs_more_rounds
 from .pipeline import raise_fault as raise_fault
 from .plan import Plan as Plan
 from .plan import imbalance as imbalance

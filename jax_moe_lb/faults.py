@@ -107,6 +107,16 @@ def raise_first(fault: Fault) -> None:
     raise RuntimeError(f"fault {int(one.code)} at {where} passes its check on the host; expected it to fail there too")
 
 
+def is_of_rounds(fault: Fault) -> bool:
+    """Says whether plans that need more rounds than the program has are all that is wrong.
+
+    Args:
+        fault: of any number of groups, layers and steps, stacked along leading dimensions.
+    """
+    codes = np.asarray(fault.code)
+    return bool(codes.any()) and bool(np.isin(codes, (NO_FAULT, ROUNDS)).all())
+
+
 def _check(fault: Fault) -> None:
     if fault.code == ROUTING:
         check_routed(fault.routed, fault.plan.num_experts)

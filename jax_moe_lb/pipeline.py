@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb._varying import varying_axes
 from jax_moe_lb.experts import Experts
-from jax_moe_lb.faults import Checks, Fault, fault_code, raise_first
+from jax_moe_lb.faults import Checks, Fault, fault_code, is_of_rounds, raise_first
 from jax_moe_lb.legality import check_homes, check_routed, ensure
 from jax_moe_lb.losses import Losses
 from jax_moe_lb.plan import Plan, imbalance, load, plain_plan, straggler, traffic
@@ -105,6 +105,32 @@ def raise_fault(stats: Stats) -> None:
         ValueError: router logits of rank 0 give weights that are not finite; expected finite logits
     """
     raise_first(stats.fault)
+
+
+def needs_more_rounds(stats: Stats) -> bool:
+    """Says on the host whether a step must be served again by a program with more rounds, and nothing else is wrong.
+
+    Use it where a system has `max_rounds`, with a second program that has none: `examples/one_round.py`. It waits for
+    the device, and reads one integer per layer and group.
+
+    Args:
+        stats: what one or several layers returned, also stacked over layers or steps.
+
+    Examples:
+        >>> import jax
+        >>> from flax import nnx
+        >>> from jax.sharding import AxisType
+        >>> from jax_moe_lb import Direct, System, TopK, Topology
+        >>> from jax_moe_lb.nn import MoE
+        >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> layer = MoE(
+        ...     8, 16, 4, TopK(1), mesh=mesh, topology=Topology.from_mesh(mesh), checks="deferred",
+        ...     system=System(dispatch=Direct(max_rounds=1)), rngs=nnx.Rngs(0)
+        ... )
+        >>> needs_more_rounds(layer(jnp.ones((8, 8)))[1])  # equal tokens all go to one rank
+        True
+    """
+    return is_of_rounds(stats.fault)
 
 
 def moe(

@@ -30,6 +30,10 @@ PRINTED = {
         r"HybridEP: 48 KiB of experts",
         rf"Exact in dc 0: imbalance 1\.[4-9]\d -> {BALANCED}\n.*\nExact in dc 1: imbalance 1\.[4-9]\d -> {BALANCED}",
     ),
+    "one_round": (
+        r"skew 0\.0: one round, 1 needed, finite: True",
+        r"skew 8\.0: a loop, [3-6] needed, finite: True",
+    ),
     "replay_trace": (rf"mean +1\.[4-9]\d+ +{BALANCED}",),
 }
 

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
@@ -12,6 +14,7 @@ from rich.table import Table
 from jax_moe_lb import _custom_calls
 from jax_moe_lb.cli.build import HOW_TO_BUILD, build_states
 from jax_moe_lb.compiled.targets import EXTRAS, has_compiler
+from jax_moe_lb.compiler_options import compiler_options
 from jax_moe_lb.ops.grouped_kernels import has_tokamax
 
 PACKAGES = ("jax_moe_lb", "jax", "jaxlib", "flax", "numpy")
@@ -143,7 +146,9 @@ def _grouped_products(op: Operation, backend: str) -> Implementation:
 
 
 def diagnosis() -> dict:
-    """Collects versions, extension modules, compilers, devices and implementations, as JSON holds them."""
+    """Collects versions, extension modules, compilers, devices, what `compiler_options` returns for all of them, and
+    implementations, as JSON holds them.
+    """
     backend = jax.default_backend()
     return {
         "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
@@ -151,6 +156,7 @@ def diagnosis() -> dict:
         "compilers": compiler_states(),
         "backend": backend,
         "devices": [f"{device} ({device.device_kind})" for device in jax.devices()],
+        "compiler_options": compiler_options(Mesh(np.array(jax.devices()), ("devices",))),
         "ops": [asdict(implementation) for implementation in implementations(backend)],
     }
 
@@ -164,6 +170,8 @@ def facts_table(found: dict) -> Table:
         table.add_section()
     table.add_row("backend", found["backend"])
     table.add_row("devices", "\n".join(found["devices"]))
+    options = "\n".join(f"{name}={value}" for name, value in found["compiler_options"].items())
+    table.add_row("options for XLA", options or "none needed")
     return table
 
 

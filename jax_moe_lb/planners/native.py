@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_moe_lb._custom_calls import PLANNING_MODULE, by_platform, call, has_planning_module, like
-from jax_moe_lb._varying import vary_alike
+from jax_moe_lb._varying import vary_alike, vary_like
 from jax_moe_lb.checks import check_domain, home_experts_per_rank
 from jax_moe_lb.types import Placement, Quota
 
@@ -117,8 +117,9 @@ def run_planner(
         # dtype of what they meet.
         numbers = {name: value.item() if isinstance(value, np.generic) else value for name, value in options.items()}
         planned = _as_tuple(reference(*operands, **numbers))
-        # Both branches must give the same shapes, and a reference may return its result in more dimensions.
-        return tuple(result.reshape(shape) for result, shape in zip(planned, shapes, strict=True))
+        # Both branches must give the same types: a reference may return its result in more dimensions, or one that
+        # follows from shapes alone, such as the placement of a single rank.
+        return tuple(vary_like(result.reshape(shape), *operands) for result, shape in zip(planned, shapes, strict=True))
 
     return by_platform(*alike(*operands), native=native, reference=otherwise)
 

@@ -1,0 +1,57 @@
+"""Serves every batch in one round, without a loop, and again in a second program where a plan needs more."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType
+
+from jax_moe_lb import Stats, TopK, Topology, needs_more_rounds, plain, raise_fault, use_virtual_cpu_devices
+from jax_moe_lb.nn import MoE
+
+jax.config.update("jax_platforms", "cpu")
+use_virtual_cpu_devices(8)
+
+
+def make_layers() -> tuple[MoE, MoE]:
+    """Makes a layer for one round, and one for as many as a plan needs, with the same parameters."""
+    mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
+    system, topology = plain(headroom=1.5), Topology.from_mesh(mesh)
+    fast = replace(system, dispatch=replace(system.dispatch, max_rounds=1))
+    layer = MoE(32, 64, 16, TopK(2), mesh=mesh, topology=topology, system=fast, checks="deferred", rngs=nnx.Rngs(0))
+    graph, variables = nnx.split(layer)
+    other = nnx.merge(graph, variables)
+    other.system = system
+    return layer, other
+
+
+@nnx.jit
+def run(layer: MoE, x: jax.Array) -> tuple[jax.Array, Stats]:
+    """Runs a layer; it is compiled once for each of the two, the second only when it is needed."""
+    return layer(x)
+
+
+def serve(layer: MoE, other: MoE, x: jax.Array) -> tuple[jax.Array, Stats, str]:
+    """Serves a batch, and says in which program."""
+    program = "one round"
+    y, stats = run(layer, x)
+    if needs_more_rounds(stats):
+        program = "a loop"
+        y, stats = run(other, x)
+    # Whatever else may be wrong stops here, with a message.
+    raise_fault(stats)
+    return y, stats, program
+
+
+def main() -> None:
+    """Serves tokens of different skew."""
+    layer, other = make_layers()
+    common, own = jax.random.normal(jax.random.key(1), (1, 32)), jax.random.normal(jax.random.key(2), (2048, 32))
+    for skew in (0.0, 0.5, 8.0):
+        y, stats, program = serve(layer, other, skew * common + own)
+        print(f"skew {skew}: {program}, {stats.rounds[0]} needed, finite: {bool(jnp.isfinite(y).all())}")
+
+
+if __name__ == "__main__":
+    main()
