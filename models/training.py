@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
-from jax_moe_lb import Migrate, Stats, System, Topology
+from jax_moe_lb import Migrate, Stats, System, Topology, compiler_options
 from jax_moe_lb.nn.moe import BalancerState
 from models.common import LanguageModel
 from models.presets import TrainConfig
@@ -93,11 +93,14 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, migrate: Migr
     def evaluate(state: nnx.State, tokens: Array) -> Array:
         return next_byte_loss(nnx.merge(graphdef, state)[0], tokens)[0]
 
+    options = compiler_options(mesh)
     return Programs(
         state_shapes=jax.tree.map(lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), shapes, shardings),
         init=jax.jit(lambda: nnx.state(create()), out_shardings=shardings),
-        step=jax.jit(step, out_shardings=(shardings, everywhere, everywhere), donate_argnums=0),
-        evaluate=jax.jit(evaluate, out_shardings=everywhere),
+        step=jax.jit(
+            step, out_shardings=(shardings, everywhere, everywhere), donate_argnums=0, compiler_options=options
+        ),
+        evaluate=jax.jit(evaluate, out_shardings=everywhere, compiler_options=options),
         move=jax.jit(moved_state, out_shardings=shardings, donate_argnums=0),
         topology=topology,
     )
