@@ -1,7 +1,7 @@
 """Which instructions run, and how often, so that costs can be summed over a program.
 
-A loop runs as often as the compiler knows, and once where it does not; but the loops in `IDLE_SCOPE` not at all. Of a
-conditional the dearest branch runs.
+A loop runs as often as the compiler or its condition says, and once where neither does; but the loops in `IDLE_SCOPE`
+not at all. Of a conditional the dearest branch runs.
 """
 
 from collections.abc import Callable
@@ -74,6 +74,8 @@ def rounds_of(loop: Instruction) -> int:
     """Tells how often a loop runs in a balanced step; other instructions run once."""
     if loop.trips is not None:
         return loop.trips
+    if loop.counted is not None:
+        return loop.counted
     return 0 if IDLE_SCOPE in loop.text("op_name") else 1
 
 

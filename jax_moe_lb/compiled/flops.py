@@ -18,6 +18,9 @@ from jax_moe_lb.compiled.shapes import ArrayShape
 GEMM_TARGETS = re.compile(r"__cublas\$|__cudnn\$|__triton|triton|mosaic|pallas|tpu_custom_call|xla\.gpu")
 """Custom calls that may multiply."""
 
+SCORES = re.compile(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]')
+"""The shape of the scores of all pairs of tokens, which cuDNN's attention never writes."""
+
 DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 WINDOW_FIELD = re.compile(r"(\w+)=([\dx_\-]+)")
 
@@ -63,10 +66,20 @@ def _ragged_dot(instruction: Instruction, operands: list[Instruction]) -> int:
 
 def _kernel(instruction: Instruction, operands: list[Instruction]) -> int:
     given = [shape for operand in operands for shape in operand.shapes]
+    if "cudnn$fmha" in instruction.target:
+        return _attention(instruction, given[0].dims[-1])
     if "lhs_contracting_dimensions" in instruction.attributes:
         config = re.search(r'"lhs_contracting_dimensions":(\[[^\]]*\])', instruction.attributes)
         return _dot(instruction, given[0], tuple(map(int, json.loads(config[1])))) if config else 0
     return _grouped_kernel([*given, *instruction.shapes])
+
+
+def _attention(instruction: Instruction, head_width: int) -> int:
+    """Counts cuDNN's attention: forward two products over all pairs of tokens, backward five; half if it is causal."""
+    scores = SCORES.search(instruction.attributes)
+    pairs = math.prod(int(size) for size in re.findall(r"\d+", scores[1])) if scores else 0
+    products = 5 if "Backward" in instruction.target else 2
+    return 2 * products * pairs * head_width // (2 if "CAUSAL" in instruction.attributes else 1)
 
 
 def _grouped_kernel(shapes: tuple[ArrayShape, ...] | list[ArrayShape]) -> int:

@@ -33,6 +33,7 @@ class Instruction:
         arguments: what stands in its parentheses, as text; of a parameter, its number.
         attributes: what follows the parentheses, as text.
         is_root: whether it is the result of its computation.
+        counted: how often a loop runs by its condition, where the compiler does not write it; see `loops.py`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Instruction:
     arguments: str
     attributes: str
     is_root: bool
+    counted: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +58,7 @@ class Instruction:
 
     @property
     def trips(self) -> int | None:
-        """Tells how often a loop runs, `None` if that is not known before it does."""
+        """Tells how often the compiler says that a loop runs, `None` if it does not."""
         known = TRIP_COUNT.search(self.attributes)
         return int(known[1]) if known else None
 

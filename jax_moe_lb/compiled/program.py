@@ -16,6 +16,7 @@ from jax_moe_lb.compiled.collectives import collectives
 from jax_moe_lb.compiled.executed import executed, total
 from jax_moe_lb.compiled.flops import products
 from jax_moe_lb.compiled.hlo import Module, parse_module
+from jax_moe_lb.compiled.loops import with_counted_loops
 from jax_moe_lb.compiled.memory import peak_buffers
 from jax_moe_lb.compiled.memory_traffic import MemoryTraffic
 from jax_moe_lb.compiled.report import Operation, Report
@@ -110,7 +111,7 @@ def read_report(
         ideal_flops: the floating-point operations of a device that the program is for, if they are known.
         compile_s: the seconds that tracing and compiling took.
     """
-    module = parse_module(compiled.as_text() or "")
+    module = with_counted_loops(parse_module(compiled.as_text() or ""))
     memory: Any = compiled.memory_analysis()
     traffic = MemoryTraffic(module, target.fast_spaces)
     moved = traffic.costs()

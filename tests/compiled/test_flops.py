@@ -104,3 +104,15 @@ def test_a_convolution_that_is_a_product_with_batches():
 def test_a_convolution_with_padding_counts_what_lies_inside():
     call = "f32[1,8,1]{2,1,0} convolution(%p0, %p1), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f"
     assert flops_of(call, "f32[1,8,1]", "f32[3,1,1]") == 2 * (8 * 3 - 2)
+
+
+@pytest.mark.parametrize(("target", "products"), [("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5)])
+@pytest.mark.parametrize(("mask", "half"), [("NO_MASK", 1), ("CAUSAL", 2)])
+def test_attention_counts_its_products_over_all_pairs(target, products, mask, half):
+    config = (
+        '{"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"element_type":"BF16",'
+        f'"dimensions":["2","8","32","64"]}},"mask_type":"{mask}",'
+        '"bmm1_dot_dimension_numbers":{"lhs_contracting_dimensions":["3"]}}}'
+    )
+    call = f'bf16[2,8,32,16] custom-call(%p0, %p1), custom_call_target="__cudnn${target}", backend_config={config}'
+    assert flops_of(call, "bf16[2,32,8,16]", "bf16[2,64,8,16]") == products * 2 * (2 * 8 * 32 * 64) * 16 // half
