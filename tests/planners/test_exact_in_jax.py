@@ -84,6 +84,7 @@ def test_it_needs_about_as_many_replicas_as_the_cpp_planner():
     assert np.mean(ours) <= 1.05 * np.mean(theirs)
 
 
+@pytest.mark.slow
 def test_eps_saves_replicas():
     counts = WORKLOADS[2].counts(0, 16, 512, 64, 4)
     plans = [RUN(counts, 6, 16, eps, ANY, False) for eps in (0.0, 0.01, 0.1)]
@@ -125,6 +126,7 @@ def no_custom_calls(monkeypatch):
         monkeypatch.setitem(_custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
 
 
+@pytest.mark.slow
 def test_jitted_is_eager_and_mapped(no_custom_calls):
     counts = np.stack([WORKLOADS[k].counts(k, 2, 256, 8, 2) for k in (1, 2)])
     mapped = jax.jit(jax.vmap(lambda counts: exact(counts, 5, 2)))(counts)
