@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
@@ -23,11 +23,34 @@ from jax_moe_lb.transport.copies import (
 )
 from jax_moe_lb.transport.exchange import Copies, Exchange, Receipt, unwritten
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.types import Tokens, wide_dtype
+from jax_moe_lb.types import GroupSizes, Rows, Tokens, wide_dtype
 
 Carry = TypeVar("Carry")
 
 Saved = tuple[Tokens, Weights, Experts, Plan, Receipt]
+
+OfCopies = tuple[Copies, CopyWeights]
+"""The gradients of copies and of their weights, in the sending order."""
+
+RowWeights = Float[Array, "A 1"]
+"""What the output of each row is multiplied with."""
+
+PullBack = Callable[[Rows, RowWeights, GroupSizes, Rows], tuple[Rows, RowWeights, Any]]
+"""Given the gradients of outputs, it returns those of rows, of their weights and of experts."""
+
+
+class Batch(NamedTuple):
+    """Holds what was served, and the gradients of its outputs.
+
+    Args:
+        tokens: `[T, H]`, the tokens of this rank.
+        weights: `[T, K]`, by which the outputs of a token's copies were summed.
+        upstream: `[T, H]`, the gradients of the sums.
+    """
+
+    tokens: Tokens
+    weights: Weights
+    upstream: Tokens
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -71,16 +94,93 @@ def in_rounds(
     def serve(tokens: Tokens, weights: Weights, experts: Experts, plan: Plan, receipt: Receipt) -> Tokens:
         slots = replicate(experts, plan, topology)
 
-        def one_round(i: Array, out: Copies) -> Copies:
-            # Gathered again in every round: kept, they would be there beside the rows all the time.
-            copies = to_sending_order(tokens, receipt, weights.shape[1])
-            rows, group_sizes = exchange.send(copies, receipt, i, topology)
-            return exchange.send_back(grouped_ffn(rows, slots, group_sizes), receipt, i, out, topology)
+        def ffn(rows: Rows, group_sizes: GroupSizes) -> Rows:
+            return grouped_ffn(rows, slots, group_sizes)
 
-        out = one_round(jnp.int32(0), unwritten(tokens, weights.size))
-        return combine(further_rounds(receipt, exchange, one_round, out), weights, receipt)
+        nothing = unwritten(tokens, weights.size)
+        out = serve_rounds(tokens, weights.shape[1], receipt, ffn, nothing, exchange, topology)
+        return combine(out, weights, receipt)
 
     return serve(tokens, weights, experts, plan, receipt)
+
+
+def serve_rounds(
+    tokens: Tokens,
+    per_token: int,
+    receipt: Receipt,
+    ffn: Callable[[Rows, GroupSizes], Rows],
+    out: Copies,
+    exchange: Exchange,
+    topology: Topology,
+) -> Copies:
+    """Writes the outputs of all copies that a receipt addresses into `out`, round by round.
+
+    Args:
+        tokens: `[T, H]`, the tokens of this rank.
+        per_token: `K`, the experts of each token.
+        receipt: what `exchange.address` returned.
+        ffn: sends the rows of a round through their experts.
+        out: `[T * K, H]`, in the sending order; copies that the receipt does not address stay as they are.
+        exchange: how copies travel.
+        topology: its expert axes are the ranks that copies travel between.
+    """
+
+    def one_round(i: Array, out: Copies) -> Copies:
+        # Gathered again in every round: kept, they would be there beside the rows all the time.
+        rows, group_sizes = exchange.send(to_sending_order(tokens, receipt, per_token), receipt, i, topology)
+        return exchange.send_back(ffn(rows, group_sizes), receipt, i, out, topology)
+
+    return further_rounds(receipt, exchange, one_round, one_round(jnp.int32(0), out))
+
+
+def gradient_rounds(
+    batch: Batch,
+    order: Receipt,
+    receipt: Receipt,
+    pull_back: PullBack,
+    of_copies: OfCopies,
+    exchange: Exchange,
+    topology: Topology,
+) -> tuple[OfCopies, Any]:
+    """Writes the gradients of all copies that a receipt addresses into `of_copies`, in the rounds of the forward pass.
+
+    Every round sends the copies again, and the gradients of their outputs.
+
+    Args:
+        batch: what was served, and the gradients of its outputs.
+        order: the receipt that says which copy stands where in the sending order.
+        receipt: what `exchange.address` returned; of its order only the places of copies that it addresses count.
+        pull_back: computes the gradients of the rows of a round.
+        of_copies: what `no_gradients` returns, or earlier waves have written.
+        exchange: how copies travel.
+        topology: its expert axes are the ranks that copies travel between.
+
+    Returns:
+        Those of copies, and the sums over rounds of those of experts.
+    """
+    tokens, weights, upstream = batch
+    per_token = weights.shape[1]
+
+    def gradients_of(i: Array, of_copies: OfCopies) -> tuple[OfCopies, Any]:
+        rows, group_sizes = exchange.send(to_sending_order(tokens, order, per_token), receipt, i, topology)
+        row_upstream, _ = exchange.send(to_sending_order(upstream, order, per_token), receipt, i, topology)
+        row_weights, _ = exchange.send(weights_in_order(weights, order), receipt, i, topology)
+        *of_rows, of_experts = pull_back(rows, row_weights, group_sizes, row_upstream)
+        copies, copy_weights = (
+            exchange.send_back(part, receipt, i, out, topology) for part, out in zip(of_rows, of_copies, strict=True)
+        )
+        return (copies, copy_weights), of_experts
+
+    def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
+        of_copies, of_experts = gradients_of(i, carry[0])
+        return of_copies, jax.tree.map(jnp.add, carry[1], of_experts)
+
+    return further_rounds(receipt, exchange, one_round, gradients_of(jnp.int32(0), of_copies))
+
+
+def no_gradients(tokens: Tokens, weights: Weights) -> OfCopies:
+    """Makes room for the gradients of all copies and of their weights, which holds anything."""
+    return unwritten(tokens, weights.size), unwritten(weights.reshape(-1, 1), weights.size)
 
 
 def further_rounds(
@@ -144,25 +244,13 @@ def _gradients(
     # round rounds as it writes them.
     sums_dtype = slots.up.dtype if exchange.max_rounds == 1 else wide_dtype(slots.up)
 
-    def gradients_of(i: Array, of_copies: tuple[Copies, CopyWeights]) -> tuple[tuple[Copies, CopyWeights], Experts]:
-        rows, group_sizes = exchange.send(to_sending_order(tokens, receipt, per_token), receipt, i, topology)
-        row_upstream, _ = exchange.send(to_sending_order(upstream, receipt, per_token), receipt, i, topology)
-        row_weights, _ = exchange.send(weights_in_order(weights, receipt), receipt, i, topology)
-        *of_rows, of_slots = grouped_ffn_gradients(rows, row_weights, slots, group_sizes, row_upstream, sums_dtype)
-        copies, copy_weights = (
-            exchange.send_back(part, receipt, i, out, topology) for part, out in zip(of_rows, of_copies, strict=True)
-        )
-        return (copies, copy_weights), of_slots
+    def pull_back(rows: Rows, row_weights: RowWeights, group_sizes: GroupSizes, row_upstream: Rows) -> Any:
+        return grouped_ffn_gradients(rows, row_weights, slots, group_sizes, row_upstream, sums_dtype)
 
-    def one_round(
-        i: Array, carry: tuple[tuple[Copies, CopyWeights], Experts]
-    ) -> tuple[tuple[Copies, CopyWeights], Experts]:
-        of_copies, of_slots = gradients_of(i, carry[0])
-        return of_copies, jax.tree.map(jnp.add, carry[1], of_slots)
-
-    nothing = unwritten(tokens, weights.size), unwritten(weights.reshape(-1, 1), weights.size)
-    first = gradients_of(jnp.int32(0), nothing)
-    (of_copies, of_weights), of_slots = further_rounds(receipt, exchange, one_round, first)
+    batch = Batch(tokens, weights, upstream)
+    (of_copies, of_weights), of_slots = gradient_rounds(
+        batch, receipt, receipt, pull_back, no_gradients(tokens, weights), exchange, topology
+    )
     (of_experts,) = sum_at_home(jax.tree.map(lambda g, w: g.astype(w.dtype), of_slots, slots))
     return sum_of_copies(of_copies, receipt, per_token), weights_by_token(of_weights, receipt, per_token), of_experts
 

@@ -4,14 +4,13 @@ The order in which things depend on each other: `post` and wave 1 need the load 
 passes on wave 1; then, with the plan, `address`; then `join` and wave 2.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.experts import Experts
@@ -22,25 +21,14 @@ from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.planners.native import NativePlanner
 from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.copies import (
-    CopyWeights,
-    Weights,
-    combine,
-    sum_of_copies,
-    to_sending_order,
-    weights_by_token,
-    weights_in_order,
-)
+from jax_moe_lb.transport.copies import Weights, combine, sum_of_copies, weights_by_token
 from jax_moe_lb.transport.direct import Direct, DirectReceipt
 from jax_moe_lb.transport.dispatch import Routed, served_plan
 from jax_moe_lb.transport.exchange import Copies, unwritten
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import further_rounds
+from jax_moe_lb.transport.rounds import Batch, RowWeights, gradient_rounds, no_gradients, serve_rounds
 from jax_moe_lb.transport.wave_receipts import Dynamic, Waves, address_dynamic, address_static
 from jax_moe_lb.types import GroupSizes, Rows, Tokens, iota, wide_dtype
-
-RowWeights = Float[Array, "A 1"]
-"""What the output of each row is multiplied with."""
 
 
 class Ways(NamedTuple):
@@ -165,7 +153,7 @@ def _serve(
     slots = None if pending is None else replicate.join(pending, out)
     with jax.named_scope("dynamic_wave"):
         anywhere = partial(_by_home_and_slots, experts, slots)
-        out = _rounds(tokens, waves.dynamic, routed.experts.shape[1], anywhere, out, ways)
+        out = serve_rounds(tokens, routed.experts.shape[1], waves.dynamic, anywhere, out, direct, topology)
     return combine(out, routed.weights, waves.dynamic), Outcome(plan, made, waves, is_legal, is_whole & static_is_whole)
 
 
@@ -176,25 +164,7 @@ def _first_wave(
     with jax.named_scope("static_wave"):
         nothing = unwritten(tokens, chosen.size)
         at_home = partial(_by_home_and_slots, experts, None)
-        return _rounds(tokens, receipt, chosen.shape[1], at_home, nothing, ways)
-
-
-def _rounds(
-    tokens: Tokens,
-    receipt: DirectReceipt,
-    per_token: int,
-    ffn: Callable[[Rows, GroupSizes], Rows],
-    out: Copies,
-    ways: Ways,
-) -> Copies:
-    """Writes the outputs of one wave into `out`."""
-    direct, topology = ways.direct, ways.topology
-
-    def one_round(i: Array, out: Copies) -> Copies:
-        rows, group_sizes = direct.send(to_sending_order(tokens, receipt, per_token), receipt, i, topology)
-        return direct.send_back(ffn(rows, group_sizes), receipt, i, out, topology)
-
-    return further_rounds(receipt, direct, one_round, one_round(jnp.int32(0), out))
+        return serve_rounds(tokens, chosen.shape[1], receipt, at_home, nothing, ways.direct, ways.topology)
 
 
 def _by_home_and_slots(home: Experts, slots: Experts | None, rows: Rows, group_sizes: GroupSizes) -> Rows:
@@ -228,12 +198,6 @@ def _start(experts: Experts, plan: Plan, ways: Ways) -> Any:
 
 Saved = tuple[Tokens, Weights, Experts, Plan, Waves]
 
-OfCopies = tuple[Copies, CopyWeights]
-"""The gradients of copies and of their weights, in the sending order of both waves."""
-
-PullBack = Callable[[Rows, RowWeights, GroupSizes, Rows], tuple[Rows, RowWeights, Any]]
-"""It returns the gradients of rows, of their weights and of experts."""
-
 
 def _save(
     tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: Ways
@@ -260,14 +224,16 @@ def _gradients(ways: Ways, saved: Saved, upstream: Tokens) -> tuple[Tokens, Weig
     # until now instead. It ties them to the gradients, which do not exist before the backward pass has come here.
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     pending = _start(experts, plan, ways)
-    nothing = unwritten(tokens, weights.size), unwritten(weights.reshape(-1, 1), weights.size)
-    rounds = partial(_gradient_rounds, tokens, weights, upstream, waves.dynamic, ways)
+    # Both waves stand in one order.
+    rounds = partial(gradient_rounds, Batch(tokens, weights, upstream), waves.dynamic)
+    how = ways.direct, ways.topology
     with jax.named_scope("static_wave"):
-        first = rounds(waves.static, partial(_gradients_by_home_and_slots, experts, None), nothing)
+        at_home = partial(_gradients_by_home_and_slots, experts, None)
+        first = rounds(waves.static, at_home, no_gradients(tokens, weights), *how)
     slots = None if pending is None else ways.replicate.join(pending, first)
     with jax.named_scope("dynamic_wave"):
         anywhere = partial(_gradients_by_home_and_slots, experts, slots)
-        (of_copies, of_weights), (home, moved) = rounds(waves.dynamic, anywhere, first[0])
+        (of_copies, of_weights), (home, moved) = rounds(waves.dynamic, anywhere, first[0], *how)
     home = jax.tree.map(jnp.add, first[1][0], home)
     if moved is not None:
         home = jax.tree.map(jnp.add, home, ways.replicate.sum_at_home(moved, plan, ways.topology))
@@ -277,40 +243,6 @@ def _gradients(ways: Ways, saved: Saved, upstream: Tokens) -> tuple[Tokens, Weig
 
 
 serve_in_waves.defvjp(_save, _backward)
-
-
-def _gradient_rounds(
-    tokens: Tokens,
-    weights: Weights,
-    upstream: Tokens,
-    order: DirectReceipt,
-    ways: Ways,
-    receipt: DirectReceipt,
-    pull_back: PullBack,
-    of_copies: OfCopies,
-) -> tuple[OfCopies, Any]:
-    """Writes the gradients of one wave's copies into `of_copies`, and returns with them those of its experts.
-
-    Every round sends the copies again, in the `order` of both waves, and the gradients of their outputs.
-    """
-    direct, topology, per_token = ways.direct, ways.topology, weights.shape[1]
-
-    def gradients_of(i: Array, of_copies: OfCopies) -> tuple[OfCopies, Any]:
-        rows, group_sizes = direct.send(to_sending_order(tokens, order, per_token), receipt, i, topology)
-        row_upstream, _ = direct.send(to_sending_order(upstream, order, per_token), receipt, i, topology)
-        row_weights, _ = direct.send(weights_in_order(weights, order), receipt, i, topology)
-        *of_rows, of_experts = pull_back(rows, row_weights, group_sizes, row_upstream)
-        copies, copy_weights = (
-            direct.send_back(part, receipt, i, out, topology) for part, out in zip(of_rows, of_copies, strict=True)
-        )
-        return (copies, copy_weights), of_experts
-
-    def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
-        of_copies, of_experts = gradients_of(i, carry[0])
-        # In float32 at least: sums over rounds, and over replicas, would lose small addends in bfloat16.
-        return of_copies, jax.tree.map(jnp.add, carry[1], of_experts)
-
-    return further_rounds(receipt, direct, one_round, gradients_of(jnp.int32(0), of_copies))
 
 
 def _gradients_by_home_and_slots(
