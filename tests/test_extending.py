@@ -37,7 +37,7 @@ def test_the_program_runs_and_moves_rows(capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", [Direct(0.6), Staged(0.6)], ids=["one wave", "two waves"])
 def test_a_replication_from_outside_serves_in_every_wave(dispatch):
-    """Values, and gradients by its `sum_at_home`, equal those of a dense layer."""
+    """Values, and gradients by its `add_at_home`, equal those of a dense layer."""
     system = System(Greedy(), program()["AllGather"](), dispatch, replica_slots=2)
     mesh = make_mesh((8,), ("expert",))
     layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh, ranks_per_domain=4), system))

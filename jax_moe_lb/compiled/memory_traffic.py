@@ -68,7 +68,7 @@ class MemoryTraffic:
     def _plain(self, computation: Computation, instruction: Instruction) -> int:
         operands, opcode = computation.operands(instruction), instruction.opcode
         if opcode == "ragged-all-to-all":
-            return 2 * self._held(operands[0])
+            return self._exchanged(operands[0], instruction)
         if opcode in UPDATES:
             return 2 * self._held(operands[UPDATES[opcode]])
         if opcode in PICKS:
@@ -82,12 +82,16 @@ class MemoryTraffic:
             start = computation.operands(start)[0]
         operands = computation.operands(start)
         if start.opcode == "ragged-all-to-all-start":
-            return 2 * self._held(operands[0])
+            return self._exchanged(operands[0], end)
         if start.opcode in ("copy-start", "slice-start"):
             # As much is read as arrives.
             from_here = operands and self._held(operands[0])
             return (end.nbytes if from_here else 0) + self._held(end)
         return sum(map(self._held, operands)) + self._held(end)
+
+    def _exchanged(self, operand: Instruction, result: Instruction) -> int:
+        """Counts what an exchange of slices moves at most where ranks send as much as they get."""
+        return 2 * min(self._held(operand), self._held(result))
 
     def _fusion(self, computation: Computation, instruction: Instruction) -> int:
         (called,) = self.module.called(instruction)[:1]

@@ -11,8 +11,8 @@ from jaxtyping import Array, Int
 
 from jax_moe_lb._custom_calls import MODULES
 from jax_moe_lb._pytree import pytree
-from jax_moe_lb.ops.fetch import Axes, Wanted, Weights, fetch, fetch_transpose
-from jax_moe_lb.types import wide_dtype
+from jax_moe_lb.ops.arrivals import Wanted, Weights
+from jax_moe_lb.ops.fetch import Axes, add_at_home, fetch
 
 Arrays = tuple[Array, ...]
 
@@ -142,10 +142,10 @@ def fetch_reference(home: Weights, wanted: Wanted, num_home: int, route: Route) 
     return jnp.where(filled, home[jnp.maximum(flat, 0)], jnp.zeros((), home.dtype))
 
 
-def sum_reference(slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
-    """Sums the gradients of replicas at home, of all kinds of weights: the transpose of `fetch_reference`."""
+def add_reference(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
+    """Adds the gradients of replicas at home, of all kinds of weights: the transpose of `fetch_reference`."""
     if route.axis_name:
-        return fetch_transpose(slots, wanted, num_home, route.axis_name)
+        return add_at_home(sums, slots, wanted, num_home, route.axis_name)
     flat = wanted.reshape(-1)
     num_experts = wanted.shape[0] * num_home
 
@@ -157,6 +157,4 @@ def sum_reference(slots: Arrays, wanted: Wanted, num_home: int, route: Route) ->
             kind.at[expert].add(slot[i].astype(kind.dtype), mode="drop") for kind, slot in zip(sums, slots, strict=True)
         )
 
-    zeros = tuple(jnp.zeros((num_experts, *slot.shape[1:]), wide_dtype(slot)) for slot in slots)
-    sums = jax.lax.fori_loop(0, flat.shape[0], add, zeros)
-    return tuple(kind.astype(slot.dtype) for kind, slot in zip(sums, slots, strict=True))
+    return jax.lax.fori_loop(0, flat.shape[0], add, sums)

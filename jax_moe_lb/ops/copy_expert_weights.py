@@ -8,12 +8,13 @@ own. Between processes, and where the custom calls were not built, `start` is th
 nothing overlaps.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from jax_moe_lb._custom_calls import by_platform, call, like
 from jax_moe_lb._varying import vary_alike
@@ -21,23 +22,23 @@ from jax_moe_lb.ops._peer import (
     Arrays,
     Pending,
     Route,
+    add_reference,
     attributes,
     experts_per_rank,
     fetch_reference,
     native_platforms,
     place,
     ranks_here,
-    sum_reference,
 )
-from jax_moe_lb.ops.fetch import Wanted
-from jax_moe_lb.types import iota, wide_dtype
+from jax_moe_lb.ops.arrivals import Wanted, add_in_turns, owner_of, room_at_home, rounded, zero_sums
+from jax_moe_lb.types import iota
 
 
 def copy_expert_weights(home: Any, wanted: Wanted, relay: Wanted | None = None, *, route: Route) -> Any:
     """Fills slots with the experts that they want, out of the home weights of all ranks.
 
     `PeerCopy` calls it; call it yourself to move weights in another pattern. It is differentiable in `home`: the
-    transpose adds the gradients of all replicas at home, see `sum_at_home`.
+    transpose adds the gradients of all replicas at home, see `add_at_home`.
 
     Args:
         home: a pytree of floating-point arrays `[L, ...]`, the kinds of weights of this rank's home experts; all travel
@@ -67,7 +68,7 @@ def start(home: Any, wanted: Wanted, relay: Wanted | None = None, *, route: Rout
     """Begins what `copy_expert_weights` does, and takes the same arguments.
 
     Use it with `join` where something can be computed meanwhile. Neither is differentiable: write one rule for the pair
-    and what is between, with `sum_at_home`.
+    and what is between, with `add_at_home`.
     """
     leaves, tree = jax.tree.flatten(home)
     operands = _operands(leaves, wanted, relay, route)
@@ -91,71 +92,70 @@ def join(pending: Pending, after: Any = ()) -> Any:
     return jax.tree.unflatten(tree, _join(pending.ticket, tuple(incoming), kept))
 
 
-def sum_at_home(slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
-    """Sums at home, `[L, ...]`, what the slots that hold an expert have: the transpose of `copy_expert_weights`.
+def add_at_home(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
+    """Adds what the slots that hold an expert have to what its home has: the transpose of `copy_expert_weights`.
 
     Use it in a backward pass of your own, for the gradients of replicas. It adds by rank, then by slot, in float32 at
-    least, and rounds once, so that equal inputs give equal bits; an expert without replicas gets 0. On a CPU the thread
-    of each home device reads the slots where they lie; on a GPU see `sum_by_turns`. Without custom calls the order is
-    that of `ops/fetch.py`.
+    least, so that equal inputs give equal bits. On a CPU the thread of each home device reads the slots where they lie,
+    and rounds their sum once more before it is added; on a GPU see `add_pulled`. Without custom calls the order is that
+    of `ops/fetch.py`.
 
     Args:
-        slots: arrays `[P, ...]` of this rank, one per kind of weights.
+        sums: arrays `[G, ...]` of this rank, one per kind of weights, whose first `L` rows are the home experts'. They
+            are changed in place where nobody else needs them.
+        slots: arrays `[P, ...]` of this rank, likewise.
         wanted: `[R, P]` int32, the expert of each slot of each rank, -1 for an empty one.
         num_home: `L`, the home experts of a rank.
         route: between whom weights were copied.
     """
-    slots = vary_alike(slots, wanted)
-    experts = num_home * ranks_here(wanted, route)
     if wanted.shape[1] == 0:
         # A call with no slots has nothing to copy from; every rank sees that alike, so none of them waits.
-        return tuple(jnp.zeros_like(slot, shape=(experts, *slot.shape[1:])) for slot in slots)
+        return sums
+    sums = vary_alike(sums, wanted, *slots)
+    slots = vary_alike(slots, wanted, *sums)
+    experts = num_home * ranks_here(wanted, route)
 
-    def on_cpu(wanted: Wanted, *slots: Array) -> Arrays:
+    def on_cpu(wanted: Wanted, sums: Arrays, slots: Arrays) -> Arrays:
         out = tuple(like(slot, (experts, *slot.shape[1:])) for slot in slots)
-        return tuple(call("copy_sum", out, place(route), wanted, *slots, **attributes(num_home, route)))
+        parts = call("copy_sum", out, place(route), wanted, *slots, **attributes(num_home, route))
+        return tuple(total.at[:experts].add(part.astype(total.dtype)) for total, part in zip(sums, parts, strict=True))
 
-    def on_cuda(wanted: Wanted, *slots: Array) -> Arrays:
-        return sum_by_turns(slots, wanted, num_home, route)
+    def on_cuda(wanted: Wanted, sums: Arrays, slots: Arrays) -> Arrays:
+        return add_pulled(sums, slots, wanted, num_home, route)
 
-    def reference(wanted: Wanted, *slots: Array) -> Arrays:
-        return sum_reference(slots, wanted, num_home, route)
+    def reference(wanted: Wanted, sums: Arrays, slots: Arrays) -> Arrays:
+        return add_reference(sums, slots, wanted, num_home, route)
 
     platforms = native_platforms()
     elsewhere = partial(by_platform, native=on_cuda, reference=reference, platforms=platforms[1:])
-    return by_platform(wanted, *slots, native=on_cpu, reference=elsewhere, platforms=platforms[:1])
+    return by_platform(wanted, sums, slots, native=on_cpu, reference=elsewhere, platforms=platforms[:1])
 
 
-def sum_by_turns(slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
-    """Computes `sum_at_home` out of copies: it pulls every expert's first replica home and adds it, then every second
-    one.
+def add_pulled(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
+    """Computes `add_at_home` out of copies, which every rank makes of the replicas of its home experts.
 
-    It is the form for GPUs, whose copy engines move bytes and do not add. Every rank knows from `wanted` how many turns
-    there are, so all make the same copies. Its bits equal those of `sum_at_home` on a CPU.
+    It is the form for GPUs, whose copy engines move bytes and do not add. All ranks know from `wanted` who needs what,
+    so all make the same copies, usually at once: see `add_in_turns`.
     """
-    if wanted.shape[1] == 0:
-        return sum_at_home(slots, wanted, num_home, route)
-    flat, num_experts = wanted.reshape(-1), wanted.shape[0] * num_home
-    # An expert wanted twice is pulled in two turns: in one turn a home expert has one buffer to receive into.
-    same = (flat[:, None] == flat[None]) & (iota(flat.size)[:, None] > iota(flat.size)[None])
-    turn = jnp.where(flat >= 0, same.sum(1, dtype=jnp.int32), -1)
-    out = [(num_home * ranks_here(wanted, route), *slot.shape[1:]) for slot in slots]
-    no_relay = jnp.full((wanted.shape[0], num_home), -1, jnp.int32)
+    if wanted.size == 0:
+        return sums
+    if not route.axis_name:
+        return add_reference(sums, slots, wanted, num_home, route)
+    num_ranks, num_replicas = wanted.shape
+    room = room_at_home(wanted, num_home)
+    no_relay = jnp.full((num_ranks, room), -1, jnp.int32)
+    # The slots are what is copied now: expert `rank * P + slot`.
+    source = iota(wanted.size).reshape(wanted.shape)
+    # Slots of other turns, and empty ones, go to a rank beyond the last and are dropped.
+    owner = owner_of(wanted, num_home)
 
-    def step(i: Array, sums: Arrays) -> Arrays:
-        # The slots are what is copied now: expert `rank * P + slot`.
-        # Slots of other turns, and empty ones, point beyond the last expert and are dropped.
-        target = jnp.where(turn == i, flat, num_experts)
-        pulled = jnp.full(num_experts, -1, jnp.int32).at[target].set(iota(flat.size), mode="drop")
-        arrived = _both(slots, pulled.reshape(-1, num_home), no_relay, wanted.shape[1], route)
-        return tuple(total + part.astype(total.dtype) for total, part in zip(sums, arrived, strict=True))
+    def pull(at: Wanted) -> Callable[[Int[Array, ""]], Arrays]:
+        nobody = jnp.full((num_ranks, room), -1, jnp.int32)
+        pulled = nobody.at[jnp.where(at >= 0, owner, num_ranks), at].set(source, mode="drop")
+        landed = _both(slots, pulled, no_relay, num_replicas, route)
+        return lambda i: tuple(kind[i] for kind in landed)
 
-    zeros = tuple(
-        jnp.zeros_like(slot, dtype=wide_dtype(slot), shape=shape) for slot, shape in zip(slots, out, strict=True)
-    )
-    sums = jax.lax.fori_loop(0, turn.max(initial=-1) + 1, step, zeros)
-    # Rounded once, when all turns are added.
-    return tuple(total.astype(slot.dtype) for total, slot in zip(sums, slots, strict=True))
+    return add_in_turns(sums, wanted, num_home, jax.lax.axis_index(route.axis_name), pull, slots)
 
 
 # ---- the pair and its gradient --------------------------------------------------
@@ -171,7 +171,8 @@ def _save(home: Arrays, wanted: Wanted, relay: Wanted, num_home: int, route: Rou
 
 
 def _backward(num_home: int, route: Route, wanted: Wanted, upstream: Arrays) -> tuple[Arrays, None, None]:
-    return sum_at_home(upstream, wanted, num_home, route), None, None
+    zeros = zero_sums(upstream, num_home * ranks_here(wanted, route))
+    return rounded(add_at_home(zeros, upstream, wanted, num_home, route), upstream), None, None
 
 
 _copy.defvjp(_save, _backward)

@@ -5,6 +5,7 @@ between processes) blocks of `L` experts walk round a ring of ranks instead, whi
 way a rank never sees more than `O(S)` experts.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -12,25 +13,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_moe_lb.ops.ragged_all_to_all import moves_in_process, ragged_all_to_all
-from jax_moe_lb.types import iota, wide_dtype
+from jax_moe_lb.ops.arrivals import (
+    Kinds,
+    Wanted,
+    Weights,
+    add_in_turns,
+    owner_of,
+    room_at_home,
+    rounded,
+    zero_sums,
+)
+from jax_moe_lb.ops.ragged_all_to_all import moves_in_process, ragged_all_to_all, unwritten
+from jax_moe_lb.types import iota
 
 Axes = tuple[str, ...]
-Weights = Float[Array, "..."]
-"""One kind of weights of `G` experts, `[G, ...]`."""
-
-Kinds = tuple[Weights, ...]
-"""All kinds of weights of the same experts."""
-
-Wanted = Int[Array, "R P"]
-"""The expert of each of the `P = S - L` replica slots of each rank, -1 for an empty one."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def fetch(home: Weights, wanted: Wanted, num_home: int, axis_name: Axes) -> Weights:
     """Returns the replicas that this rank wants, out of the home weights of all ranks.
 
-    `Gather` calls it for each kind of weights. It is differentiable in `home`, by `fetch_transpose`.
+    `Gather` calls it for each kind of weights. It is differentiable in `home`, by `add_at_home`.
 
     Args:
         home: `[L, ...]`, one kind of weights of this rank's home experts.
@@ -52,33 +55,39 @@ def _save(home: Weights, wanted: Wanted, num_home: int, axis_name: Axes) -> tupl
 
 
 def _backward(num_home: int, axis_name: Axes, wanted: Wanted, upstream: Weights) -> tuple[Weights, None]:
-    return fetch_transpose((upstream,), wanted, num_home, axis_name)[0], None
+    sums = add_at_home(zero_sums((upstream,), num_home), (upstream,), wanted, num_home, axis_name)
+    return rounded(sums, (upstream,))[0], None
 
 
 fetch.defvjp(_save, _backward)
 
 
-def fetch_transpose(upstream: Kinds, wanted: Wanted, num_home: int, axis_name: Axes) -> Kinds:
-    """Sums the gradients of all replicas at home, in an order that depends on `wanted` alone.
+def add_at_home(sums: Kinds, upstream: Kinds, wanted: Wanted, num_home: int, axis_name: Axes) -> Kinds:
+    """Adds the gradients of all replicas to those of their home experts, in an order that depends on `wanted` alone.
 
     Args:
-        upstream: `[P, ...]` for each kind of weights, the gradients of this rank's replicas. All travel together.
+        sums: `[G, ...]` for each kind of weights: the gradients of the `L` home experts, and then anything. They are
+            changed in place where nobody else needs them.
+        upstream: `[P, ...]` for each kind, the gradients of this rank's replicas. All travel together, in one dtype.
         wanted: `[R, P]` int32, the expert of each slot, -1 for an empty one.
         num_home: `L`.
         axis_name: the mesh axes of the ranks, outermost first.
 
     Returns:
-        `[L, ...]` for each kind, added in float32 at least and rounded once; 0 for an expert without replicas.
+        `sums`, whose first `L` experts have got what their replicas had: in float32 at least and rounded once.
     """
 
-    def by_ring(wanted: Wanted, *upstream: Weights) -> Kinds:
-        return tuple(ring_sum(kind, wanted, num_home=num_home, axis_name=axis_name) for kind in upstream)
+    def by_ring(wanted: Wanted, sums: Kinds, upstream: Kinds) -> Kinds:
+        def add(total: Weights, kind: Weights) -> Weights:
+            return total.at[:num_home].add(ring_sum(kind, wanted, num_home=num_home, axis_name=axis_name))
 
-    def by_ragged(wanted: Wanted, *upstream: Weights) -> Kinds:
-        return ragged_sum(upstream, wanted, num_home=num_home, axis_name=axis_name)
+        return tuple(add(total, kind) for total, kind in zip(sums, upstream, strict=True))
+
+    def by_ragged(wanted: Wanted, sums: Kinds, upstream: Kinds) -> Kinds:
+        return ragged_add(sums, upstream, wanted, num_home=num_home, axis_name=axis_name)
 
     on_cpu = by_ragged if moves_in_process() else by_ring
-    return jax.lax.platform_dependent(wanted, *upstream, cpu=on_cpu, default=by_ragged)
+    return jax.lax.platform_dependent(wanted, sums, upstream, cpu=on_cpu, default=by_ragged)
 
 
 # ---- a ring of ppermutes ------------------------------------------------------
@@ -108,7 +117,7 @@ def ring_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
 
 
 def ring_sum(upstream: Weights, wanted: Wanted, *, num_home: int, axis_name: Axes) -> Weights:
-    """Computes `fetch_transpose` on a ring: sums walk down and arrive at home after every rank that holds a replica."""
+    """Returns what `add_at_home` adds, `[L, ...]`: sums walk down a ring, past all who have replicas, and come home."""
     num_ranks = wanted.shape[0]
     distance, local = _ring_distance(wanted, num_home), wanted % num_home
     me = jax.lax.axis_index(axis_name)
@@ -121,7 +130,7 @@ def ring_sum(upstream: Weights, wanted: Wanted, *, num_home: int, axis_name: Axe
         sums = sums.at[local[me]].add(jnp.where(here, upstream, 0).astype(sums.dtype))
         return jax.lax.ppermute(sums, axis_name, down)
 
-    return jax.lax.fori_loop(0, num_ranks - 1, step, _zero_sums(upstream, num_home)).astype(upstream.dtype)
+    return jax.lax.fori_loop(0, num_ranks - 1, step, zero_sums((upstream,), num_home)[0])
 
 
 def _ring_distance(wanted: Wanted, num_home: int) -> Wanted:
@@ -138,7 +147,7 @@ def ragged_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
     """Computes `fetch` out of one exchange: each replica moves once, as one slice of one expert."""
     num_ranks, num_replicas = wanted.shape
     me, num_home = jax.lax.axis_index(axis_name), home.shape[0]
-    owner = _owner(wanted, num_home)
+    owner = owner_of(wanted, num_home)
     slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
     arriving = owner[me][None] == iota(num_ranks)[:, None]
     # Empty slots stay 0.
@@ -155,74 +164,37 @@ def ragged_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
     )
 
 
-def ragged_sum(upstream: Kinds, wanted: Wanted, *, num_home: int, axis_name: Axes) -> Kinds:
-    """Computes `fetch_transpose` out of exchanges: replicas of all ranks come home in the order of their ranks and
-    slots, as many at once as there is room for, and a product with a matrix of zeros and ones adds them.
-
-    There is room for all where ranks are few; a rank that more come home to takes turns.
-    """
+def ragged_add(sums: Kinds, upstream: Kinds, wanted: Wanted, *, num_home: int, axis_name: Axes) -> Kinds:
+    """Computes `add_at_home` out of exchanges of exact sizes, usually one."""
     num_ranks, num_replicas = wanted.shape
-    me, owner = jax.lax.axis_index(axis_name), _owner(wanted, num_home)
-    room = min(num_ranks * num_replicas, max(2 * num_home, 4 * num_replicas))
-    number = _number_at_home(owner)
-    here, local = owner == me, wanted % num_home
+    me, owner = jax.lax.axis_index(axis_name), owner_of(wanted, num_home)
+    room = room_at_home(wanted, num_home)
     to_owner = owner[me][None] == iota(num_ranks)[:, None]
     slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
     # Side by side, all kinds are one row per replica, and take one exchange.
     rows = jnp.concatenate([kind.reshape(num_replicas, -1) for kind in upstream], 1)
 
-    def arrived(turn: Array) -> Weights:
-        now = number // room == turn
+    def pull(place: Wanted) -> Callable[[Int[Array, ""]], Kinds]:
+        comes = place >= 0
         landed = ragged_all_to_all(
             rows,
-            # Zeros, as places that nobody writes are multiplied with 0 too.
-            jnp.zeros_like(rows, shape=(room, rows.shape[1])),
+            unwritten(rows, room),
             input_offsets=slot.reshape(-1),
-            send_sizes=_ones(to_owner & now[me][None]),
-            output_offsets=jnp.broadcast_to(number[me] % room, wanted.shape).reshape(-1),
-            recv_sizes=_ones(here & now),
+            send_sizes=_ones(to_owner & comes[me][None]),
+            output_offsets=jnp.broadcast_to(jnp.maximum(place[me], 0), wanted.shape).reshape(-1),
+            recv_sizes=_ones((owner == me) & comes),
             axis_name=axis_name,
             site="gradients of replicas",
         )
-        # Places that are not of this rank and turn are beyond the last, and dropped.
-        place = jnp.where(here & now, number % room, room)
-        expert = jnp.full(room, num_home, jnp.int32).at[place.reshape(-1)].set(local.reshape(-1), mode="drop")
-        chosen = (expert[None] == iota(num_home)[:, None]).astype(rows.dtype)
-        # At full precision, as a product of float32 rounds its factors on accelerators otherwise.
-        highest = jax.lax.Precision.HIGHEST
-        return jnp.matmul(chosen, landed, precision=highest, preferred_element_type=wide_dtype(rows))
+        return lambda i: _split(landed[i], upstream)
 
-    sums = arrived(jnp.int32(0))
-    if room < num_ranks * num_replicas:
-        # Of the rank that most come home to, so that all ranks take part in every exchange.
-        turns = number.max() // room + 1
-        # `compiled/executed.py` knows by this name that a balanced step runs none of them.
-        with jax.named_scope("further_rounds"):
-            sums = jax.lax.fori_loop(1, turns, lambda turn, sums: sums + arrived(turn), sums)
-    return _split(sums, upstream, num_home)
+    return add_in_turns(sums, wanted, num_home, me, pull, upstream)
 
 
-def _split(sums: Float[Array, "L W"], like: Kinds, num_home: int) -> Kinds:
-    """The kinds that stand side by side in each row, in their own shapes and dtypes."""
-    widths = [kind[0].size for kind in like]
-    parts = jnp.split(sums, np.cumsum(widths)[:-1], 1)
-    return tuple(
-        part.astype(kind.dtype).reshape(num_home, *kind.shape[1:]) for part, kind in zip(parts, like, strict=True)
-    )
-
-
-def _owner(wanted: Wanted, num_home: int) -> Wanted:
-    """Home rank of each wanted expert; no rank for an empty slot."""
-    return jnp.where(wanted >= 0, wanted // num_home, wanted.shape[0])
-
-
-def _number_at_home(owner: Wanted) -> Wanted:
-    """The number of each replica among all of its home rank, in the order of ranks and slots; -1 for an empty slot."""
-    num_ranks, flat = owner.shape[0], owner.reshape(-1)
-    of_home = (flat[:, None] == iota(num_ranks)[None]).astype(jnp.int32)
-    before = of_home.cumsum(0, dtype=jnp.int32) - of_home
-    number = jnp.where(flat < num_ranks, (before * of_home).sum(1, dtype=jnp.int32), -1)
-    return number.reshape(owner.shape)
+def _split(row: Float[Array, "W"], like: Kinds) -> Kinds:
+    """The kinds that stand side by side in a row, in their own shapes."""
+    parts = jnp.split(row, np.cumsum([kind[0].size for kind in like])[:-1])
+    return tuple(part.reshape(kind.shape[1:]) for part, kind in zip(parts, like, strict=True))
 
 
 def _ones(where: Bool[Array, "R P"]) -> Int[Array, "U"]:
@@ -231,8 +203,3 @@ def _ones(where: Bool[Array, "R P"]) -> Int[Array, "U"]:
 
 def _column(mask: Bool[Array, "P"], like: Weights) -> Array:
     return mask.reshape(-1, *[1] * (like.ndim - 1))
-
-
-def _zero_sums(upstream: Weights, num_home: int) -> Weights:
-    # In float32 at least: sums of many bfloat16 gradients would lose their small addends.
-    return jnp.zeros_like(upstream, dtype=wide_dtype(upstream), shape=(num_home, *upstream.shape[1:]))

@@ -124,7 +124,7 @@ def plan_and_copy(
 ) -> tuple[Any, tuple[Placement, Quota], Pending]:
     """Makes the plan, and starts the copies that it asks for.
 
-    It is not differentiable: write one rule for the calls and what is between, with `sum_at_home`.
+    It is not differentiable: write one rule for the calls and what is between, with `add_at_home`.
 
     Args:
         posted: what `post` returned.

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from jax_moe_lb._custom_calls import call, is_built, like
+from jax_moe_lb._varying import vary_like
 from jax_moe_lb.ops.one_way import other_manual_axes
 from jax_moe_lb.ops.ragged_by_steps import one_way_all_to_all, padded_all_to_all
 
@@ -77,6 +78,16 @@ def ragged_all_to_all(
 
     on_cpu = in_process if moves_in_process() else by_steps
     return jax.lax.platform_dependent(*args, cpu=on_cpu, default=on_accelerators)
+
+
+def unwritten(rows: Array, num_rows: int) -> Array:
+    """Makes rows for an exchange to write, which hold anything until then; on CPUs zeros.
+
+    Args:
+        rows: `[P, H]`, rows of the same width and dtype, which vary over the same mesh axes.
+        num_rows: how many.
+    """
+    return vary_like(jax.lax.empty((num_rows, rows.shape[1]), rows.dtype), rows)
 
 
 def moves_in_process() -> bool:

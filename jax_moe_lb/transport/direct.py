@@ -14,13 +14,13 @@ from jaxtyping import Array, Int
 
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb.ops.one_way import agreed
-from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
+from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all, unwritten
 from jax_moe_lb.ops.row_blocks import starts
 from jax_moe_lb.plan import Plan, load
 from jax_moe_lb.split import nearest_first
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.dispatch import Dispatch
-from jax_moe_lb.transport.exchange import Copies, Receipt, unwritten
+from jax_moe_lb.transport.exchange import Copies, Receipt
 from jax_moe_lb.transport.packing import arriving_rows, inverse_order, sending_order, sent_to_slots
 from jax_moe_lb.types import Counts, GroupSizes, Rows
 

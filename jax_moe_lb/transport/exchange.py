@@ -5,11 +5,9 @@ import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb._pytree import pytree
-from jax_moe_lb._varying import vary_like
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import Counts, GroupSizes, Rows
@@ -44,16 +42,6 @@ ReceiptT = TypeVar("ReceiptT", bound=Receipt)
 
 TILE_ROWS = 128
 """Large receive buffers are a multiple of this, as kernels of accelerators take them; small ones need not be."""
-
-
-def unwritten(rows: Array, num_rows: int) -> Array:
-    """Makes rows for an exchange to write, which hold anything until then; on CPUs zeros.
-
-    Args:
-        rows: `[P, H]`, rows of the same width and dtype, which vary over the same mesh axes.
-        num_rows: how many.
-    """
-    return vary_like(jax.lax.empty((num_rows, rows.shape[1]), rows.dtype), rows)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jax_moe_lb.experts import Experts
-from jax_moe_lb.ops.fetch import fetch, fetch_transpose
+from jax_moe_lb.ops.fetch import add_at_home, fetch
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.replicate import Replicate
@@ -41,9 +41,9 @@ class Gather(Replicate):
         del after
         return pending
 
-    def sum_at_home(self, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
+    def add_at_home(self, sums: Experts, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
         """Adds the gradients of all replicas at home, in an order that depends on the plan alone."""
         wanted = plan.placement[:, plan.num_home :]
-        leaves, tree = jax.tree.flatten(gradients)
-        sums = fetch_transpose(tuple(leaves), wanted, plan.num_home, topology.expert_axes)
-        return jax.tree.unflatten(tree, sums)
+        leaves, tree = jax.tree.flatten(sums)
+        kinds = tuple(jax.tree.leaves(gradients))
+        return jax.tree.unflatten(tree, add_at_home(tuple(leaves), kinds, wanted, plan.num_home, topology.expert_axes))

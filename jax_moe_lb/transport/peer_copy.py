@@ -8,8 +8,8 @@ from jaxtyping import Array, Int
 
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops._peer import Pending, Route
-from jax_moe_lb.ops.copy_expert_weights import join, start, sum_at_home
-from jax_moe_lb.ops.fetch import Wanted
+from jax_moe_lb.ops.arrivals import Wanted
+from jax_moe_lb.ops.copy_expert_weights import add_at_home, join, start
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.replicate import Replicate
@@ -21,7 +21,7 @@ class PeerCopy(Replicate):
 
     Take it inside one NVLink domain, above all with `Staged`, whose first wave hides the copies. All kinds of weights
     travel in one call; `ops/copy_expert_weights.py` says how. Copies equal those of `Gather`. Gradients are added by
-    rank, then by slot, with the bits of `Gather` over `ragged_all_to_all`; its ring adds in another order.
+    rank, then by slot.
 
     It works inside one process. Between processes, and where the custom calls were not built, it is `Gather`, and
     `plan.relay` changes nothing.
@@ -52,14 +52,14 @@ class PeerCopy(Replicate):
         """Waits for the copies, after `after` has been computed."""
         return join(pending, after)
 
-    def sum_at_home(self, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
+    def add_at_home(self, sums: Experts, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
         """Adds the gradients of all replicas at home, by rank, then by slot, whatever the relays.
 
         That order depends on the plan alone, so equal gradients give equal bits in every run.
         """
-        leaves, tree = jax.tree.flatten(gradients)
-        wanted = _of_replicas(plan.placement, plan)
-        return jax.tree.unflatten(tree, sum_at_home(tuple(leaves), wanted, plan.num_home, self.route(topology)))
+        leaves, tree = jax.tree.flatten(sums)
+        wanted, kinds = _of_replicas(plan.placement, plan), tuple(jax.tree.leaves(gradients))
+        return jax.tree.unflatten(tree, add_at_home(tuple(leaves), kinds, wanted, plan.num_home, self.route(topology)))
 
     def route(self, topology: Topology) -> Route:
         """Returns all ranks of the group, which copy from each other: a planner in C++ may start the copies itself."""

@@ -65,9 +65,9 @@ class Relay(Replicate):
         """Waits for the copies, after `after` has been computed."""
         return self.copies.join(pending, after)
 
-    def sum_at_home(self, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
+    def add_at_home(self, sums: Experts, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
         """Adds the gradients of all replicas at home: they return straight there, without relays."""
-        return self.copies.sum_at_home(gradients, plan, topology)
+        return self.copies.add_at_home(sums, gradients, plan, topology)
 
     def plan(self, plan: Plan) -> Plan:
         """Returns the plan with relays, which follow from its placement alone, so that all ranks plan the same.

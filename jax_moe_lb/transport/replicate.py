@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops._peer import Route
+from jax_moe_lb.ops.arrivals import zero_sums
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
 
@@ -18,7 +19,7 @@ class Replicate(abc.ABC):
 
     Write one when weights can travel in a better way than `Gather`'s. It is a frozen dataclass, because it is a static
     argument of `jax.jit`, and consists of three methods. `start` begins to copy, `join` waits for the copies, and
-    `sum_at_home` is the transpose of the two. Home experts never travel. With these three it serves every dispatch:
+    `add_at_home` is the transpose of the two. Home experts never travel. With these three it serves every dispatch:
     one that plans and copies first (`Direct`), and one that computes between `start` and `join` (`Staged`).
     `docs/extending.md` shows a whole one.
 
@@ -57,23 +58,25 @@ class Replicate(abc.ABC):
         """
 
     @abc.abstractmethod
-    def sum_at_home(self, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
-        """Sums the gradients of each home expert over all its replicas: the transpose of `start` and `join`.
+    def add_at_home(self, sums: Experts, gradients: Experts, plan: Plan, topology: Topology) -> Experts:
+        """Adds the gradients of all replicas to those of their home experts: the transpose of `start` and `join`.
 
         Args:
-            gradients: the gradients of the `S - L` replicas of this rank, in any floating-point dtype.
+            sums: the gradients of the `L` home experts of this rank, which others may follow that pass through, in the
+                dtype in which sums are kept. Nobody needs them afterwards, so they can be changed in place.
+            gradients: the gradients of the `S - L` replicas of this rank, in the dtype in which they shall travel.
             plan: the plan that `start` was given.
             topology: the topology that `start` was given.
 
         Returns:
-            `L` experts in the dtype of `gradients`, exactly 0 for one without replicas. Equal inputs must give equal
-            bits: add in an order that depends on the plan alone.
+            `sums` with what was added. Equal inputs must give equal bits: add in an order that depends on the plan
+            alone.
         """
 
     def __call__(self, experts: Experts, plan: Plan, topology: Topology) -> Experts:
         """Returns the weights of this rank's `S` slots: its home experts, then the replicas.
 
-        It is differentiable in `experts`, by `sum_at_home`.
+        It is differentiable in `experts`, by `add_at_home`.
 
         Args:
             experts: the `L` home experts of this rank.
@@ -83,8 +86,7 @@ class Replicate(abc.ABC):
         # Without replica slots there is no exchange that all ranks would have to take part in.
         if plan.slots == plan.num_home:
             return experts
-        replicas = _replicas(self, topology, experts, plan)
-        return jax.tree.map(lambda *parts: jnp.concatenate(parts), experts, replicas)
+        return joined(experts, _replicas(self, topology, experts, plan))
 
     def plan(self, plan: Plan) -> Plan:
         """Returns the plan with what this replication decides itself, such as relays; as it is, by default.
@@ -124,6 +126,11 @@ class Replicate(abc.ABC):
         return False
 
 
+def joined(home: Experts, replicas: Experts) -> Experts:
+    """Puts the replicas of a rank after its home experts: the weights of its slots."""
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), home, replicas)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _replicas(replicate: Replicate, topology: Topology, experts: Experts, plan: Plan) -> Experts:
     # One loop around both calls where they are mapped over: copies under way belong to one `start` and one `join`.
@@ -139,7 +146,10 @@ def _save(replicate: Replicate, topology: Topology, experts: Experts, plan: Plan
 
 
 def _backward(replicate: Replicate, topology: Topology, plan: Plan, upstream: Experts) -> tuple[Experts, None]:
-    return replicate.sum_at_home(upstream, plan, topology), None
+    leaves, tree = jax.tree.flatten(upstream)
+    zeros = jax.tree.unflatten(tree, zero_sums(tuple(leaves), plan.num_home))
+    sums = replicate.add_at_home(zeros, upstream, plan, topology)
+    return jax.tree.map(lambda total, kind: total.astype(kind.dtype), sums, upstream), None
 
 
 _replicas.defvjp(_save, _backward)

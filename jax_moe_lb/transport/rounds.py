@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
+from jax_moe_lb.ops.ragged_all_to_all import unwritten
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.copies import (
@@ -21,8 +22,8 @@ from jax_moe_lb.transport.copies import (
     weights_by_token,
     weights_in_order,
 )
-from jax_moe_lb.transport.exchange import Copies, Exchange, Receipt, unwritten
-from jax_moe_lb.transport.replicate import Replicate
+from jax_moe_lb.transport.exchange import Copies, Exchange, Receipt
+from jax_moe_lb.transport.replicate import Replicate, joined
 from jax_moe_lb.types import GroupSizes, Rows, Tokens, wide_dtype
 
 Carry = TypeVar("Carry")
@@ -51,6 +52,35 @@ class Batch(NamedTuple):
     tokens: Tokens
     weights: Weights
     upstream: Tokens
+
+
+class Slots(NamedTuple):
+    """Holds the weights of a rank's slots, in two parts.
+
+    Args:
+        home: the `L` home experts.
+        replicas: the `S - L` others; `None` without such slots.
+    """
+
+    home: Experts
+    replicas: Experts | None
+
+    @classmethod
+    def of(cls, experts: Experts, plan: Plan, replicate: Replicate, topology: Topology) -> "Slots":
+        """Fills the slots of a plan; see `Replicate`."""
+        # Without replica slots there is no exchange that all ranks would have to take part in.
+        if plan.slots == plan.num_home:
+            return cls(experts, None)
+        return cls(experts, replicate.join(replicate.start(experts, plan, topology), ()))
+
+    def weights(self, group_sizes: GroupSizes) -> Experts:
+        """Returns both parts in one, for a product of rows of these groups."""
+        if self.replicas is None:
+            return self.home
+        # Products want one array. It is made in each round and given up after its product: for a loop that may have no
+        # round all kinds would have to be kept. The barrier keeps a compiler from taking it out of the loop.
+        _, home, replicas = jax.lax.optimization_barrier((group_sizes, self.home, self.replicas))
+        return joined(home, replicas)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -92,10 +122,10 @@ def in_rounds(
     # Where microbatches are mapped over, one follows the other: each takes as many rounds as its own plan needs.
     @jax.custom_batching.sequential_vmap
     def serve(tokens: Tokens, weights: Weights, experts: Experts, plan: Plan, receipt: Receipt) -> Tokens:
-        slots = replicate(experts, plan, topology)
+        slots = Slots.of(experts, plan, replicate, topology)
 
         def ffn(rows: Rows, group_sizes: GroupSizes) -> Rows:
-            return grouped_ffn(rows, slots, group_sizes)
+            return grouped_ffn(rows, slots.weights(group_sizes), group_sizes)
 
         nothing = unwritten(tokens, weights.size)
         out = serve_rounds(tokens, weights.shape[1], receipt, ffn, nothing, exchange, topology)
@@ -239,19 +269,23 @@ def _gradients(
     # until now instead. It ties them to the gradients, which do not exist before the backward pass has come here.
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     per_token, again = weights.shape[1], replicate.again()
-    slots, sum_at_home = jax.vjp(lambda experts: again(experts, plan, topology), experts)
+    slots = Slots.of(experts, plan, again, topology)
     # Sums over rounds are kept in float32 at least, and rounded once: small addends would be lost in bfloat16. A single
     # round rounds as it writes them.
-    sums_dtype = slots.up.dtype if exchange.max_rounds == 1 else wide_dtype(slots.up)
+    sums_dtype = experts.up.dtype if exchange.max_rounds == 1 else wide_dtype(experts.up)
 
     def pull_back(rows: Rows, row_weights: RowWeights, group_sizes: GroupSizes, row_upstream: Rows) -> Any:
-        return grouped_ffn_gradients(rows, row_weights, slots, group_sizes, row_upstream, sums_dtype)
+        at = slots.weights(group_sizes)
+        return grouped_ffn_gradients(rows, row_weights, at, group_sizes, row_upstream, sums_dtype)
 
     batch = Batch(tokens, weights, upstream)
     (of_copies, of_weights), of_slots = gradient_rounds(
         batch, receipt, receipt, pull_back, no_gradients(tokens, weights), exchange, topology
     )
-    (of_experts,) = sum_at_home(jax.tree.map(lambda g, w: g.astype(w.dtype), of_slots, slots))
+    if slots.replicas is not None:
+        of_replicas = jax.tree.map(lambda g, w: g[plan.num_home :].astype(w.dtype), of_slots, experts)
+        of_slots = again.add_at_home(of_slots, of_replicas, plan, topology)
+    of_experts = jax.tree.map(lambda g, w: g[: plan.num_home].astype(w.dtype), of_slots, experts)
     return sum_of_copies(of_copies, receipt, per_token), weights_by_token(of_weights, receipt, per_token), of_experts
 
 

@@ -19,11 +19,12 @@ from jaxtyping import Array, Bool, Int
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb._varying import vary_like
 from jax_moe_lb.ops.one_way import agreed
+from jax_moe_lb.ops.ragged_all_to_all import unwritten
 from jax_moe_lb.plan import Plan, load
 from jax_moe_lb.split import nearest_first
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.dispatch import Dispatch
-from jax_moe_lb.transport.exchange import Copies, Receipt, unwritten
+from jax_moe_lb.transport.exchange import Copies, Receipt
 from jax_moe_lb.transport.packing import arriving_rows, by_slot, inverse_order, landings, sending_order
 from jax_moe_lb.transport.rail_hops import (
     RailRows,

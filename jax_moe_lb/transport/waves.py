@@ -18,13 +18,14 @@ from jax_moe_lb.faults import Checks
 from jax_moe_lb.ops._peer import Route
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
 from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
+from jax_moe_lb.ops.ragged_all_to_all import unwritten
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.planners.native import NativePlanner
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.copies import Weights, combine, sum_of_copies, weights_by_token
 from jax_moe_lb.transport.direct import Direct, DirectReceipt
 from jax_moe_lb.transport.dispatch import Routed, served_plan
-from jax_moe_lb.transport.exchange import Copies, unwritten
+from jax_moe_lb.transport.exchange import Copies
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.rounds import Batch, RowWeights, gradient_rounds, no_gradients, serve_rounds
 from jax_moe_lb.transport.wave_receipts import Dynamic, Waves, address_dynamic, address_static
@@ -236,7 +237,7 @@ def _gradients(ways: Ways, saved: Saved, upstream: Tokens) -> tuple[Tokens, Weig
         (of_copies, of_weights), (home, moved) = rounds(waves.dynamic, anywhere, first[0], *how)
     home = jax.tree.map(jnp.add, first[1][0], home)
     if moved is not None:
-        home = jax.tree.map(jnp.add, home, ways.replicate.sum_at_home(moved, plan, ways.topology))
+        home = ways.replicate.add_at_home(home, moved, plan, ways.topology)
     per_token, home = weights.shape[1], jax.tree.map(lambda g, w: g.astype(w.dtype), home, experts)
     of_tokens = sum_of_copies(of_copies, waves.dynamic, per_token)
     return of_tokens, weights_by_token(of_weights, waves.dynamic, per_token), home

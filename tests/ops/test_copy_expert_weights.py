@@ -1,5 +1,6 @@
 """The expected copies and sums are NumPy's; everything runs on the custom calls unless it says otherwise."""
 
+import functools
 import json
 import resource
 import threading
@@ -13,8 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from benchmarks import bench_copy_engine
 from jax_moe_lb._custom_calls import is_built
 from jax_moe_lb.ops._peer import Route
-from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join, start, sum_at_home, sum_by_turns
-from jax_moe_lb.ops.fetch import ragged_sum
+from jax_moe_lb.ops.arrivals import rounded, zero_sums
+from jax_moe_lb.ops.copy_expert_weights import add_at_home, add_pulled, copy_expert_weights, join, start
+from jax_moe_lb.ops.fetch import ragged_add
 from tests.layer import make_mesh
 
 RANKS, HOME, SLOTS = 8, 3, 2
@@ -63,6 +65,11 @@ def expected_sums(slots, wanted, num_experts=RANKS * HOME):
     return jnp.asarray(sums).astype(slots.dtype)
 
 
+def sum_of(slots, wanted, how=add_at_home, num_experts=HOME, route=ROUTE):
+    """What comes home of one kind, added to zeros."""
+    return rounded(how(zero_sums((slots,), num_experts), (slots,), wanted, HOME, route), (slots,))[0]
+
+
 def over_ranks(function, in_specs=(SPEC, ALL), mesh=MESH, **options):
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=SPEC, **options))
 
@@ -107,7 +114,7 @@ def test_float64_is_summed_in_float64(x64):
 def test_an_empty_slots_gradient_goes_nowhere():
     wanted = TABLES["one expert everywhere"]
     target = jnp.where((wanted.reshape(-1) >= 0)[:, None], 1.0, jnp.nan) + jnp.zeros((1, 5))
-    sums = over_ranks(lambda slots, w: sum_at_home((slots,), w, HOME, ROUTE)[0], (SPEC, ALL))(target, wanted)
+    sums = over_ranks(sum_of)(target, wanted)
     np.testing.assert_array_equal(sums[2], np.full(5, 7.0))
     assert not np.asarray(sums)[[0, 1, *range(3, RANKS * HOME)]].any()
 
@@ -115,30 +122,42 @@ def test_an_empty_slots_gradient_goes_nowhere():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["any", "one expert everywhere", "all empty"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sums_by_turns_have_the_bits_of_sums_at_home(name, dtype):
+def test_sums_of_pulled_replicas_have_the_bits_of_sums_at_home(name, dtype):
     """What a GPU does, here on CPUs; and for experts that a rank holds at most once, the bits of `ragged_sum`."""
     wanted = TABLES[name]
     slots = draw((wanted.size, 4, 5), dtype)
 
     def three(slots, wanted):
-        at_home, by_turns = (f((slots,), wanted, HOME, ROUTE)[0] for f in (sum_at_home, sum_by_turns))
-        return at_home, by_turns, ragged_sum((slots,), wanted, num_home=HOME, axis_name=("expert",))[0]
+        (ragged,) = ragged_add(zero_sums((slots,), HOME), (slots,), wanted, num_home=HOME, axis_name=("expert",))
+        return sum_of(slots, wanted), sum_of(slots, wanted, add_pulled), ragged.astype(dtype)
 
-    at_home, by_turns, ragged = over_ranks(three)(slots, wanted)
-    np.testing.assert_array_equal(at_home, by_turns)
+    at_home, pulled, ragged = over_ranks(three)(slots, wanted)
+    np.testing.assert_array_equal(at_home, pulled)
     np.testing.assert_array_equal(at_home, ragged)
 
 
+@pytest.mark.parametrize("how", [add_at_home, add_pulled])
+def test_sums_grow_by_what_comes_home_and_what_follows_them_passes_through(how):
+    """Narrow sums of many replicas are rounded once: one by one, 21 addends of 1/256 each would leave 1 as it is."""
+    wanted = jnp.full((RANKS, HOME), 4, jnp.int32)
+    sums, slots = jnp.ones((RANKS * (HOME + 1), 5), jnp.bfloat16), jnp.full((RANKS * HOME, 5), 1 / 256, jnp.bfloat16)
+    run = over_ranks(lambda sums, slots, w: how((sums,), (slots,), w, HOME, ROUTE)[0], (SPEC, SPEC, ALL))
+    got = np.asarray(run(sums, slots, wanted), np.float32).reshape(RANKS, HOME + 1, 5)
+    want = np.ones_like(got)
+    want[1, 1] = jnp.bfloat16(1 + RANKS * HOME / 256)
+    np.testing.assert_array_equal(got, want)
+
+
 def test_no_slots_have_no_sums():
-    for sums in (sum_at_home, sum_by_turns):
-        run = over_ranks(lambda s, w, sums=sums: sums((s,), w, HOME, ROUTE)[0])
+    for how in (add_at_home, add_pulled):
+        run = over_ranks(functools.partial(sum_of, how=how))
         np.testing.assert_array_equal(run(jnp.zeros((0, 4)), TABLES["no slots"]), np.zeros((RANKS * HOME, 4)))
 
 
 def test_sums_have_equal_bits_in_every_run():
     wanted = TABLES["any"] * 0 + 5
     slots = draw((RANKS * SLOTS, 64, 64), jnp.float32)
-    run = over_ranks(lambda s, w: sum_at_home((s,), w, HOME, ROUTE)[0])
+    run = over_ranks(sum_of)
     first = np.asarray(run(slots, wanted))
     for _ in range(20):
         np.testing.assert_array_equal(run(slots, wanted), first)
@@ -151,13 +170,13 @@ def test_one_device_can_hold_all_ranks():
     @jax.jit
     def both(home, target):
         slots, vjp = jax.vjp(lambda h: copy_expert_weights(h, wanted, route=route), home)
-        return slots, vjp(target)[0], sum_by_turns((target["up"],), wanted, HOME, route)[0]
+        return slots, vjp(target)[0], sum_of(target["up"], wanted, add_pulled, RANKS * HOME, route)
 
     target = jax.tree.map(lambda h: draw((RANKS * SLOTS, *h.shape[1:]), jnp.float32, 3), home)
-    slots, gradients, by_turns = both(home, target)
+    slots, gradients, pulled = both(home, target)
     np.testing.assert_array_equal(slots["up"], expected(home["up"], wanted))
     np.testing.assert_array_equal(gradients["up"], expected_sums(target["up"], wanted))
-    np.testing.assert_array_equal(by_turns, gradients["up"])
+    np.testing.assert_array_equal(pulled, gradients["up"])
 
 
 # ---- relays -----------------------------------------------------------------------

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 
 from jax_moe_lb import Experts, Gather, Plan, Topology
 from jax_moe_lb.ops import fetch as gather
+from jax_moe_lb.ops.arrivals import zero_sums
 from tests.layer import make_mesh
 from tests.oracle import random_plan
 
@@ -78,7 +79,8 @@ def test_the_accelerators_path_equals_the_ring(name):
         there = gather.ring_fetch(home, wanted, axis_name=("expert",))
         also = gather.ragged_fetch(home, wanted, axis_name=("expert",))
         sums = partial(gather.ring_sum, num_home=HOME, axis_name=("expert",))(upstream, wanted)
-        (also_sums,) = partial(gather.ragged_sum, num_home=HOME, axis_name=("expert",))((upstream,), wanted)
+        zeros = zero_sums((upstream,), HOME)
+        (also_sums,) = gather.ragged_add(zeros, (upstream,), wanted, num_home=HOME, axis_name=("expert",))
         return there, also, sums, also_sums
 
     run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, SPEC, PartitionSpec()), out_specs=SPEC))

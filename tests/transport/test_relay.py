@@ -77,7 +77,8 @@ def test_in_two_parts_it_copies_and_sums_the_same():
         whole, vjp = jax.vjp(lambda experts: Relay()(experts, plan, TOPOLOGY), experts)
         replicas = Relay().join(Relay().start(experts, plan, TOPOLOGY), ())
         upstream = jax.tree.map(lambda home, w: jnp.concatenate([jnp.zeros_like(home), w]), experts, replicas)
-        return whole, replicas, vjp(upstream)[0], Relay().sum_at_home(replicas, plan, TOPOLOGY)
+        zeros = jax.tree.map(jnp.zeros_like, experts)
+        return whole, replicas, vjp(upstream)[0], Relay().add_at_home(zeros, replicas, plan, TOPOLOGY)
 
     run = jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, PartitionSpec()), out_specs=SPEC)
     whole, replicas, gradients, sums = jax.jit(run)(experts(), jnp.asarray(popular_placement()))
