@@ -98,7 +98,6 @@ class Block(nnx.Module):
             migrate=migrate,
             relocatable=relocatable,
             dtype=config.compute_dtype,
-            fused=config.fused_experts,
             # The loop reads the statistics of each step anyway, and a host that is not called is not waited for.
             checks="deferred",
             rngs=rngs,

@@ -26,8 +26,6 @@ class ModelConfig:
         force_balanced: whether to route round robin, the papers' ideal. It learns little; its speed is the bound.
         compute_dtype: the dtype of activations and products, "bfloat16" on accelerators. Parameters, optimizer,
             routers, norms and the loss are float32 in any case.
-        fused_experts: whether the gate and up projections of an expert are one parameter, which moves less memory on
-            accelerators. The first parameters are then others.
         scan_layers: whether the blocks are one loop, which is compiled once, and whose backward pass computes each
             block again but for routing, plan and attention. Otherwise all is kept, and few small blocks are faster.
 
@@ -43,7 +41,6 @@ class ModelConfig:
     experts_per_token: int = 2
     force_balanced: bool = False
     compute_dtype: str = "float32"
-    fused_experts: bool = False
     scan_layers: bool = False
 
     def __post_init__(self) -> None:
@@ -174,7 +171,6 @@ REFERENCE = TrainConfig(
         num_experts=128,
         experts_per_token=8,
         compute_dtype="bfloat16",
-        fused_experts=True,
         scan_layers=True,
     ),
     batch_size=8,

@@ -85,8 +85,9 @@ class MoE(nnx.Module):
         migrate: gathers the experts of expert domains first, over a mesh of `hybrid_mesh`. With `None`, the usual
             choice inside one datacenter, experts stay at home.
         gated: whether experts are SwiGLU, which is usual, or plain GELU.
-        fused: whether `up` and `gate` are one parameter `up`, `[E, H, 2 F]`: less memory traffic on GPUs.
-            `Experts.apart` and `Experts.fused` go from one form to the other. It needs `gated`.
+        fused: whether rows are multiplied with `up` and `gate` at once, which are two parameters all the same.
+            `None`, the usual choice: on accelerators, where `dtype` is not `param_dtype`. That saves memory traffic,
+            since the cast writes both side by side; without one they would have to be copied. `True` needs `gated`.
         shared_mlp_dim: the inner width of the shared expert, which every token passes; 0 for none.
         use_bias: whether to keep a `RouterBias` (balancing without an auxiliary loss); then call `update_bias`.
         relocatable: whether to keep `ExpertHomes` and `RunningLoads`, so that experts can move between ranks; then call
@@ -133,7 +134,7 @@ class MoE(nnx.Module):
         system: System = System(),
         migrate: Migrate | None = None,
         gated: bool = True,
-        fused: bool = False,
+        fused: bool | None = None,
         shared_mlp_dim: int = 0,
         use_bias: bool = False,
         relocatable: bool = False,
@@ -154,6 +155,7 @@ class MoE(nnx.Module):
         self.router, self.mesh, self.topology, self.system = router, mesh, topology, system
         self.losses, self.dtype = losses, dtype
         self.checks = checks_of(mesh) if checks is None else checks
+        self.gated, self.fused = gated, fused
         rules = logical_axis_rules(topology, migrate) if rules is None else rules
 
         def param(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
@@ -163,10 +165,9 @@ class MoE(nnx.Module):
 
         up, down = (embed_dim, mlp_dim), (mlp_dim, embed_dim)
         self.kernel = param((embed_dim, num_experts), ("embed", None))
-        width = 2 * mlp_dim if fused else mlp_dim
-        self.up = param((num_experts, embed_dim, width), ("exp", "embed", "mlp"))
+        self.up = param((num_experts, *up), ("exp", "embed", "mlp"))
         self.down = param((num_experts, *down), ("exp", "mlp", "embed"))
-        self.gate = param((num_experts, *up), ("exp", "embed", "mlp")) if gated and not fused else None
+        self.gate = param((num_experts, *up), ("exp", "embed", "mlp")) if gated else None
         if shared_mlp_dim:
             self.shared_up = param((embed_dim, shared_mlp_dim), ("embed", "mlp"))
             self.shared_down = param((shared_mlp_dim, embed_dim), ("mlp", "embed"))
@@ -219,7 +220,9 @@ class MoE(nnx.Module):
         # Without padding nothing is masked: a mask of ones would cost the program passes over the tokens.
         mask = None if mask is None else mask.reshape(num_tokens)
         state = self.empty_state if self.state is None else self.state.get_value()
-        experts = jax.tree.map(lambda w: w.astype(x.dtype), self._experts())
+        stored = self._experts()
+        experts = jax.tree.map(lambda w: w.astype(x.dtype), stored)
+        fused = self.gated and _is_accelerated(self.mesh) and stored.up.dtype != x.dtype
         y, stats, state, known = sharded_moe(
             tokens,
             mask,
@@ -237,6 +240,7 @@ class MoE(nnx.Module):
             losses=self.losses,
             sequence_length=x.shape[-2] if x.ndim > 2 else None,
             checks=self.checks,
+            fused=fused if self.fused is None else self.fused,
         )
         if self.state is not None:
             self.state.set_value(state)
@@ -337,7 +341,11 @@ def checks_of(mesh: Mesh) -> Checks:
     Args:
         mesh: the devices of the layer.
     """
-    return "callback" if mesh.devices.flat[0].platform == "cpu" else "deferred"
+    return "deferred" if _is_accelerated(mesh) else "callback"
+
+
+def _is_accelerated(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform != "cpu"
 
 
 def _check_domains(topology: Topology, migrate: Migrate | None) -> None:

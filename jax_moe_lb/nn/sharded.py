@@ -27,7 +27,7 @@ def expert_axes(topology: Topology, migrate: Migrate | None) -> tuple[str, ...]:
 @functools.partial(
     jax.jit,
     inline=True,
-    static_argnames=("router", "system", "migrate", "topology", "mesh", "losses", "sequence_length", "checks"),
+    static_argnames=("router", "system", "migrate", "topology", "mesh", "losses", "sequence_length", "checks", "fused"),
 )
 def sharded_moe(
     tokens: Float[Array, "C H"],
@@ -47,6 +47,7 @@ def sharded_moe(
     losses: Losses,
     sequence_length: int | None,
     checks: Checks,
+    fused: bool,
 ) -> tuple[Float[Array, "C H"], Stats, State, Experts | None]:
     """Runs `moe` over the tokens of all ranks; statistics and state have one entry per group."""
     by_expert = PartitionSpec(expert_axes(topology, migrate))
@@ -73,7 +74,7 @@ def sharded_moe(
         y, stats, state = moe(
             tokens,
             kernel,
-            experts,
+            experts.fused() if fused else experts,
             router,
             system,
             topology,

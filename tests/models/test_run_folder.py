@@ -152,7 +152,7 @@ def test_a_run_is_resumed_as_it_was_laid_out(trained_run, change, message):
 def test_a_default_that_is_named_is_the_default(copied):
     # A run that is older than an option does not name it.
     config = json.loads(RunFolder(copied).config.read_text())
-    for option in ("compute_dtype", "fused_experts", "scan_layers"):
+    for option in ("compute_dtype", "scan_layers"):
         del config["config"]["model"][option]
     RunFolder(copied).config.write_text(json.dumps(config))
     same = dataclasses.replace(CONFIG, parallel=ParallelConfig(replica_slots=2, ranks_per_domain=8))
