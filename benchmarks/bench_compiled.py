@@ -3,7 +3,7 @@
 It needs their compilers: `jax_moe_lb[cuda,tpu]`, as `ci/accelerators.sh` installs them into `.venv-accelerators`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jax_moe_lb import systems
 from jax_moe_lb.compiled import Report, Target, compile_layer, quiet_stderr, use_no_accelerators
@@ -37,8 +37,7 @@ class Row:
 
     def compile(self) -> Report:
         """Compiles the layer of the reference sizes."""
-        system = getattr(systems, self.system)()
-        system = replace(system, dispatch=replace(system.dispatch, max_rounds=self.max_rounds))
+        system = getattr(systems, self.system)().with_rounds(self.max_rounds)
         return compile_layer(
             system, Target.parse(self.target), gradients=self.train, fused=self.fused, options=dict(self.options)
         )
@@ -51,6 +50,8 @@ ROWS = (
     Row("h100:1x8", "plain", "no loop, `fused`", max_rounds=1, fused=True),
     Row("h100:1x8", "exact", "no loop", train=False, max_rounds=1),
     Row("h100:1x8", "exact", "no loop", max_rounds=1),
+    Row("h100:1x8", "exact", "no loop, `fused`", max_rounds=1, fused=True),
+    Row("h100:1x8", "exact", "a loop", train=False),
     Row("h100:1x8", "exact", "a loop, XLA's own graphs", options=(("xla_gpu_enable_command_buffer", XLAS_OWN),)),
     Row("h100:1x8", "exact", "a loop"),
     Row("h100:1x8", "exact", "a loop, latency hiding", options=(("xla_gpu_enable_latency_hiding_scheduler", True),)),

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from jax_moe_lb import systems
 from jax_moe_lb.cli.compose import system_names
@@ -88,8 +88,7 @@ class Case:
 
     def compile(self) -> Report:
         """Compiles it."""
-        system = getattr(systems, self.system)()
-        system = replace(system, dispatch=replace(system.dispatch, max_rounds=self.max_rounds))
+        system = getattr(systems, self.system)().with_rounds(self.max_rounds)
         target = Target.parse(self.target)
         return compile_layer(system, target, self.sizes, gradients=self.train, fused=self.fused)
 
@@ -99,11 +98,12 @@ LIMITS = {
     Case("h100:1x8", "plain", train=True): Limits(1400, 7.3, 1.29, 0),
     Case("h100:1x8", "plain", max_rounds=1, fused=True): Limits(300, 1.7, 1.06, 0),
     Case("h100:1x8", "plain", train=True, max_rounds=1, fused=True): Limits(760, 6.1, 1.29, 0),
-    Case("h100:1x8", "exact"): Limits(609, 2.6, 1.06, 0),
-    Case("h100:1x8", "exact", train=True): Limits(1400, 9.3, 1.29, 0),
-    Case("h100:1x8", "exact", train=True, max_rounds=1, fused=True): Limits(835, 8.1, 1.29, 0),
+    Case("h100:1x8", "exact"): Limits(520, 2.33, 1.06, 0),
+    Case("h100:1x8", "exact", train=True): Limits(1400, 8.3, 1.29, 0),
+    Case("h100:1x8", "exact", train=True, max_rounds=1, fused=True): Limits(835, 7.04, 1.29, 0),
+    Case("h100:1x8", "ultraep", train=True, max_rounds=1, fused=True): Limits(835, 7.04, 1.29, 0),
     Case("h100:8x8", "plain", max_rounds=1): Limits(345, 1.81, 1.06, 0),
-    Case("h100:8x8", "exact", train=True): Limits(1400, 7.5, 1.29, 3),
+    Case("h100:8x8", "exact", train=True): Limits(1400, 6.7, 1.29, 3),
     Case("b200:1x8", "plain", train=True, max_rounds=1): Limits(760, 20, 1.4, 0),
     Case("a100:1x8", "plain", train=True, max_rounds=1): Limits(760, 20, 1.4, 0),
     Case("v5e:2x4", "plain", max_rounds=1): Limits(440, 7, 1.06, 0),

@@ -1,7 +1,5 @@
 """Serves every batch in one round, without a loop, and again in a second program where a plan needs more."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -18,7 +16,7 @@ def make_layers() -> tuple[MoE, MoE]:
     """Makes a layer for one round, and one for as many as a plan needs, with the same parameters."""
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
     system, topology = plain(headroom=1.5), Topology.from_mesh(mesh)
-    fast = replace(system, dispatch=replace(system.dispatch, max_rounds=1))
+    fast = system.with_rounds(1)
     layer = MoE(32, 64, 16, TopK(2), mesh=mesh, topology=topology, system=fast, checks="deferred", rngs=nnx.Rngs(0))
     graph, variables = nnx.split(layer)
     other = nnx.merge(graph, variables)

@@ -1,6 +1,6 @@
 """A system joins three choices: who serves, how weights travel, and how tokens travel."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.balancers.eplb import EPLB
@@ -53,6 +53,18 @@ class System:
     def __post_init__(self) -> None:
         if self.replica_slots < 0:
             raise ValueError(f"replica_slots is {self.replica_slots}; expected at least 0")
+
+    def with_rounds(self, max_rounds: int | None) -> "System":
+        """Returns the same system with as many rounds in its program.
+
+        Args:
+            max_rounds: that of its dispatch: `None` for a loop; 1 leaves it out, see `docs/how-to/gpu.md`.
+
+        Examples:
+            >>> exact(2).with_rounds(1).dispatch.max_rounds
+            1
+        """
+        return replace(self, dispatch=replace(self.dispatch, max_rounds=max_rounds))
 
 
 def plain(headroom: float = 1.05) -> System:

@@ -81,7 +81,7 @@ def _system(name: str, replica_slots: str | None, headroom: str | None, max_roun
         system = replace(system, dispatch=replace(system.dispatch, headroom=_number("--headroom", headroom)))
     if max_rounds is not None:
         rounds = positive("--max-rounds", max_rounds)
-        system = replace(system, dispatch=replace(system.dispatch, max_rounds=rounds))
+        system = system.with_rounds(rounds)
     return with_spray(name, system) if behind else system
 
 
