@@ -121,6 +121,8 @@ class ExpertDomains:
             ranks_per_domain=_inside(topology, levels),
             expert_axes=domain_axes,
             data_axes=topology.data_axes + offset_axes,
+            # These ranks are others.
+            ranks_per_process=None,
         )
         return cls(between, offset_axes, math.prod(mesh.shape[axis] for axis in offset_axes))
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 LEVEL_NAMES = ("dc", "node", "gpu")
@@ -60,6 +61,8 @@ class Topology:
         expert_axes: the mesh axes that make up the group, outermost first; empty for a topology that only plans.
         data_axes: the mesh axes over which tokens, but not experts, are split.
         flops_per_s: what one rank computes, in floating-point operations per second; `None` if unknown.
+        ranks_per_process: how many consecutive ranks are always devices of one process, which can reach each other's
+            memory; `None` if unknown, and then only a program of one process takes them for such.
 
     Examples:
         Two nodes of four GPUs each, where weights move inside nodes:
@@ -76,6 +79,7 @@ class Topology:
     expert_axes: tuple[str, ...] = ()
     data_axes: tuple[str, ...] = ()
     flops_per_s: float | None = None
+    ranks_per_process: int | None = None
 
     def __post_init__(self) -> None:
         # Ranks are numbered outermost level first, as the mesh numbers them: another order would mix them up.
@@ -181,7 +185,23 @@ class Topology:
             expert_axes=axes,
             data_axes=tuple(axis for axis in mesh.axis_names if axis not in axes),
             flops_per_s=flops_per_s,
+            ranks_per_process=(
+                _ranks_per_process(mesh.devices, mesh.axis_names, axes) if isinstance(mesh, Mesh) else None
+            ),
         )
+
+
+def _ranks_per_process(devices: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...]) -> int:
+    """The largest number of consecutive ranks that divides the group, and has no two processes in any block of it."""
+    process = np.vectorize(lambda device: device.process_index, otypes=[int])(devices)
+    order = [names.index(axis) for axis in axes]
+    ranks = math.prod(process.shape[axis] for axis in order)
+    groups = np.moveaxis(process, order, range(-len(order), 0)).reshape(-1, ranks)
+    for size in (size for size in range(ranks, 1, -1) if ranks % size == 0):
+        blocks = groups.reshape(-1, size)
+        if (blocks == blocks[:, :1]).all():
+            return size
+    return 1
 
 
 def _per_axis(name: str, values: tuple[float, ...] | None, axes: tuple[str, ...]) -> tuple[float | None, ...]:

@@ -1,6 +1,11 @@
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from jax_moe_lb import Level, Topology
+from jax_moe_lb.topology import _ranks_per_process as ranks_per_process
 from tests.layer import make_mesh
 
 
@@ -55,3 +60,21 @@ def test_bad_levels_are_refused():
         Topology((Level("gpu", 2), Level("node", 2)), 2)
     with pytest.raises(ValueError, match=r"num_ranks is 0; expected at least 1"):
         Topology.flat(0)
+
+
+@pytest.mark.parametrize(
+    ("processes", "axes", "together"),
+    [
+        ([[0, 0, 1, 1], [0, 0, 1, 1]], ("expert",), 2),
+        ([[0, 0, 0, 0], [1, 1, 1, 1]], ("expert",), 4),
+        ([[0, 1, 2, 3], [0, 1, 2, 3]], ("expert",), 1),
+        ([[0, 0, 0, 0], [1, 1, 1, 1]], ("data", "expert"), 4),
+        ([[0, 0, 0, 0], [1, 1, 1, 1]], ("expert", "data"), 1),
+        ([[0, 0, 0, 1], [1, 1, 1, 1]], ("expert",), 1),
+    ],
+)
+def test_ranks_that_share_a_process_are_read_off_the_mesh(processes, axes, together):
+    devices = np.vectorize(lambda process: SimpleNamespace(process_index=process), otypes=[object])(processes)
+    assert ranks_per_process(devices, ("data", "expert"), axes) == together
+    assert Topology.from_mesh(make_mesh((2, 4), ("data", "expert"))).ranks_per_process == 4
+    assert Topology.from_mesh(AbstractMesh((4,), ("expert",))).ranks_per_process is None

@@ -1,7 +1,7 @@
 """What `copy_expert_weights.py` and `plan_and_copy.py` share: who copies to whom, and what is under way."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -30,12 +30,18 @@ class Route:
             it. 120, the default, is far more than a copy takes; less finds a rank that hangs sooner.
         chunk_bytes: how many bytes a relay forwards at once. With less than 1 MiB, the default, a chain of relays
             starts sooner and hands over more often.
+        domain: how many consecutive ranks copy from each other and nobody else; it divides the ranks. `None`, the
+            default: all of them.
+        reach: whether ranks of a domain reach each other's memory, as devices of one process do. `None`, the default:
+            if there is one process only. Where they do not, XLA's collectives copy.
     """
 
     axis_name: Axes
     site: str = "copy_expert_weights"
     timeout_s: float = 120.0
     chunk_bytes: int = 1 << 20
+    domain: int | None = None
+    reach: bool | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s <= 1e6:
@@ -57,33 +63,60 @@ class Pending:
         ticket: two integers that tie `join` to its `start`.
         kept: the operands of `start`. Copies read the weights until `join`; and as the memory of none of them is free
             before, XLA can give none of it to what runs in between, which would then have to wait.
+        route: that of `start`.
     """
 
     incoming: Any
     ticket: Int[Array, "2"]
     kept: tuple[Array, ...]
+    route: Route = field(metadata={"static": True})
 
 
-def native_platforms() -> tuple[str, ...]:
-    """Names the platforms on which custom calls copy: all inside one process, where ranks reach each other's memory.
+def native_platforms(route: Route) -> tuple[str, ...]:
+    """Names the platforms on which custom calls copy: all where ranks reach each other's memory, else none."""
+    reach = jax.process_count() == 1 if route.reach is None else route.reach
+    return tuple(MODULES) if reach else ()
 
-    Between processes there are none, and XLA's collectives copy.
-    """
-    return tuple(MODULES) if jax.process_count() == 1 else ()
+
+def num_ranks(route: Route) -> int:
+    """Returns the number of devices that have tables in common."""
+    return jax.lax.axis_size(route.axis_name) if route.axis_name else 1
 
 
 def num_participants(route: Route) -> int:
-    """Returns the number of devices that a route joins."""
-    return jax.lax.axis_size(route.axis_name) if route.axis_name else 1
+    """Returns the number of devices that copy from each other."""
+    return num_ranks(route) if route.domain is None else route.domain
+
+
+def rank_in_domain(route: Route) -> Int[Array, ""]:
+    """Returns the number of this rank among those that copy from each other."""
+    rank = jax.lax.axis_index(route.axis_name) if route.axis_name else jnp.int32(0)
+    return rank if route.domain is None else rank % route.domain
+
+
+def in_domain(table: Wanted, per_rank: int, route: Route) -> Wanted:
+    """Returns the rows of this rank's domain, in which what belongs to its first rank is number 0.
+
+    Args:
+        table: `[R, ...]` of experts or of ranks, -1 for none.
+        per_rank: how many numbers each rank has.
+        route: between whom weights are copied.
+    """
+    if route.domain in (None, num_ranks(route)):
+        return table
+    first = jax.lax.axis_index(route.axis_name) // route.domain * route.domain
+    mine = jax.lax.dynamic_slice_in_dim(table, first, route.domain)
+    return jnp.where(mine < 0, -1, mine - first * per_rank)
 
 
 def place(route: Route) -> Int[Array, "2"]:
     """Tells which participant of which group this device is, as two integers for the custom calls."""
     # Groups side by side run the same program, and each of them copies among its own ranks.
     others = tuple(name for name in jax.sharding.get_abstract_mesh().manual_axes if name not in route.axis_name)
-    rank = jax.lax.axis_index(route.axis_name) if route.axis_name else jnp.int32(0)
     group = jax.lax.axis_index(others) if others else jnp.int32(0)
-    return jnp.stack([rank, group])
+    if route.domain is not None:
+        group = group * (num_ranks(route) // route.domain) + jax.lax.axis_index(route.axis_name) // route.domain
+    return jnp.stack([rank_in_domain(route), group])
 
 
 def attributes(num_home: int, route: Route) -> dict[str, Any]:
@@ -111,8 +144,8 @@ def ranks_here(wanted: Wanted, route: Route) -> int:
         raise ValueError(f"wanted has shape {wanted.shape}; expected [R, P] with R at least 1")
     if not route.axis_name:
         return wanted.shape[0]
-    if wanted.shape[0] != num_participants(route):
-        raise ValueError(f"wanted has {wanted.shape[0]} ranks; expected the {num_participants(route)} of the mesh axes")
+    if wanted.shape[0] != num_ranks(route):
+        raise ValueError(f"wanted has {wanted.shape[0]} ranks; expected the {num_ranks(route)} of the mesh axes")
     return 1
 
 

@@ -4,8 +4,8 @@
 at the same time. `copy_expert_weights` is both at once, with a gradient: use it unless there is such work.
 
 On a CPU the copies are made by a thread of each receiving device, on a GPU by its copy engines on a stream of their
-own. Between processes, and where the custom calls were not built, `start` is the exchange of `ops/fetch.py`, and
-nothing overlaps.
+own. Where ranks do not reach each other's memory, and where the custom calls were not built, `start` is the exchange of
+`ops/fetch.py`, and nothing overlaps.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from jax_moe_lb.ops._peer import (
     attributes,
     experts_per_rank,
     fetch_reference,
+    in_domain,
     native_platforms,
     place,
     ranks_here,
@@ -73,7 +74,7 @@ def start(home: Any, wanted: Wanted, relay: Wanted | None = None, *, route: Rout
     leaves, tree = jax.tree.flatten(home)
     operands = _operands(leaves, wanted, relay, route)
     ticket, incoming, kept = _start(*operands, experts_per_rank(leaves, wanted, route, "home"), route)
-    return Pending(jax.tree.unflatten(tree, incoming), ticket, kept)
+    return Pending(jax.tree.unflatten(tree, incoming), ticket, kept, route)
 
 
 def join(pending: Pending, after: Any = ()) -> Any:
@@ -89,7 +90,7 @@ def join(pending: Pending, after: Any = ()) -> Any:
     incoming, tree = jax.tree.flatten(pending.incoming)
     # As operands: XLA drops what an optimization barrier returns and nobody uses, and then calls this first.
     kept = (*pending.kept, *jax.tree.leaves(after))
-    return jax.tree.unflatten(tree, _join(pending.ticket, tuple(incoming), kept))
+    return jax.tree.unflatten(tree, _join(pending.ticket, tuple(incoming), kept, pending.route))
 
 
 def add_at_home(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
@@ -117,7 +118,8 @@ def add_at_home(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, rout
 
     def on_cpu(wanted: Wanted, sums: Arrays, slots: Arrays) -> Arrays:
         out = tuple(like(slot, (experts, *slot.shape[1:])) for slot in slots)
-        parts = call("copy_sum", out, place(route), wanted, *slots, **attributes(num_home, route))
+        mine = in_domain(wanted, num_home, route)
+        parts = call("copy_sum", out, place(route), mine, *slots, **attributes(num_home, route))
         return tuple(total.at[:experts].add(part.astype(total.dtype)) for total, part in zip(sums, parts, strict=True))
 
     def on_cuda(wanted: Wanted, sums: Arrays, slots: Arrays) -> Arrays:
@@ -126,7 +128,7 @@ def add_at_home(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, rout
     def reference(wanted: Wanted, sums: Arrays, slots: Arrays) -> Arrays:
         return add_reference(sums, slots, wanted, num_home, route)
 
-    platforms = native_platforms()
+    platforms = native_platforms(route)
     elsewhere = partial(by_platform, native=on_cuda, reference=reference, platforms=platforms[1:])
     return by_platform(wanted, sums, slots, native=on_cpu, reference=elsewhere, platforms=platforms[:1])
 
@@ -182,7 +184,7 @@ def _both(home: Arrays, wanted: Wanted, relay: Wanted, num_home: int, route: Rou
     # One loop around both calls where they are mapped over: `join` wants the buffers of its `start`.
     @jax.custom_batching.sequential_vmap
     def both(home: Arrays, wanted: Wanted, relay: Wanted) -> Arrays:
-        return _join(*_start(home, wanted, relay, num_home, route))
+        return _join(*_start(home, wanted, relay, num_home, route), route)
 
     return both(home, wanted, relay)
 
@@ -204,7 +206,8 @@ def _start(home: Arrays, wanted: Wanted, relay: Wanted, num_home: int, route: Ro
 
     def native(where: Array, wanted: Wanted, relay: Wanted, *home: Array) -> Arrays:
         out = like(where), *(like(array, (num_slots, *array.shape[1:])) for array in home)
-        return tuple(call("copy_start", out, where, wanted, relay, *home, **attributes(num_home, route)))
+        tables = in_domain(wanted, num_home, route), in_domain(relay, 1, route)
+        return tuple(call("copy_start", out, where, *tables, *home, **attributes(num_home, route)))
 
     def reference(where: Array, wanted: Wanted, relay: Wanted, *home: Array) -> Arrays:
         return where, *(fetch_reference(array, wanted, num_home, route) for array in home)
@@ -212,11 +215,11 @@ def _start(home: Arrays, wanted: Wanted, relay: Wanted, num_home: int, route: Ro
     # They are returned, so that `join` can take them too: as long as a later operation reads them, XLA frees none of
     # the memory that is being copied from.
     operands = (place(route), wanted, relay, *home)
-    ticket, *incoming = by_platform(*operands, native=native, reference=reference, platforms=native_platforms())
+    ticket, *incoming = by_platform(*operands, native=native, reference=reference, platforms=native_platforms(route))
     return ticket, tuple(incoming), operands
 
 
-def _join(ticket: Array, incoming: Arrays, kept: Arrays) -> Arrays:
+def _join(ticket: Array, incoming: Arrays, kept: Arrays, route: Route) -> Arrays:
     def native(ticket: Array, *arrays: Array) -> Arrays:
         out = tuple(like(array) for array in arrays[: len(incoming)])
         # The copies are written by others into the buffers of `start`, so `join` must return those very buffers.
@@ -226,4 +229,5 @@ def _join(ticket: Array, incoming: Arrays, kept: Arrays) -> Arrays:
     def reference(ticket: Array, *arrays: Array) -> Arrays:
         return arrays[: len(incoming)]
 
-    return by_platform(ticket, *incoming, *kept, native=native, reference=reference, platforms=native_platforms())
+    operands = (ticket, *incoming, *kept)
+    return by_platform(*operands, native=native, reference=reference, platforms=native_platforms(route))

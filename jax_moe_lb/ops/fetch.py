@@ -176,9 +176,11 @@ def ragged_add(sums: Kinds, upstream: Kinds, wanted: Wanted, *, num_home: int, a
 
     def pull(place: Wanted) -> Callable[[Int[Array, ""]], Kinds]:
         comes = place >= 0
+        # The compiler for TPUs makes what nobody has to write long before it is needed, and so keeps it longer.
+        empty = jax.lax.platform_dependent(rows, tpu=_cleared(room), default=lambda rows: unwritten(rows, room))
         landed = ragged_all_to_all(
             rows,
-            unwritten(rows, room),
+            empty,
             input_offsets=slot.reshape(-1),
             send_sizes=_ones(to_owner & comes[me][None]),
             output_offsets=jnp.broadcast_to(jnp.maximum(place[me], 0), wanted.shape).reshape(-1),
@@ -195,6 +197,10 @@ def _split(row: Float[Array, "W"], like: Kinds) -> Kinds:
     """The kinds that stand side by side in a row, in their own shapes."""
     parts = jnp.split(row, np.cumsum([kind[0].size for kind in like])[:-1])
     return tuple(part.reshape(kind.shape[1:]) for part, kind in zip(parts, like, strict=True))
+
+
+def _cleared(num_rows: int) -> Callable[[Array], Array]:
+    return lambda rows: jnp.zeros_like(rows, shape=(num_rows, rows.shape[1]))
 
 
 def _ones(where: Bool[Array, "R P"]) -> Int[Array, "U"]:

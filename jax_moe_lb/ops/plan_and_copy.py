@@ -86,6 +86,8 @@ def post(placement: Placement, quota: Quota, home: Any, before: Any, *, route: R
     leaves, tree = jax.tree.flatten(home)
     num_home = experts_per_rank(leaves, placement, route, "home")
     num_slots = placement.shape[1] - num_home
+    if route.domain not in (None, placement.shape[0]):
+        raise ValueError(f"route.domain is {route.domain}; expected None, as one planner serves all ranks")
     if num_slots < 1 or num_home * placement.shape[0] != quota.shape[0]:
         raise ValueError(
             f"placement has shape {placement.shape}, quota {quota.shape} and a rank {num_home} home experts; expected "
@@ -113,7 +115,7 @@ def post(placement: Placement, quota: Quota, home: Any, before: Any, *, route: R
         return where, *(array[:1].repeat(num_rows, 0) for array in arrays[2:first]), *arrays[first:]
 
     operands = (where, placement, quota, *kinds, *waves)
-    ticket, *results = by_platform(*operands, native=native, reference=reference, platforms=native_platforms())
+    ticket, *results = by_platform(*operands, native=native, reference=reference, platforms=native_platforms(route))
     home, slots = jax.tree.unflatten(tree, kinds), jax.tree.unflatten(tree, results[: len(kinds)])
     posted = Posted(placement, quota, home, slots, where, ticket, route)
     return jax.tree.unflatten(structure, results[len(kinds) :]), posted
@@ -164,8 +166,8 @@ def plan_and_copy(
     # The place must live until here, as a copy reads it, and goes along with `after`.
     operands = (posted.placement, posted.quota, posted.ticket, *home, *incoming, *waves, posted.place)
     placement, quota, ticket, *passed = by_platform(
-        *operands, native=native, reference=reference, platforms=native_platforms()
+        *operands, native=native, reference=reference, platforms=native_platforms(route)
     )
     # The home weights are read until `join`, which keeps them.
-    pending = Pending(jax.tree.unflatten(tree, passed[:kinds]), ticket, home)
+    pending = Pending(jax.tree.unflatten(tree, passed[:kinds]), ticket, home, route)
     return jax.tree.unflatten(structure, passed[kinds:-1]), (placement, quota), pending

@@ -23,8 +23,8 @@ class PeerCopy(Replicate):
     travel in one call; `ops/copy_expert_weights.py` says how. Copies equal those of `Gather`. Gradients are added by
     rank, then by slot.
 
-    It works inside one process. Between processes, and where the custom calls were not built, it is `Gather`, and
-    `plan.relay` changes nothing.
+    It works where the ranks of a domain are devices of one process, of one for the whole group or of one for each node.
+    Elsewhere, and where the custom calls were not built, it is `Gather`, and `plan.relay` changes nothing.
 
     Args:
         timeout_s: how long ranks wait for one that does not come, in seconds, before all stop with an error that
@@ -62,8 +62,14 @@ class PeerCopy(Replicate):
         return jax.tree.unflatten(tree, add_at_home(tuple(leaves), kinds, wanted, plan.num_home, self.route(topology)))
 
     def route(self, topology: Topology) -> Route:
-        """Returns all ranks of the group, which copy from each other: a planner in C++ may start the copies itself."""
-        return Route(topology.expert_axes, self.site, self.timeout_s, self.chunk_bytes)
+        """Says who copies from each other: all ranks where one process has them, else those of each domain.
+
+        In the first case a planner in C++ may start the copies itself.
+        """
+        together, domain = topology.ranks_per_process, topology.ranks_per_domain
+        inside = None if together is None or together == topology.num_ranks else domain
+        reach = None if together is None else together % domain == 0
+        return Route(topology.expert_axes, self.site, self.timeout_s, self.chunk_bytes, inside, reach)
 
     def again(self) -> "PeerCopy":
         """Returns the same under another name: messages then say in which pass ranks wait."""

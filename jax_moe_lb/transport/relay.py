@@ -23,7 +23,7 @@ class Relay(Replicate):
     `ffi/planning/relay.h`. All ranks plan the same trees from the placement. Slots hold what `PeerCopy` alone would
     put there, and gradients have the same bits: they return home directly, and are added by rank, then by slot.
 
-    Between processes, and where the custom calls were not built, `PeerCopy` is `Gather`, and there are no relays.
+    Where `PeerCopy` is `Gather`, there are no relays.
 
     It deviates from the authors' code in that it does not stop to use relays in domains of 8 ranks or less.
 

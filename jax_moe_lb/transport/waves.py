@@ -73,7 +73,7 @@ class Ways(NamedTuple):
             checks: what to do about a bad plan.
         """
         planner, route = balancer.native_planner(plan.domain), replicate.route(topology)
-        if planner is None or route is None or plan.slots == plan.num_home:
+        if planner is None or route is None or plan.slots == plan.num_home or route.domain is not None:
             return cls(direct, replicate, None, topology, checks)
         return cls(direct, replicate, (planner, route), topology, checks)
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from jax_moe_lb import Gather
 from tests.layer import assert_close, make_mesh
-from tests.ops.layer_of_groups import layer_step
+from tests.ops.layer_of_groups import domains_step, layer_step
 from tests.ops.test_ragged_all_to_all import draw_case, reference
 
 pytestmark = pytest.mark.slow
@@ -47,7 +48,7 @@ RANK = textwrap.dedent(
     from jax_moe_lb.ops.gather_tiles import gather_tiles
     from jax_moe_lb.ops.one_way import agreed
     from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
-    from tests.ops.layer_of_groups import layer_step
+    from tests.ops.layer_of_groups import domains_step, layer_step
 
     def place(mesh, spec, array):
         return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])
@@ -108,6 +109,12 @@ RANK = textwrap.dedent(
         for name, array in zip(("y", "rounds", *("gradient %d" % i for i in range(4))), jax.tree.leaves(layer)):
             whole = jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))(array)
             results[f"layer {name} {process}"] = np.asarray(whole.addressable_data(0))
+        mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,))
+        layer, text = domains_step(mesh, lambda spec, array: place(mesh, spec, np.asarray(array)))
+        results[f"domains copies {process}"] = "moe_lb_copy_start" in text and "moe_lb_copy_sum" in text
+        for name, array in zip(("y", "rounds", *("gradient %d" % i for i in range(4))), jax.tree.leaves(layer)):
+            whole = jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))(array)
+            results[f"domains {name} {process}"] = np.asarray(whole.addressable_data(0))
         np.savez(case_file.replace("cases", f"results{process}"), **results)
         jax.distributed.shutdown()
     except BaseException:
@@ -204,4 +211,16 @@ def test_a_layer_across_processes_whose_groups_need_different_rounds(results):
         got = [results[1][f"layer {name} {process}"] for name in names]
         assert got[1].tolist() == [2, 2]
         for ours, theirs in zip(got[:1] + got[2:], [want[0][0], *jax.tree.leaves(want[1])], strict=True):
+            assert_close(ours, np.asarray(theirs), 1e-6)
+
+
+def test_a_process_copies_weights_between_its_own_ranks(results):
+    """Each process has one of two domains, and no peer copy needs the other."""
+    mesh = make_mesh((4,), ("expert",))
+    want, _ = domains_step(mesh, lambda spec, array: jax.device_put(array, NamedSharding(mesh, spec)), Gather())
+    names = ("y", "rounds", *(f"gradient {i}" for i in range(4)))
+    for process in range(2):
+        assert results[1][f"domains copies {process}"]
+        got = [results[1][f"domains {name} {process}"] for name in names]
+        for ours, theirs in zip(got, jax.tree.leaves(want), strict=True):
             assert_close(ours, np.asarray(theirs), 1e-6)
