@@ -178,7 +178,7 @@ def fetch_reference(home: Weights, wanted: Wanted, num_home: int, route: Route) 
 def add_reference(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
     """Adds the gradients of replicas at home, of all kinds of weights: the transpose of `fetch_reference`."""
     if route.axis_name:
-        return add_at_home(sums, slots, wanted, num_home, route.axis_name)
+        return add_at_home(sums, slots, wanted, num_home, num_participants(route), route.axis_name)
     flat = wanted.reshape(-1)
     num_experts = wanted.shape[0] * num_home
 

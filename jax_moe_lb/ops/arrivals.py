@@ -27,7 +27,9 @@ Pull = Callable[[Wanted], Callable[[Int[Array, ""]], Kinds]]
 all kinds of the replica at a place. It is asked for no place that nothing comes to."""
 
 
-def add_in_turns(sums: Kinds, wanted: Wanted, num_home: int, me: Int[Array, ""], pull: Pull, like: Kinds) -> Kinds:
+def add_in_turns(
+    sums: Kinds, wanted: Wanted, num_home: int, domain: int, me: Int[Array, ""], pull: Pull, like: Kinds
+) -> Kinds:
     """Adds the gradients of all replicas to those of their home experts.
 
     As many come home at once as there is room for. That is all of them where ranks are few; a rank that more come home
@@ -37,6 +39,7 @@ def add_in_turns(sums: Kinds, wanted: Wanted, num_home: int, me: Int[Array, ""],
         sums: `[G, ...]` for each kind of weights: the gradients of the `L` home experts, and then anything.
         wanted: `[R, P]` int32, the expert of each slot, -1 for an empty one; `P` is at least 1.
         num_home: `L`.
+        domain: how many ranks have replicas of a home expert at most.
         me: this rank.
         pull: how replicas travel; `room_at_home` says how many it has to have room for.
         like: `[P, ...]` for each kind, what travels.
@@ -44,7 +47,7 @@ def add_in_turns(sums: Kinds, wanted: Wanted, num_home: int, me: Int[Array, ""],
     Returns:
         `sums`, whose first `L` experts have got what their replicas had.
     """
-    room = room_at_home(wanted, num_home)
+    room = room_at_home(wanted, num_home, domain)
     owner, number = owner_of(wanted, num_home), _number_at_home(wanted, num_home)
     # The sum of an expert of several replicas is kept wide from one to the next: rounded each time, small gradients of
     # many replicas would be lost. It belongs to the expert `last`.
@@ -72,7 +75,7 @@ def add_in_turns(sums: Kinds, wanted: Wanted, num_home: int, me: Int[Array, ""],
 
     sums, wide, none = _alike(sums, wide, jnp.int32(-1), wanted, *like)
     carry = one_turn(jnp.int32(0), (sums, wide, none))
-    if room < wanted.size:
+    if room < domain * wanted.shape[1]:
         # Of the rank that most come home to, so that all ranks take part in every exchange.
         turns = number.max() // room + 1
         # `compiled/executed.py` knows by this name that a balanced step runs none of them.
@@ -81,9 +84,9 @@ def add_in_turns(sums: Kinds, wanted: Wanted, num_home: int, me: Int[Array, ""],
     return carry[0]
 
 
-def room_at_home(wanted: Wanted, num_home: int) -> int:
-    """Returns how many replicas come home to a rank at once."""
-    return min(wanted.size, max(2 * num_home, 4 * wanted.shape[1]))
+def room_at_home(wanted: Wanted, num_home: int, domain: int) -> int:
+    """Returns how many replicas come home to a rank at once: all that there may be in a domain of 8 ranks or less."""
+    return min(domain * wanted.shape[1], max(2 * num_home, 8 * wanted.shape[1]))
 
 
 def owner_of(wanted: Wanted, num_home: int) -> Wanted:

@@ -28,6 +28,7 @@ from jax_moe_lb.ops._peer import (
     fetch_reference,
     in_domain,
     native_platforms,
+    num_participants,
     place,
     ranks_here,
 )
@@ -144,7 +145,8 @@ def add_pulled(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route
     if not route.axis_name:
         return add_reference(sums, slots, wanted, num_home, route)
     num_ranks, num_replicas = wanted.shape
-    room = room_at_home(wanted, num_home)
+    domain = num_participants(route)
+    room = room_at_home(wanted, num_home, domain)
     no_relay = jnp.full((num_ranks, room), -1, jnp.int32)
     # The slots are what is copied now: expert `rank * P + slot`.
     source = iota(wanted.size).reshape(wanted.shape)
@@ -157,7 +159,7 @@ def add_pulled(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route
         landed = _both(slots, pulled, no_relay, num_replicas, route)
         return lambda i: tuple(kind[i] for kind in landed)
 
-    return add_in_turns(sums, wanted, num_home, jax.lax.axis_index(route.axis_name), pull, slots)
+    return add_in_turns(sums, wanted, num_home, domain, jax.lax.axis_index(route.axis_name), pull, slots)
 
 
 # ---- the pair and its gradient --------------------------------------------------

@@ -55,14 +55,14 @@ def _save(home: Weights, wanted: Wanted, num_home: int, axis_name: Axes) -> tupl
 
 
 def _backward(num_home: int, axis_name: Axes, wanted: Wanted, upstream: Weights) -> tuple[Weights, None]:
-    sums = add_at_home(zero_sums((upstream,), num_home), (upstream,), wanted, num_home, axis_name)
+    sums = add_at_home(zero_sums((upstream,), num_home), (upstream,), wanted, num_home, wanted.shape[0], axis_name)
     return rounded(sums, (upstream,))[0], None
 
 
 fetch.defvjp(_save, _backward)
 
 
-def add_at_home(sums: Kinds, upstream: Kinds, wanted: Wanted, num_home: int, axis_name: Axes) -> Kinds:
+def add_at_home(sums: Kinds, upstream: Kinds, wanted: Wanted, num_home: int, domain: int, axis_name: Axes) -> Kinds:
     """Adds the gradients of all replicas to those of their home experts, in an order that depends on `wanted` alone.
 
     Args:
@@ -71,6 +71,7 @@ def add_at_home(sums: Kinds, upstream: Kinds, wanted: Wanted, num_home: int, axi
         upstream: `[P, ...]` for each kind, the gradients of this rank's replicas. All travel together, in one dtype.
         wanted: `[R, P]` int32, the expert of each slot, -1 for an empty one.
         num_home: `L`.
+        domain: the number of ranks inside which replicas are; all of them where plans have no domains.
         axis_name: the mesh axes of the ranks, outermost first.
 
     Returns:
@@ -84,7 +85,7 @@ def add_at_home(sums: Kinds, upstream: Kinds, wanted: Wanted, num_home: int, axi
         return tuple(add(total, kind) for total, kind in zip(sums, upstream, strict=True))
 
     def by_ragged(wanted: Wanted, sums: Kinds, upstream: Kinds) -> Kinds:
-        return ragged_add(sums, upstream, wanted, num_home=num_home, axis_name=axis_name)
+        return ragged_add(sums, upstream, wanted, num_home=num_home, domain=domain, axis_name=axis_name)
 
     on_cpu = by_ragged if moves_in_process() else by_ring
     return jax.lax.platform_dependent(wanted, sums, upstream, cpu=on_cpu, default=by_ragged)
@@ -164,11 +165,11 @@ def ragged_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
     )
 
 
-def ragged_add(sums: Kinds, upstream: Kinds, wanted: Wanted, *, num_home: int, axis_name: Axes) -> Kinds:
+def ragged_add(sums: Kinds, upstream: Kinds, wanted: Wanted, *, num_home: int, domain: int, axis_name: Axes) -> Kinds:
     """Computes `add_at_home` out of exchanges of exact sizes, usually one."""
     num_ranks, num_replicas = wanted.shape
     me, owner = jax.lax.axis_index(axis_name), owner_of(wanted, num_home)
-    room = room_at_home(wanted, num_home)
+    room = room_at_home(wanted, num_home, domain)
     to_owner = owner[me][None] == iota(num_ranks)[:, None]
     slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
     # Side by side, all kinds are one row per replica, and take one exchange.
@@ -190,7 +191,7 @@ def ragged_add(sums: Kinds, upstream: Kinds, wanted: Wanted, *, num_home: int, a
         )
         return lambda i: _split(landed[i], upstream)
 
-    return add_in_turns(sums, wanted, num_home, me, pull, upstream)
+    return add_in_turns(sums, wanted, num_home, domain, me, pull, upstream)
 
 
 def _split(row: Float[Array, "W"], like: Kinds) -> Kinds:

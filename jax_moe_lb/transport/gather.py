@@ -45,5 +45,5 @@ class Gather(Replicate):
         """Adds the gradients of all replicas at home, in an order that depends on the plan alone."""
         wanted = plan.placement[:, plan.num_home :]
         leaves, tree = jax.tree.flatten(sums)
-        kinds = tuple(jax.tree.leaves(gradients))
-        return jax.tree.unflatten(tree, add_at_home(tuple(leaves), kinds, wanted, plan.num_home, topology.expert_axes))
+        kinds, axes = tuple(jax.tree.leaves(gradients)), topology.expert_axes
+        return jax.tree.unflatten(tree, add_at_home(tuple(leaves), kinds, wanted, plan.num_home, plan.domain, axes))

@@ -13,6 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks import bench_copy_engine
 from jax_moe_lb._custom_calls import is_built
+from jax_moe_lb.ops import arrivals, fetch
+from jax_moe_lb.ops import copy_expert_weights as copies
 from jax_moe_lb.ops._peer import Route
 from jax_moe_lb.ops.arrivals import rounded, zero_sums
 from jax_moe_lb.ops.copy_expert_weights import add_at_home, add_pulled, copy_expert_weights, join, start
@@ -128,12 +130,31 @@ def test_sums_of_pulled_replicas_have_the_bits_of_sums_at_home(name, dtype):
     slots = draw((wanted.size, 4, 5), dtype)
 
     def three(slots, wanted):
-        (ragged,) = ragged_add(zero_sums((slots,), HOME), (slots,), wanted, num_home=HOME, axis_name=("expert",))
+        zeros = zero_sums((slots,), HOME)
+        (ragged,) = ragged_add(zeros, (slots,), wanted, num_home=HOME, domain=RANKS, axis_name=("expert",))
         return sum_of(slots, wanted), sum_of(slots, wanted, add_pulled), ragged.astype(dtype)
 
     at_home, pulled, ragged = over_ranks(three)(slots, wanted)
     np.testing.assert_array_equal(at_home, pulled)
     np.testing.assert_array_equal(at_home, ragged)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["any", "one expert everywhere", "own home experts"])
+@pytest.mark.parametrize("room", [1, 3])
+def test_replicas_that_find_no_room_come_home_in_turns(name, room, monkeypatch):
+    """With the bits of sums of all at once."""
+    wanted, slots = TABLES[name], draw((RANKS * SLOTS, 4, 5), "bfloat16")
+    for module in (arrivals, copies, fetch):
+        monkeypatch.setattr(module, "room_at_home", lambda *_: room)
+
+    def both(slots, wanted):
+        zeros = zero_sums((slots,), HOME)
+        (ragged,) = ragged_add(zeros, (slots,), wanted, num_home=HOME, domain=RANKS, axis_name=("expert",))
+        return sum_of(slots, wanted, add_pulled), ragged.astype(slots.dtype)
+
+    for sums in over_ranks(both)(slots, wanted):
+        np.testing.assert_array_equal(sums, expected_sums(slots, wanted))
 
 
 @pytest.mark.parametrize("how", [add_at_home, add_pulled])

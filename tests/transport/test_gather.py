@@ -25,7 +25,6 @@ def plans():
     everywhere = drawn[0].copy()
     everywhere[:, HOME:] = -1
     everywhere[1:, HOME] = 1
-    # More of them than come home at once.
     of_one_home = everywhere.copy()
     of_one_home[1:, HOME:] = np.arange(HOME)
     return {
@@ -80,7 +79,7 @@ def test_the_accelerators_path_equals_the_ring(name):
         also = gather.ragged_fetch(home, wanted, axis_name=("expert",))
         sums = partial(gather.ring_sum, num_home=HOME, axis_name=("expert",))(upstream, wanted)
         zeros = zero_sums((upstream,), HOME)
-        (also_sums,) = gather.ragged_add(zeros, (upstream,), wanted, num_home=HOME, axis_name=("expert",))
+        (also_sums,) = gather.ragged_add(zeros, (upstream,), wanted, num_home=HOME, domain=RANKS, axis_name=("expert",))
         return there, also, sums, also_sums
 
     run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(SPEC, SPEC, PartitionSpec()), out_specs=SPEC))
