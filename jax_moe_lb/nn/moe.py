@@ -197,20 +197,15 @@ class MoE(nnx.Module):
         """Sends tokens through their experts.
 
         Args:
-            x: `[..., H]`. The tokens in all leading dimensions together are a multiple of the shards, `D * R`; with
-                three dimensions or more the last but one is the sequence.
+            x: `[..., H]`, of any number of tokens; with three dimensions or more the last but one is the sequence.
+                Tokens that the `D * R` shards do not divide, such as those of a decode step, are padded inside. Buffers
+                are as large as the tokens need.
             mask: `[...]`, false for padding tokens; `None` if there are none.
 
         Returns:
             The outputs, placed like `x`, and statistics stacked over the `D` groups.
-
-        Raises:
-            ValueError: the tokens are no multiple of the shards.
         """
-        shards = self._num_groups() * self.topology.num_ranks
         num_tokens = math.prod(x.shape[:-1])
-        if num_tokens % shards:
-            raise ValueError(f"x has {num_tokens} tokens; expected a multiple of the {shards} shards of the mesh")
         if jax.typeof(x).sharding.mesh.empty:
             # An array on no mesh has no place there that the outputs could take: it is put on all devices first.
             x = place(x, NamedSharding(self.mesh, PartitionSpec()), self.mesh)
@@ -219,6 +214,8 @@ class MoE(nnx.Module):
         tokens = x.reshape(num_tokens, x.shape[-1])
         # Without padding nothing is masked: a mask of ones would cost the program passes over the tokens.
         mask = None if mask is None else mask.reshape(num_tokens)
+        if missing := -num_tokens % (self._num_groups() * self.topology.num_ranks):
+            tokens, mask = _padded(tokens, mask, missing, self.mesh)
         state = self.empty_state if self.state is None else self.state.get_value()
         stored = self._experts()
         experts = jax.tree.map(lambda w: w.astype(x.dtype), stored)
@@ -247,6 +244,8 @@ class MoE(nnx.Module):
         for weights, now in zip(self.known, jax.tree.leaves(known), strict=True):
             weights.set_value(now)
         # The caller finds the outputs where the input was.
+        if missing:
+            y = place(y, NamedSharding(self.mesh, PartitionSpec()), self.mesh)[:num_tokens]
         y = place(y.reshape(x.shape), jax.typeof(x).sharding, self.mesh)
         if self.has_shared:
             y = y + dense_ffn(x, jax.tree.map(lambda w: w.astype(x.dtype), self._shared()))
@@ -346,6 +345,17 @@ def checks_of(mesh: Mesh) -> Checks:
 
 def _is_accelerated(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform != "cpu"
+
+
+def _padded(
+    tokens: Float[Array, "N H"], mask: Bool[Array, "N"] | None, missing: int, mesh: Mesh
+) -> tuple[Float[Array, "C H"], Bool[Array, "C"]]:
+    """Puts `missing` tokens after the others, which no expert serves."""
+    present = jnp.ones(tokens.shape[0], bool) if mask is None else mask
+    # On an Explicit mesh no axis may divide what it does not divide evenly: these are few, and every device has them.
+    whole = NamedSharding(mesh, PartitionSpec())
+    tokens, present = place(tokens, whole, mesh), place(present, whole, mesh)
+    return jnp.pad(tokens, ((0, missing), (0, 0))), jnp.pad(present, (0, missing))
 
 
 def _check_domains(topology: Topology, migrate: Migrate | None) -> None:
