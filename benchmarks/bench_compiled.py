@@ -5,9 +5,9 @@ It needs their compilers: `jax_moe_lb[cuda,tpu]`, as `ci/accelerators.sh` instal
 
 from dataclasses import dataclass
 
-from jax_moe_lb import systems
 from jax_moe_lb.compiled import Report, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.compiler_options import IN_GRAPHS
+from jax_moe_lb.systems import system_named
 
 XLAS_OWN = ",".join(name for name in IN_GRAPHS if name not in ("WHILE", "COLLECTIVES"))
 DECOMPOSER = "xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer"
@@ -37,7 +37,7 @@ class Row:
 
     def compile(self) -> Report:
         """Compiles the layer of the reference sizes."""
-        system = getattr(systems, self.system)().with_rounds(self.max_rounds)
+        system = system_named(self.system).with_rounds(self.max_rounds)
         return compile_layer(
             system, Target.parse(self.target), gradients=self.train, fused=self.fused, options=dict(self.options)
         )

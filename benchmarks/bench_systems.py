@@ -22,8 +22,8 @@ from benchmarks.timing import interleaved_s, summary
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import ForceBalanced, Stats, System, plain, use_virtual_cpu_devices
 from jax_moe_lb.routing import Router
+from jax_moe_lb.systems import system_named, system_names
 from jax_moe_lb.types import State
-from models.parallel import default_system, system_names
 
 SIZES = Sizes(num_ranks=8, num_tokens=1024, width=256, inner=256, num_experts=32, per_tok=4)
 BATCHES = 8
@@ -48,7 +48,7 @@ COLUMNS = (
 
 def configurations() -> dict[str, tuple[System, Router]]:
     """System and router of each row: every function of `jax_moe_lb.systems`, with its defaults, and the bound."""
-    systems = {name: (default_system(name), SIZES.router) for name in system_names()}
+    systems = {name: (system_named(name), SIZES.router) for name in system_names()}
     return systems | {BOUND: (plain(), ForceBalanced(SIZES.router))}
 
 

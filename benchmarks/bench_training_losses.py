@@ -13,8 +13,9 @@ import numpy as np
 
 from benchmarks.timing import summary
 from jax_moe_lb import use_virtual_cpu_devices
+from jax_moe_lb.systems import system_named, system_names
 from models.data import Corpus, default_corpus
-from models.parallel import default_system, make_mesh, place_batch, system_names
+from models.parallel import make_mesh, place_batch
 from models.presets import TrainConfig, preset
 from models.training import make_programs
 
@@ -22,7 +23,7 @@ from models.training import make_programs
 def train(config: TrainConfig, corpus: Corpus, system: str) -> dict[str, np.ndarray]:
     """Of each step: loss, mean imbalance over layers before and after, most rounds of a layer, seconds, and counts."""
     mesh = make_mesh(config.parallel)
-    programs = make_programs(config, mesh, default_system(system))
+    programs = make_programs(config, mesh, system_named(system))
     state, rows, counts = programs.init(), [], []
     for step in range(1, config.steps + 1):
         tokens = place_batch(corpus.batch(config.seed, step, config.batch_size, config.sequence_length), mesh)

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
-from jax_moe_lb import systems
-from jax_moe_lb.cli.compose import system_names
 from jax_moe_lb.compiled import LayerSizes, Report, Target, compile_layer, quiet_stderr, use_no_accelerators
+from jax_moe_lb.systems import system_named, system_names
 
 TARGETS = ("h100:1x8", "h100:2x8", "v5e:2x4")
 SMALL = LayerSizes(hidden=256, inner=128, experts=32, tokens=256, per_token=2)
@@ -88,7 +87,7 @@ class Case:
 
     def compile(self) -> Report:
         """Compiles it."""
-        system = getattr(systems, self.system)().with_rounds(self.max_rounds)
+        system = system_named(self.system).with_rounds(self.max_rounds)
         target = Target.parse(self.target)
         return compile_layer(system, target, self.sizes, gradients=self.train, fused=self.fused)
 

@@ -1,5 +1,6 @@
 """A system joins three choices: who serves, how weights travel, and how tokens travel."""
 
+import inspect
 from dataclasses import dataclass, field, replace
 
 from jax_moe_lb.balancers.base import Balancer
@@ -65,6 +66,35 @@ class System:
             1
         """
         return replace(self, dispatch=replace(self.dispatch, max_rounds=max_rounds))
+
+
+def system_names() -> list[str]:
+    """Lists the functions of this module that make a system, for `system_named`."""
+    return sorted(
+        name
+        for name, value in globals().items()
+        if inspect.isfunction(value)
+        and inspect.signature(value).return_annotation is System
+        and all(one.default is not one.empty for one in inspect.signature(value).parameters.values())
+    )
+
+
+def system_named(name: str) -> System:
+    """Makes a system with its usual options, for names that users type: `nn.MoE(system="exact")` and command lines.
+
+    Args:
+        name: one of `system_names()`.
+
+    Raises:
+        ValueError: it is none of them.
+
+    Examples:
+        >>> system_named("exact") == exact()
+        True
+    """
+    if name not in system_names():
+        raise ValueError(f"system is {name!r}; expected one of {', '.join(system_names())}")
+    return globals()[name]()
 
 
 def plain(headroom: float = 1.05) -> System:

@@ -137,6 +137,7 @@ class Topology:
         mesh: Mesh | AbstractMesh,
         expert_axis: str | tuple[str, ...] = "expert",
         *,
+        data_axes: str | tuple[str, ...] | None = None,
         ranks_per_domain: int | None = None,
         rails_per_node: int = 1,
         bytes_per_s: tuple[float, ...] | None = None,
@@ -146,9 +147,11 @@ class Topology:
         """Reads the topology off a mesh, for `nn.MoE` or `moe`.
 
         Args:
-            mesh: the axes named in `expert_axis` form the group, all others carry data.
+            mesh: the axes named in `expert_axis` form the group.
             expert_axis: one name, or up to three, outermost first: they become the innermost of the levels dc, node and
                 gpu.
+            data_axes: the axes over which tokens are split beside the group, such as `("data", "fsdp")`. Over further
+                ones (tensor, context) all devices do the same. `None`, the default: all axes but the group's.
             ranks_per_domain: `M`; `None` takes the size of the innermost axis.
             rails_per_node: `N`, network interfaces of a node; only `RailS` and `Spray` need more than 1.
             bytes_per_s: what a rank sends along each axis, in bytes per second, in the order of `expert_axis`.
@@ -169,9 +172,15 @@ class Topology:
         axes = (expert_axis,) if isinstance(expert_axis, str) else tuple(expert_axis)
         if not 1 <= len(set(axes)) == len(axes) <= len(LEVEL_NAMES):
             raise ValueError(f"expert_axis is {expert_axis!r}; expected one to three different mesh axes")
+        others = tuple(axis for axis in mesh.axis_names if axis not in axes)
+        data = others if data_axes is None else (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
         for axis in axes:
             if axis not in mesh.axis_names:
                 raise ValueError(f"expert_axis names {axis!r}; expected an axis of the mesh, one of {mesh.axis_names}")
+        if len(set(data)) < len(data) or not set(data) <= set(others):
+            raise ValueError(
+                f"data_axes is {data_axes!r}; expected different ones of {others}, beside those of experts"
+            )
         rates = _per_axis("bytes_per_s", bytes_per_s, axes)
         latencies = _per_axis("latency_s", latency_s, axes)
         # The innermost axis is the fastest level, so a mesh with one axis has GPUs and no nodes.
@@ -183,7 +192,7 @@ class Topology:
             ranks_per_domain=levels[-1].size if ranks_per_domain is None else ranks_per_domain,
             rails_per_node=rails_per_node,
             expert_axes=axes,
-            data_axes=tuple(axis for axis in mesh.axis_names if axis not in axes),
+            data_axes=data,
             flops_per_s=flops_per_s,
             ranks_per_process=(
                 _ranks_per_process(mesh.devices, mesh.axis_names, axes) if isinstance(mesh, Mesh) else None

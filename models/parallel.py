@@ -2,13 +2,13 @@
 
 import contextlib
 import dataclasses
-import inspect
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_moe_lb import System, systems, use_virtual_cpu_devices
+from jax_moe_lb import System, use_virtual_cpu_devices
+from jax_moe_lb.systems import system_named
 from models.presets import ParallelConfig
 
 MESH_AXES = ("data", "expert")
@@ -51,23 +51,6 @@ def place_batch(batch: np.ndarray, mesh: Mesh) -> jax.Array:
     return jax.make_array_from_callback(batch.shape, batch_sharding(mesh), lambda index: batch[index])
 
 
-def system_names() -> list[str]:
-    """Lists the names of the systems that `jax_moe_lb.systems` defines."""
-    functions = inspect.getmembers(systems, inspect.isfunction)
-    return [name for name, function in functions if function.__module__ == systems.__name__ and name[0] != "_"]
-
-
-def default_system(name: str) -> System:
-    """Makes the system of that name, with its defaults.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if name not in system_names():
-        raise ValueError(f"system is {name!r}; expected one of {', '.join(system_names())}")
-    return getattr(systems, name)()
-
-
 def make_system(parallel: ParallelConfig) -> System:
     """Makes the system with the options of the run.
 
@@ -77,7 +60,7 @@ def make_system(parallel: ParallelConfig) -> System:
     Raises:
         ValueError: there is no such system, or an option is out of range.
     """
-    system = default_system(parallel.system)
+    system = system_named(parallel.system)
     if parallel.replica_slots is not None and system.replica_slots:
         system = dataclasses.replace(system, replica_slots=parallel.replica_slots)
     if parallel.headroom is not None:

@@ -15,12 +15,13 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 
 from jax_moe_lb.compiled import Target
+from jax_moe_lb.systems import system_named, system_names
 from models import dry_run
 from models.data import Corpus, corpus_from, default_corpus
 from models.distributed import join
 from models.files import in_words
 from models.loop import PACKAGES, Run, Tell, execute, prepare
-from models.parallel import default_system, offer_cpu_devices, system_names
+from models.parallel import offer_cpu_devices
 from models.peers import Peers
 from models.place import Place, find_place
 from models.presets import PRESETS, TrainConfig, preset
@@ -177,7 +178,7 @@ def _configured(
 
     model = dataclasses.replace(config.model, force_balanced=force_balanced or config.model.force_balanced)
     on = dataclasses.replace(config.parallel, **given(parallel))
-    if parallel["replica_slots"] and not default_system(on.system).replica_slots:
+    if parallel["replica_slots"] and not system_named(on.system).replica_slots:
         slots = parallel["replica_slots"]
         raise ValueError(f"replica_slots is {slots}; expected none with system {on.system}, which makes no replicas")
     return dataclasses.replace(config, model=model, parallel=on, **given(sizes))

@@ -62,6 +62,16 @@ def test_bad_levels_are_refused():
         Topology.flat(0)
 
 
+def test_data_axes_are_said_or_all_others():
+    mesh = AbstractMesh((2, 2, 2), ("data", "expert", "tensor"))
+    assert Topology.from_mesh(mesh).data_axes == ("data", "tensor")
+    assert Topology.from_mesh(mesh, data_axes="data").data_axes == ("data",)
+    assert Topology.from_mesh(mesh, data_axes=()).data_axes == ()
+    for wrong in ("expert", "fsdp", ("data", "data")):
+        with pytest.raises(ValueError, match=r"data_axes is .*; expected different ones of \('data', 'tensor'\)"):
+            Topology.from_mesh(mesh, data_axes=wrong)
+
+
 @pytest.mark.parametrize(
     ("processes", "axes", "together"),
     [

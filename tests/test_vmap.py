@@ -22,9 +22,9 @@ from jax_moe_lb import (
     plain_plan,
     systems,
 )
-from jax_moe_lb.cli.compose import system_names
 from jax_moe_lb.legality import ensure
 from jax_moe_lb.nn import MoE
+from jax_moe_lb.systems import system_names
 from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 from tests.oracle import dense_moe
 

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from jax_moe_lb import systems
-from jax_moe_lb.cli.compose import SPRAYED, system_names, with_slots, with_spray
+from jax_moe_lb.cli.compose import SPRAYED, with_slots, with_spray
 from jax_moe_lb.cli.errors import one_line_errors
 from jax_moe_lb.cli.options import Json, positive
 from jax_moe_lb.cli.report import print_json
@@ -20,7 +19,7 @@ from jax_moe_lb.compiled import (
     use_no_accelerators,
 )
 from jax_moe_lb.sim.limits import shown
-from jax_moe_lb.systems import System
+from jax_moe_lb.systems import System, system_named, system_names
 
 
 def compile_command(
@@ -76,7 +75,7 @@ def _system(name: str, replica_slots: str | None, headroom: str | None, max_roun
         raise ValueError(
             f"--system is {shown(name)}; expected one of {', '.join(system_names())}, with +{SPRAYED} behind it or not"
         )
-    system = with_slots(getattr(systems, first)(), positive("--replica-slots", replica_slots))
+    system = with_slots(system_named(first), positive("--replica-slots", replica_slots))
     if headroom is not None:
         system = replace(system, dispatch=replace(system.dispatch, headroom=_number("--headroom", headroom)))
     if max_rounds is not None:

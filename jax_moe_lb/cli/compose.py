@@ -1,6 +1,5 @@
 """`compose` makes systems by name, and of what `+` joins: `ultraep`, `hybridep+exact`, `ultraep+rails`."""
 
-import inspect
 from dataclasses import replace
 
 from jax_moe_lb import systems
@@ -9,7 +8,7 @@ from jax_moe_lb.balancers.base import Chain
 from jax_moe_lb.balancers.rails import RailS
 from jax_moe_lb.sim import Cluster, Migration, ModelShape, Step
 from jax_moe_lb.sim.advise import Candidate, chosen_migration
-from jax_moe_lb.systems import System
+from jax_moe_lb.systems import System, system_names
 from jax_moe_lb.transport.codec import Codec
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.spray import Spray
@@ -19,15 +18,6 @@ GATHERED, SPRAYED = "hybridep", "rails"
 
 ADVISED = ("plain", "greedy", "ultraep", "exact", "eplb_plus", "fastermoe", "feplb")
 """These systems need no history, so one step shows what they do."""
-
-
-def system_names() -> list[str]:
-    """Lists the functions of `systems.py` that make a system."""
-    return sorted(
-        name
-        for name, value in vars(systems).items()
-        if inspect.isfunction(value) and inspect.signature(value).return_annotation is System
-    )
 
 
 def compose(
@@ -63,7 +53,7 @@ def compose(
             f"--system is {name!r}; expected one of {', '.join(known)}, with {GATHERED}+ before it, +{SPRAYED} behind "
             f"it, or {GATHERED} or {SPRAYED} alone"
         )
-    system = with_slots(getattr(systems, middle[0])() if middle else systems.plain(), replica_slots)
+    system = with_slots(systems.system_named(middle[0]) if middle else systems.plain(), replica_slots)
     if sprayed:
         system = with_spray(name, system)
     if parts[0] == GATHERED and not migration.domain_sizes:

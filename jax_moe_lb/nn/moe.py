@@ -17,7 +17,7 @@ from jax_moe_lb.nn.sharded import expert_axes, place, sharded_known, sharded_moe
 from jax_moe_lb.ops.grouped_ffn import dense_ffn
 from jax_moe_lb.pipeline import Stats
 from jax_moe_lb.routing import Router, updated_bias
-from jax_moe_lb.systems import System
+from jax_moe_lb.systems import System, system_named, system_names
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.migrate import Migrate
 from jax_moe_lb.types import DType
@@ -79,9 +79,13 @@ class MoE(nnx.Module):
         mlp_dim: `F`, the inner width of an expert.
         num_experts: `E`, a multiple of the number of ranks.
         router: chooses the experts of a token: `TopK`, `ForceBalanced` or a callable like them.
-        mesh: the mesh of the expert and data axes, which may be Auto or Explicit.
-        topology: what `Topology.from_mesh(mesh, ...)` reads; with `migrate` its `domains.between`.
-        system: the strategies, such as `jax_moe_lb.exact()`; plain expert parallelism by default.
+        mesh: the mesh of the expert and data axes, which may be Auto or Explicit. The layer may be called inside a
+            `jax.shard_map` over further axes, such as the stages of a pipeline, which needs `check_vma=False` for
+            gradients with JAX 0.12.
+        topology: what `Topology.from_mesh(mesh, ...)` reads; with `migrate` its `domains.between`. `None`, the default,
+            takes these, without further options.
+        system: the strategies, such as `jax_moe_lb.exact()`, or the name of a function of `systems.py`, such as
+            "exact"; plain expert parallelism by default.
         migrate: gathers the experts of expert domains first, over a mesh of `hybrid_mesh`. With `None`, the usual
             choice inside one datacenter, experts stay at home.
         gated: whether experts are SwiGLU, which is usual, or plain GELU.
@@ -105,6 +109,7 @@ class MoE(nnx.Module):
     Raises:
         ValueError: `num_experts` is no multiple of the ranks, the topology is not the mesh's, or a `relocatable` layer
             has a balancer that remembers where experts are.
+        TypeError: `system` is neither a system nor the name of one.
 
     Examples:
         Two ranks, of which each has half of the tokens and half of the experts:
@@ -130,8 +135,8 @@ class MoE(nnx.Module):
         router: Router,
         *,
         mesh: Mesh,
-        topology: Topology,
-        system: System = System(),
+        topology: Topology | None = None,
+        system: System | str = System(),
         migrate: Migrate | None = None,
         gated: bool = True,
         fused: bool | None = None,
@@ -148,6 +153,9 @@ class MoE(nnx.Module):
     ) -> None:
         if fused and not gated:
             raise ValueError("fused is True; expected False without a gate")
+        if topology is None:
+            topology = migrate.domains.between if migrate else Topology.from_mesh(mesh)
+        system = _system(system)
         _check_domains(topology, migrate)
         home_experts_per_rank(num_experts, topology.num_ranks * (migrate.domains.domain_size if migrate else 1))
         _check_mesh(mesh, topology)
@@ -345,6 +353,14 @@ def checks_of(mesh: Mesh) -> Checks:
 
 def _is_accelerated(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform != "cpu"
+
+
+def _system(system: System | str) -> System:
+    if isinstance(system, System):
+        return system
+    if system in system_names():
+        return system_named(system)
+    raise TypeError(f"system is {system!r}; expected a System, or one of {', '.join(system_names())}")
 
 
 def _padded(

@@ -89,10 +89,20 @@ def sharded_moe(
         return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state)), known
 
     specs = (by_token, by_token, PartitionSpec(), by_expert, PartitionSpec(), PartitionSpec(), by_group, by_expert)
+    # Some axes may be manual already, such as the stages of a pipeline. Over those that are neither the group's nor the
+    # data's all devices do the same: no compiler divides custom calls.
+    around = jax.sharding.get_abstract_mesh().manual_axes
+    if taken := sorted(set(around) & set(expert_axes(topology, migrate) + topology.data_axes)):
+        raise ValueError(f"topology has the axes {taken}, which are manual already; expected others: see `data_axes`")
     args = (tokens, mask, kernel, experts, bias, homes, state, known)
     placed = [place(arg, NamedSharding(mesh, spec), mesh) for arg, spec in zip(args, specs, strict=True)]
-    out_specs = (by_token, by_group, by_group, by_expert)
-    return jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=out_specs)(*placed)
+    return jax.shard_map(
+        one_rank,
+        mesh=None if around else mesh,
+        in_specs=specs,
+        out_specs=(by_token, by_group, by_group, by_expert),
+        axis_names=set(mesh.axis_names) - set(around),
+    )(*placed)
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("migrate", "mesh"))

@@ -7,9 +7,10 @@ import pytest
 import yaml
 
 from jax_moe_lb.cli import main
-from jax_moe_lb.cli.compose import compose, system_names
+from jax_moe_lb.cli.compose import compose
 from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape, Step
 from jax_moe_lb.sim.config import load_config
+from jax_moe_lb.systems import system_names
 
 CONFIG = """
 version: 1

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.parallel import default_system, make_mesh, place_batch, system_names
+from jax_moe_lb.systems import system_named, system_names
+from models.parallel import make_mesh, place_batch
 from models.presets import ParallelConfig
 from models.training import make_programs
 from tests.models.small import CONFIG, CORPUS
@@ -45,7 +46,7 @@ def start(programs, params):
 def losses(system, params, config=TRAINING):
     """`[STEPS]`, and the largest imbalance of any step, as routed and as served."""
     mesh = make_mesh(TRAINING.parallel)
-    programs = make_programs(config, mesh, default_system(system))
+    programs = make_programs(config, mesh, system_named(system))
     state, rows = start(programs, params), []
     for step in range(1, STEPS + 1):
         tokens = place_batch(CORPUS.batch(TRAINING.seed, step, TRAINING.batch_size, TRAINING.sequence_length), mesh)
@@ -57,7 +58,7 @@ def losses(system, params, config=TRAINING):
 @pytest.fixture(scope="module")
 def params(all_devices):
     """By path, as a program that trains without balancing begins."""
-    state = make_programs(TRAINING, make_mesh(TRAINING.parallel), default_system("plain")).init()
+    state = make_programs(TRAINING, make_mesh(TRAINING.parallel), system_named("plain")).init()
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
 
 

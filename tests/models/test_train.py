@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from jax_moe_lb.systems import system_names
 from models import presets
 from models.checkpoint import Checkpoints
 from models.loop import prepare
-from models.parallel import make_mesh, make_system, system_names
+from models.parallel import make_mesh, make_system
 from models.recording import RunFolder
 from models.train import app
 from models.training import make_programs

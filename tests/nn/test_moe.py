@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_moe_lb import CHECKPOINT_NAMES, Balancer, Experts, Losses, Plan, System, TopK, Topology, greedy, plain
+from jax_moe_lb import CHECKPOINT_NAMES, Balancer, Experts, Losses, Plan, System, TopK, Topology, exact, greedy, plain
 from jax_moe_lb.nn import MoE, as_linen, logical_axis_rules
 from jax_moe_lb.nn.moe import BalancerState, RouterBias
 from jax_moe_lb.ops.grouped_ffn import dense_ffn
@@ -100,6 +100,60 @@ def test_any_number_of_tokens_is_served(shape, axis_type):
     assert int(stats.counts.sum()) == 2 * int(mask.sum())
     got, want = gradients(lambda layer, x: layer(x)[0], layer, x), gradients(dense_layer, reference, x)
     assert_close(nnx.to_pure_dict(got), nnx.to_pure_dict(want), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["greedy", "ultraep", "feplb"])
+def test_axes_that_are_neither_the_groups_nor_the_datas_do_the_same(system):
+    mesh = make_mesh((2, 2, 2), ("data", "expert", "tensor"))
+    topology = Topology.from_mesh(mesh, data_axes="data")
+    layer = MoE(WIDTH, INNER, NUM_EXPERTS, TopK(2), mesh=mesh, topology=topology, system=system, rngs=nnx.Rngs(0))
+    reference = make(make_mesh((1,), ("expert",)))
+    y, stats = nnx.jit(lambda layer, x: layer(x))(layer, tokens())
+    assert_close(y, dense_layer(reference, tokens()), 1e-5)
+    assert stats.counts.shape == (2, 2, NUM_EXPERTS)
+    got = gradients(lambda layer, x: layer(x)[0], layer, tokens())
+    want = gradients(dense_layer, reference, tokens())
+    assert_close(nnx.to_pure_dict(got), nnx.to_pure_dict(want), 1e-5)
+
+
+@pytest.mark.slow
+def test_it_works_where_some_axes_are_manual_already():
+    """Two stages of a pipeline, each with a microbatch of its own."""
+    mesh = make_mesh((2, 2, 2), ("stage", "data", "expert"))
+    topology = Topology.from_mesh(mesh, data_axes="data")
+    layer = MoE(WIDTH, INNER, NUM_EXPERTS, TopK(2), mesh=mesh, topology=topology, system="exact", rngs=nnx.Rngs(0))
+    reference = make(make_mesh((1,), ("expert",)))
+    graph, state = nnx.split(layer)
+    x = jnp.stack([tokens(), 2 * tokens()])
+
+    def stages(state):
+        def one(state, x):
+            return nnx.merge(graph, state)(x[0])[0][None]
+
+        spec = PartitionSpec("stage")
+        # With the check JAX 0.12 cannot lower the gradient of any `shard_map` inside of another.
+        options = {"axis_names": {"stage"}, "check_vma": False}
+        y = jax.shard_map(one, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec, **options)(state, x)
+        return jnp.square(y).mean(), y
+
+    (_, y), got = jax.jit(jax.value_and_grad(stages, has_aux=True))(state)
+    for i in range(2):
+        assert_close(y[i], dense_layer(reference, x[i]), 1e-5)
+    want = gradients(dense_layer, reference, x.reshape(-1, *x.shape[2:]))
+    assert_close(nnx.to_pure_dict(got), nnx.to_pure_dict(want), 1e-5)
+    guessed = MoE(WIDTH, INNER, NUM_EXPERTS, TopK(2), mesh=mesh, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(guessed)
+    with pytest.raises(ValueError, match=r"topology has the axes \['stage'\], which are manual already"):
+        stages(state)
+
+
+def test_a_system_has_a_name_and_a_mesh_a_topology():
+    mesh = make_mesh((2, 4), ("data", "expert"))
+    layer = MoE(WIDTH, INNER, NUM_EXPERTS, TopK(2), mesh=mesh, system="exact", rngs=nnx.Rngs(0))
+    assert (layer.system, layer.topology) == (exact(), Topology.from_mesh(mesh))
+    with pytest.raises(TypeError, match=r"system is 'exactly'; expected a System, or one of eplb, eplb_plus, exact, "):
+        MoE(WIDTH, INNER, NUM_EXPERTS, TopK(2), mesh=mesh, system="exactly", rngs=nnx.Rngs(0))
 
 
 def test_a_decode_step_needs_no_buffers_of_training():
