@@ -20,15 +20,13 @@ import numpy as np
 
 from benchmarks.bench_feplb import fastermoe, plain, reduction, straggler
 from benchmarks.feplb_readings import Reading, readings, straggler_after
-from benchmarks.stragglers import CASES, Shape, counts, lognormal, zipf
+from benchmarks.stragglers import CASES, DYNAMIC, Shape, counts, lognormal, zipf
 
 KINDS: dict[str, tuple[Shape, int]] = {
     f"{shape.__name__}, {copies}": (shape, copies) for shape in (lognormal, zipf) for copies in (16384, 32768)
 }
 """Loads by shape and token copies of each rank."""
 
-DYNAMIC = {2: 65.0, 4: 68.0, 8: 70.0}
-"""Figure 6: by how much the token straggler falls on 8 ranks, in percent."""
 FIGURE_5 = [100 * (1 - case.feplb / case.straggler) for case in CASES]
 PUBLISHED = np.array([*FIGURE_5, *DYNAMIC.values()])
 GROUPS = 5
