@@ -1,6 +1,7 @@
 """FEPLB and FasterMoE on loads with the stragglers that FEPLB's paper publishes, and how long planning takes on a CPU.
 
-Run it with `python -m benchmarks.bench_feplb`; `--number 200` for a quick look.
+Run it with `python -m benchmarks.bench_feplb`; `--number 200` for a quick look. `bench_feplb_readings` compares more
+readings of the paper than `FEPLB` has options for.
 """
 
 import argparse

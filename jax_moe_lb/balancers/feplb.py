@@ -25,14 +25,15 @@ class FEPLB(Balancer):
     and never move. The rank with the highest load gives its busiest dynamic expert to the rank with the lowest load
     that can take it: weights go into a replica slot, and all of its tokens go there. The home slot stays.
 
-    The paper gives the order of moves, and leaves four rules open. Those here are the ones whose results on loads with
-    the published stragglers come closest to its numbers (`benchmarks/bench_feplb.py`):
+    The paper gives the order of moves, and leaves four rules open. Those here were selected on its own results, by how
+    much token stragglers fall, out of many readings (`benchmarks/bench_feplb_readings.py`). None is nearest to them on
+    all loads that are in line with the paper; `docs/systems/feplb.md` has the numbers.
 
     - Which experts are dynamic: the busiest of this microbatch.
     - Which moves are useful: those after which the taker has less than the giver had before.
     - What comes after a move that is not useful: nothing, the domain is done. With `skip` a smaller dynamic expert of
       the same rank is tried instead: that balances better, and better than published.
-    - The threshold: none, `tau=1`.
+    - The threshold: none, `tau=1`. One of about 2000 token copies has the paper's trend, less on fewer ranks.
 
     After another balancer (`Chain`), only what homes serve moves, and replicas that exist keep their slots and quota.
 
@@ -40,7 +41,8 @@ class FEPLB(Balancer):
         num_dynamic: how many experts of each rank are dynamic; 4 by default, as in the paper, which studies 2, 4 and 8.
         max_num_dyn: how many experts a rank takes at most; the plan's empty slots limit it too. 8, the default, is the
             paper's.
-        tau: an expert of fewer tokens than this does not move. 1, the default, lets any move; the paper does not say.
+        tau: an expert of fewer tokens than this does not move. 1, the default, lets any move and levels best; the paper
+            does not say.
         skip: whether a smaller dynamic expert of the giver moves where the busiest cannot.
 
     Examples:

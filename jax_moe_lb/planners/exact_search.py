@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jax_moe_lb._pytree import pytree
-from jax_moe_lb.planners.exact_chain import Filled, Way, fill, plain
+from jax_moe_lb.planners.exact_chain import Filled, Way, plain
+from jax_moe_lb.planners.exact_fill import fill
 from jax_moe_lb.planners.exact_ways import WIDTH, usual_way, way_near
 from jax_moe_lb.types import iota
 

@@ -14,6 +14,9 @@ WIDTH = 64
 LIKING, WELCOME, START = np.float32(0.15), np.float32(0.5), np.float32(0.1)
 """How far the noise goes: in `Way.liking`, in `Way.welcome`, and in `Way.start` as a fraction of the limit."""
 
+URGENT, CLEARED = np.float32(4), np.float32(0.25)
+"""`Way.urgent` without noise, and how far the noise goes in `Way.cleared` as a fraction of the ranks."""
+
 
 def usual_way(tokens: Int[Array, "M L"]) -> Way:
     """Returns the way without noise: the hottest expert to the rank with most room.
@@ -23,7 +26,7 @@ def usual_way(tokens: Int[Array, "M L"]) -> Way:
     """
     none = vary_like(jnp.zeros(tokens.shape[0], jnp.int32), tokens)
     ones = 1 + none.astype(jnp.float32)
-    return Way(1 + 0 * tokens.reshape(-1).astype(jnp.float32), ones, ones[0] - 1, none)
+    return Way(1 + 0 * tokens.reshape(-1).astype(jnp.float32), ones, ones[0] - 1, none, URGENT * ones[0], none[0])
 
 
 def way_near(way: Way, limit: Int[Array, ""], seed: Int[Array, ""], number: Int[Array, ""]) -> Way:
@@ -40,11 +43,14 @@ def way_near(way: Way, limit: Int[Array, ""], seed: Int[Array, ""], number: Int[
     # A rank that gives before it must is seldom of use, so that half of the ways leave `start` as it is.
     ahead = limit.astype(jnp.float32) * START * (number % 2).astype(jnp.float32)
     later = ahead * _noise(way.start.size, 4 * seed, number)
+    urgent, cleared = reach * _noise(2, 4 * seed + 3, WIDTH + number)
     return Way(
         liking=way.liking * (1 + LIKING * reach * _noise(way.liking.size, 4 * seed + 1, number)),
         welcome=way.welcome * (1 + WELCOME * reach * _noise(way.welcome.size, 4 * seed + 2, number)),
         pressing=jnp.maximum(_noise(1, 4 * seed + 3, number)[0], 0),
         start=jnp.maximum(way.start + later.astype(jnp.int32), 0),
+        urgent=way.urgent * jnp.exp2(2 * urgent),
+        cleared=jnp.maximum(way.cleared + (CLEARED * way.start.size * cleared).astype(jnp.int32), 0),
     )
 
 

@@ -1,5 +1,7 @@
 """The search in jnp that stands in for the planner of `exact` in C++."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,9 @@ import pytest
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Exact, Plan, System, TopK, Topology, _custom_calls, _planning, check_plan
 from jax_moe_lb.planners.exact import exact
+from jax_moe_lb.planners.exact_fill import fill
 from jax_moe_lb.planners.exact_in_jax import exact_in_jax
+from jax_moe_lb.planners.exact_ways import usual_way
 from jax_moe_lb.planners.native import plan_on_host
 from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 from tests.planners.planner_cases import STOPPED, assert_same
@@ -72,6 +76,26 @@ def test_the_maximum_is_that_of_the_cpp_planner(shape):
         above.append((ours - theirs) / (counts.sum() / num_ranks))
     assert np.mean(above) <= 0.001
     assert max(above) <= 0.004
+
+
+def test_a_fan_out_that_binds_costs_no_more_than_in_cpp():
+    """Three replicas of a rank's experts are enough where the ranks that take them have made room before."""
+    above = []
+    for seed in range(4):
+        counts = WORKLOADS[2].counts(seed, 32, 512, 128, 8)
+        theirs = _planning.exact(counts, 5, 32, 0.0, 3, False)[1].sum(0).max()
+        ours = int(RUN(counts, 5, 32, 0.0, 3, False)[1].sum(0).max())
+        above.append((ours - theirs) / (counts.sum() / 32))
+    assert np.mean(above) <= 0.005
+    assert max(above) <= 0.02
+
+
+def test_room_is_made_on_idle_ranks():
+    """Rank 0 may send one replica, of 10 token copies: rank 3 has room for them once its own 2 are on rank 1."""
+    tokens = jnp.asarray(np.array([[20, 0], [5, 3], [5, 3], [2, 0]], np.int32))
+    for cleared, highest in ((0, 12), (1, 10)):
+        way = replace(usual_way(tokens), cleared=jnp.int32(cleared))
+        assert fill(tokens, jnp.int32(10), way, slots=1, max_fan_out=1).load.max() == highest
 
 
 def test_it_needs_about_as_many_replicas_as_the_cpp_planner():

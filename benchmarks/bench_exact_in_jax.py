@@ -1,0 +1,73 @@
+"""How good the plans of `Exact` in jnp are beside those of the C++ planner, on the same loads.
+
+    python -m benchmarks.bench_exact_in_jax --loads FILE.npy ... [--step 4] [--shape 8 2]
+
+A row is one shape, one `eps` and one bound on the fan-out: the maximum load over the mean of each planner, by how much
+that of jnp is higher (mean and worst single layer, in percent), and the replicas of a layer. With `eps` either may use
+the whole of it to save replicas, so that a difference up to `eps` is no loss by itself. One domain; `localize` is off,
+as it changes neither.
+"""
+
+import argparse
+import itertools
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from benchmarks import recorded
+from jax_moe_lb import _planning
+from jax_moe_lb.planners.exact_in_jax import exact_in_jax
+
+SHAPES = ((8, 1), (8, 2), (16, 1), (16, 2), (32, 1), (32, 2), (64, 1), (64, 2))
+"""Ranks, and replica slots of each."""
+ANY = 2**63 - 1
+BINDING = 3
+"""A bound on the fan-out below what plans without one have: 2 to 14 on recorded loads, mostly 4 to 8."""
+
+RUN = jax.jit(exact_in_jax, static_argnums=(1, 2, 3, 4, 5))
+
+Plan = tuple[np.ndarray, np.ndarray]
+
+
+def found(plan: Plan, tokens: np.ndarray) -> tuple[float, int]:
+    """Maximum over mean, and replicas."""
+    placement, quota = map(np.asarray, plan)
+    return quota.sum(0).max() * quota.shape[1] / tokens.sum(dtype=np.int64), int((placement >= 0).sum()) - len(tokens)
+
+
+def both(layers: np.ndarray, num_ranks: int, spare: int, eps: float, fan_out: int) -> Iterator[tuple[float, ...]]:
+    """For each layer what C++ finds, then what jnp does."""
+    for tokens in layers:
+        counts = recorded.on_first_rank(tokens, num_ranks)
+        options = (len(tokens) // num_ranks + spare, num_ranks, eps, fan_out, False)
+        yield *found(_planning.exact(counts, *options), tokens), *found(RUN(counts, *options), tokens)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    recorded.add_arguments(parser)
+    parser.add_argument(
+        "--shape", type=int, nargs=2, action="append", metavar=("RANKS", "SLOTS"), help="instead of all"
+    )
+    options = parser.parse_args()
+    layers = np.concatenate(list(recorded.read(options).values()))
+    print(f"{len(layers)} layers of {layers.shape[1]} experts\n")
+    print("| ranks | S - L | eps | max_fan_out | C++ | jnp | mean, % | worst, % | replicas, C++ | jnp |")
+    print(f"|{'---|' * 10}")
+    ways = itertools.product(options.shape or SHAPES, (ANY, BINDING), (0.0, 0.01))
+    for (num_ranks, spare), fan_out, eps in ways:
+        rows = np.array(list(both(layers, num_ranks, spare, eps, fan_out)))
+        theirs, their_number, ours, our_number = rows.T
+        above = 100 * (ours / theirs - 1)
+        print(
+            f"| {num_ranks} | {spare} | {eps} | {'any' if fan_out == ANY else fan_out} | {theirs.mean():.5f} "
+            f"| {ours.mean():.5f} | {above.mean():+.3f} | {above.max():+.2f} "
+            f"| {their_number.mean():.1f} | {our_number.mean():.1f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

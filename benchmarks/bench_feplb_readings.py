@@ -1,0 +1,176 @@
+"""Which reading of FEPLB's scheduler comes nearest to all token stragglers that its paper publishes.
+
+    python -m benchmarks.bench_feplb_readings [--number 400] [--all]
+
+Six points, in percent by which the token straggler falls: figure 5 (2, 4 and 8 ranks) and figure 6 (8 ranks with 2, 4
+and 8 dynamic experts). The loads of all readings are the same and are fitted to rows of no system: to the column
+"before" alone (`stragglers.py`). As neither the shape of popularity nor the token copies of a rank are published, there
+are four kinds of loads; the first table has FasterMoE on them, the paper's baseline, which says how likely each is.
+
+The error of a reading is the root mean square over the six points, in percentage points; its trend is "+" where the
+three numbers of figure 5 rise with the ranks, as published. Ranges are the least and the most of five fifths of the
+microbatches.
+"""
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from benchmarks.bench_feplb import fastermoe, plain, reduction, straggler
+from benchmarks.feplb_readings import Reading, readings, straggler_after
+from benchmarks.stragglers import CASES, DYNAMIC, Shape, counts, lognormal, zipf
+
+KINDS: dict[str, tuple[Shape, int]] = {
+    f"{shape.__name__}, {copies}": (shape, copies) for shape in (lognormal, zipf) for copies in (16384, 32768)
+}
+"""Loads by shape and token copies of each rank."""
+
+FIGURE_5 = [100 * (1 - case.feplb / case.straggler) for case in CASES]
+PUBLISHED = np.array([*FIGURE_5, *DYNAMIC.values()])
+GROUPS = 5
+
+NAMED = {
+    # Those that the library has, and fixed subsets under its other rules.
+    "FEPLB(), the default": Reading(),
+    "FEPLB(skip=True)": Reading(skip=True),
+    "FEPLB(tau=1792)": Reading(tau=1792),
+    "FEPLB(tau=2304)": Reading(tau=2304),
+    "FEPLB(tau=2048, skip=True)": Reading(tau=2048, skip=True),
+    "fixed, first": Reading("fixed, first"),
+    "fixed, first, next": Reading("fixed, first", skip=True),
+    "fixed, history 0.5": Reading("fixed, history 0.5"),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a reading gives on one kind of loads.
+
+    Args:
+        points: `[1 + GROUPS, 6]`, percent at the six points: of all microbatches, and of each fifth.
+    """
+
+    points: np.ndarray
+
+    @property
+    def error(self) -> float:
+        """Root mean square over the six points, in percentage points."""
+        return float(np.sqrt(np.mean((self.points[0] - PUBLISHED) ** 2)))
+
+    @property
+    def rises(self) -> bool:
+        """Whether the straggler falls by more on more ranks, as published."""
+        return bool((np.diff(self.points[0, :3]) > 0).all())
+
+    def __str__(self) -> str:
+        ends = zip(self.points[0], self.points[1:].min(0), self.points[1:].max(0), strict=True)
+        return " | ".join(f"{mean:.1f} ({low:.0f}-{high:.0f})" for mean, low, high in ends)
+
+
+class Loads:
+    """One kind of loads, and what was found on them; points that readings share are planned once."""
+
+    def __init__(self, kind: tuple[Shape, int], seed: int, number: int) -> None:
+        shape, copies = kind
+        self.loads = {case.num_ranks: counts(case, seed, number, copies, shape) for case in CASES}
+        self.before = {ranks: straggler(plain(loads)) for ranks, loads in self.loads.items()}
+        self._known: dict[tuple[Reading, int, int], np.ndarray] = {}
+
+    def find(self, reading: Reading) -> Found:
+        """The six points."""
+        figure_5 = [self._reduced(reading, case.num_ranks, reading.main) for case in CASES]
+        figure_6 = [self._reduced(reading, 8, number) for number in DYNAMIC]
+        return Found(np.stack([*figure_5, *figure_6], axis=1))
+
+    def _reduced(self, reading: Reading, ranks: int, num_dynamic: int) -> np.ndarray:
+        """`[1 + GROUPS]` percent."""
+        key = replace(reading, main=4), ranks, num_dynamic
+        if key not in self._known:
+            after = _sums(straggler_after(self.loads[ranks], reading, num_dynamic))
+            self._known[key] = 100 * (1 - after / _sums(self.before[ranks]))
+        return self._known[key]
+
+
+def _sums(values: np.ndarray) -> np.ndarray:
+    """`[1 + GROUPS]`, of all and of each group."""
+    return np.array([part.sum() for part in (values, *np.array_split(values, GROUPS))])
+
+
+def error_over(found: Iterable[Found]) -> float:
+    """Over all kinds of loads, each counting alike."""
+    return float(np.sqrt(np.mean([one.error**2 for one in found])))
+
+
+def one_changed(start: Reading) -> list[Reading]:
+    """The reading, and those that differ from it in one rule."""
+    rules = [field.name for field in fields(start)]
+    return [one for one in readings() if sum(getattr(one, rule) != getattr(start, rule) for rule in rules) <= 1]
+
+
+def distinct(ranked: Iterable[Reading], found: dict[Reading, list[Found]], number: int) -> list[Reading]:
+    """The first so many that differ in a point on some loads: a budget often limits nothing."""
+    first: dict[bytes, Reading] = {}
+    for reading in ranked:
+        first.setdefault(np.stack([one.points[0] for one in found[reading]]).tobytes(), reading)
+    return list(first.values())[:number]
+
+
+def show_baseline(kinds: dict[str, Loads]) -> None:
+    """FasterMoE's rows of figure 5."""
+    known = np.array([100 * (1 - case.fastermoe / case.straggler) for case in CASES])
+    print("| FasterMoE, % less | 2 ranks | 4 ranks | 8 ranks | error |\n|---|---|---|---|---|")
+    print(f"| published | {' | '.join(f'{percent:.1f}' for percent in known)} | |")
+    for name, kind in kinds.items():
+        cut = np.array([reduction(fastermoe(loads), plain(loads)) for loads in kind.loads.values()])
+        print(f"| {name} | {' | '.join(f'{x:.1f}' for x in cut)} | {np.sqrt(np.mean((cut - known) ** 2)):.1f} |")
+
+
+HEAD = "dynamic | useful | else | tau | budget | main dyn"
+
+
+def show_errors(title: str, lines: list[Reading], found: dict[Reading, list[Found]], kinds: Iterable[str]) -> None:
+    """One line a reading: its error on each kind of loads, and whether its trend there is the published one."""
+    print(f"\n**{title}**\n\n| {HEAD} | {' | '.join(kinds)} | all |\n|{'---|' * (7 + len(KINDS))}")
+    for reading in lines:
+        cells = [f"{one.error:.1f} {'+' if one.rises else '-'}" for one in found[reading]]
+        print(f"| {reading} | {' | '.join(cells)} | {error_over(found[reading]):.1f} |")
+
+
+def show_points(name: str, rows: dict[str, Found]) -> None:
+    """One line a reading: the six points, with ranges."""
+    print(f"\n**{name}: % less**\n")
+    print("| | 2 ranks | 4 ranks | 8 ranks | 8, dyn 2 | 8, dyn 4 | 8, dyn 8 | error |")
+    print(f"|{'---|' * 8}")
+    print(f"| published | {' | '.join(f'{percent:.1f}' for percent in PUBLISHED)} | |")
+    for label, found in rows.items():
+        print(f"| {label} | {found} | {found.error:.1f} |")
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=400, help="microbatches of each point")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--best", type=int, default=8, help="readings in the tables of the best")
+    parser.add_argument("--all", action="store_true", help="print the errors of every reading, too")
+    options = parser.parse_args()
+    kinds = {name: Loads(kind, options.seed, options.number) for name, kind in KINDS.items()}
+    show_baseline(kinds)
+    found = {reading: [kind.find(reading) for kind in kinds.values()] for reading in readings()}
+    ranked = sorted(found, key=lambda reading: error_over(found[reading]))
+    bare = [reading for reading in ranked if reading.tau == 1]
+    show_errors("The default, and one rule changed", one_changed(Reading()), found, kinds)
+    show_errors("The best over all loads", distinct(ranked, found, options.best), found, kinds)
+    show_errors("The best without a threshold", distinct(bare, found, options.best), found, kinds)
+    for column, name in enumerate(kinds):
+        here = sorted(found, key=lambda reading: found[reading][column].error)
+        best = {str(reading).replace(" | ", "; "): reading for reading in distinct(here, found, 3)}
+        show_points(name, {label: found[reading][column] for label, reading in (NAMED | best).items()})
+    if options.all:
+        show_errors(f"Every reading: {len(ranked)}", ranked, found, kinds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Readings of what FEPLB's paper (arXiv 2604.19654) leaves open of its scheduler, for many microbatches at once.
+
+The paper gives the order of moves: the rank with the highest load gives its busiest dynamic expert that has not moved,
+whole, to the rank with the lowest load. A `Reading` says the rest. `jax_moe_lb.FEPLB` has some of them as options; here
+all are a few lines of NumPy, so that they can be compared.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from scipy.special import ndtri
+
+NO_LIMIT = np.iinfo(np.int64).max
+NO_TAKER = 2**40
+"""More than any load."""
+
+
+def of_history(tokens: np.ndarray, correlation: float) -> np.ndarray:
+    """What history says of the experts' popularity: normal, and so correlated with that of the microbatch."""
+    position = np.argsort(np.argsort(tokens, axis=1), axis=1)
+    normal = ndtri((position + 0.5) / tokens.shape[1])
+    noise = np.random.default_rng(0).standard_normal(tokens.shape)
+    return correlation * normal + np.sqrt(1 - correlation**2) * noise
+
+
+DYNAMIC: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "busiest": lambda tokens: tokens,
+    "fixed, first": lambda tokens: np.broadcast_to(-np.arange(tokens.shape[1]), tokens.shape),
+    "fixed, history 0.5": partial(of_history, correlation=0.5),
+    "fixed, history 0.9": partial(of_history, correlation=0.9),
+}
+"""Which experts of a rank are dynamic: those with the highest of these scores `[N, E]`, of tokens `[N, E]`.
+
+The first ones by index are as good as any that are chosen without regard to load; history foretells a microbatch with
+the correlation that its name says.
+"""
+
+ACCEPT: Mapping[str, Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
+    "taker < giver before": lambda tokens, giver, taker, mean: taker + tokens < giver,
+    "giver >= mean": lambda tokens, giver, taker, mean: giver - tokens >= mean,
+    "taker <= giver": lambda tokens, giver, taker, mean: taker + tokens <= giver - tokens,
+    "any": lambda tokens, giver, taker, mean: np.ones_like(tokens, bool),
+}
+"""Which moves are useful, of an expert's tokens and of the giver's, the taker's and the mean load before the move."""
+
+BUDGET: Mapping[str, Callable[[int], tuple[int, int]]] = {
+    "8 a taker": lambda num_dynamic: (8, NO_LIMIT),
+    "dyn a taker": lambda num_dynamic: (num_dynamic, NO_LIMIT),
+    "8 in all": lambda num_dynamic: (8, 8),
+    "dyn in all": lambda num_dynamic: (8, num_dynamic),
+}
+"""How many experts a rank takes, and how many move in a microbatch, of the number of dynamic experts of a rank."""
+
+TAU = (1, 512, 1024, 1280, 1536, 1792, 2048, 2304, 2560, 3072)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to complete the rule.
+
+    Args:
+        dynamic: of `DYNAMIC`.
+        accept: of `ACCEPT`.
+        skip: whether the giver's next dynamic expert is tried after a move that is not made; else the domain is done.
+        tau: an expert of fewer tokens does not move.
+        budget: of `BUDGET`.
+        main: dynamic experts of a rank in the paper's main results: 4, its default, or 8, whose result they have.
+    """
+
+    dynamic: str = "busiest"
+    accept: str = "taker < giver before"
+    skip: bool = False
+    tau: int = 1
+    budget: str = "8 a taker"
+    main: int = 4
+
+    def __str__(self) -> str:
+        after = "next" if self.skip else "stop"
+        return " | ".join([self.dynamic, self.accept, after, str(self.tau), self.budget, str(self.main)])
+
+
+def readings() -> Iterator[Reading]:
+    """All of them; where any move is useful, there is nothing to skip."""
+    for dynamic, accept, budget in itertools.product(DYNAMIC, ACCEPT, BUDGET):
+        for skip, tau, main in itertools.product((False,) if accept == "any" else (False, True), TAU, (4, 8)):
+            yield Reading(dynamic, accept, skip, tau, budget, main)
+
+
+def straggler_after(loads: np.ndarray, reading: Reading, num_dynamic: int) -> np.ndarray:
+    """`max(load) - mean(load)` `[N]` after the moves, in token copies; all ranks are one domain.
+
+    Args:
+        loads: `[N, R, E]`, token copies that each rank has for each expert.
+        reading: what the paper leaves open, but for `main`.
+        num_dynamic: dynamic experts of each rank.
+    """
+    number, num_ranks, _ = loads.shape
+    flat = loads.sum(1, dtype=np.int64)
+    tokens, score = (values.reshape(number, num_ranks, -1) for values in (flat, DYNAMIC[reading.dynamic](flat)))
+    order = np.argsort(np.argsort(-score, axis=2, kind="stable"), axis=2)
+    movable = (order < num_dynamic) & (tokens >= reading.tau)
+    load = tokens.sum(2)
+    mean = load.mean(1)
+    per_taker, in_all = BUDGET[reading.budget](num_dynamic)
+    room, left, going = np.full(load.shape, per_taker), np.full(number, in_all), np.arange(number)
+    while going.size:
+        giver = load[going].argmax(1)
+        able = (room[going] > 0) & (np.arange(num_ranks) != giver[:, None])
+        taker = np.where(able, load[going], NO_TAKER).argmin(1)
+        owned, dynamic = tokens[going, giver], movable[going, giver]
+        ends = (load[going, giver], load[going, taker], mean[going])
+        useful = ACCEPT[reading.accept](owned, *(value[:, None] for value in ends))
+        expert = np.where(dynamic & useful if reading.skip else dynamic, owned, -1).argmax(1)
+        each = np.arange(going.size)
+        made = (dynamic & useful)[each, expert] & able[each, taker] & (left[going] > 0)
+        going, giver, taker, expert = going[made], giver[made], taker[made], expert[made]
+        moved = tokens[going, giver, expert]
+        load[going, giver] -= moved
+        load[going, taker] += moved
+        room[going, taker] -= 1
+        left[going] -= 1
+        movable[going, giver, expert] = False
+    return load.max(1) - mean

@@ -1,0 +1,90 @@
+"""Readings of FEPLB's scheduler: planned right, and what the pages say about which one was selected."""
+
+import numpy as np
+import pytest
+
+from benchmarks.bench_feplb import feplb, straggler
+from benchmarks.bench_feplb_readings import KINDS, Loads, error_over
+from benchmarks.feplb_readings import Reading, of_history, readings, straggler_after
+from benchmarks.stragglers import CASES, counts, zipf
+from jax_moe_lb import FEPLB
+
+# Of four ranks; the mean load is 5.75.
+WORKED = np.zeros((1, 4, 12), np.int32)
+WORKED[0, 0] = 6, 4, 3, 4, 1, 0, 2, 1, 0, 1, 1, 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.num_ranks} ranks")
+@pytest.mark.parametrize(("tau", "skip"), [(1, False), (1, True), (2048, True)])
+@pytest.mark.parametrize("num_dynamic", [2, 8])
+def test_the_readings_that_the_library_has_are_its_own(case, tau, skip, num_dynamic):
+    loads = counts(case, 0, 50)
+    balancer = FEPLB(num_dynamic=num_dynamic, tau=tau, skip=skip)
+    found = straggler_after(loads, Reading(tau=tau, skip=skip), num_dynamic)
+    np.testing.assert_array_equal(found, straggler(feplb(loads, balancer)))
+
+
+@pytest.mark.parametrize(
+    ("reading", "num_dynamic", "highest"),
+    [
+        (Reading(), 3, 7),  # 6 to rank 3, then its own 1 to rank 2
+        (Reading(tau=2), 3, 8),  # that 1 stays
+        (Reading(accept="giver >= mean"), 3, 7),
+        (Reading(accept="taker <= giver"), 3, 13),  # rank 3 would have 8, above 7
+        (Reading(accept="taker <= giver", skip=True), 3, 6),  # 4 to rank 3, 3 to rank 2
+        (Reading(accept="any", budget="dyn in all"), 1, 8),  # 6 to rank 3, and no other
+        (Reading(accept="any", budget="dyn a taker"), 1, 7),  # then 1 to rank 2, and rank 0 has no other
+    ],
+)
+def test_a_case_by_hand(reading, num_dynamic, highest):
+    assert straggler_after(WORKED, reading, num_dynamic) == highest - 5.75
+
+
+def test_fixed_experts_are_the_first_ones():
+    """Rank 0 may move the expert of 3 alone, to rank 3."""
+    loads = WORKED.copy()
+    loads[0, 0, :3] = 3, 4, 6
+    assert straggler_after(loads, Reading("fixed, first"), 1) == 10 - 5.75
+    assert straggler_after(loads, Reading("busiest"), 1) == 7 - 5.75
+
+
+def test_history_foretells_as_well_as_it_says():
+    tokens = counts(CASES[2], 0, 100).sum(1)
+    sure = of_history(tokens, 1.0)
+    # Sorted by it, tokens rise; of equal ones any may come first.
+    assert (np.diff(np.take_along_axis(tokens, np.argsort(sure), 1)) >= 0).all()
+    for correlation in (0.0, 0.5, 0.9):
+        found = np.corrcoef(sure.ravel(), of_history(tokens, correlation).ravel())[0, 1]
+        np.testing.assert_allclose(found, correlation, atol=0.02)
+
+
+def test_loads_of_another_shape_have_the_published_straggler():
+    for case in CASES:
+        loads = counts(case, 0, 200, 16384, zipf).sum(1, dtype=np.int64)
+        load = loads.reshape(200, case.num_ranks, -1).sum(2)
+        np.testing.assert_allclose((load.max(1) - load.mean(1)).mean(), case.straggler, rtol=0.02)
+
+
+def test_there_are_no_two_alike():
+    every = list(readings())
+    assert len(set(every)) == len(every)
+
+
+def test_what_the_pages_say_of_the_selection():
+    kinds = {name: Loads(kind, 0, 200) for name, kind in KINDS.items()}
+
+    def find(reading):
+        return [kind.find(reading) for kind in kinds.values()]
+
+    default, fixed = find(Reading()), find(Reading("fixed, first"))
+    # A fixed subset has the trend over ranks, on all loads; over all points it is further away.
+    assert all(one.rises for one in fixed)
+    assert not any(one.rises for one in default)
+    assert error_over(default) + 3 < error_over(fixed)
+    # With a threshold the busiest have the trend too, and are nearer where the simulator's loads are.
+    simulated = kinds["lognormal, 16384"]
+    threshold = simulated.find(Reading(tau=1792))
+    assert threshold.rises
+    assert threshold.error + 4 < min(simulated.find(reading).error for reading in (Reading(), Reading("fixed, first")))
+    # But no such threshold serves all loads.
+    assert kinds["zipf, 16384"].find(Reading(tau=1792)).error > default[2].error
