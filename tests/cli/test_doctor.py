@@ -77,8 +77,9 @@ def copy(experts, wanted):
 
 
 def planned_copy(experts, placement, quota):
-    _, posted = post(placement, quota, experts, (), route=Route(("expert",)))
-    return join(plan_and_copy(posted, (), planner=greedy_planner(RANKS, 1))[2])
+    planner = greedy_planner(RANKS, 1)
+    _, posted = post(placement, quota, experts, (), planner=planner, route=Route(("expert",)))
+    return join(plan_and_copy(posted, ())[2])
 
 
 def experts(num_experts):

@@ -183,6 +183,8 @@ Attributes PostSiteOf(const LayerShape& shape) {
   const int64_t columns = shape.home + shape.slots;
   attributes["plan_size"] = Int(shape.ranks * columns + shape.experts() * shape.ranks);
   attributes["num_kinds"] = Int(static_cast<int64_t>(shape.widths.size()));
+  attributes["planner"] = Text("greedy");
+  attributes["options"] = Dictionary({{"domain", Int(shape.ranks)}, {"min_tokens", Int(1)}});
   return attributes;
 }
 
@@ -304,6 +306,7 @@ Ending HostPlan::Run(Gpu& gpu, int64_t run, bool refused) {
     std::copy(start.placement.begin(), start.placement.end(), Int32s(placement));
     std::copy(start.quota.begin(), start.quota.end(), Int32s(quota));
   });
+  if (before_execute) before_execute(program);
   program.Execute(plan);
   program.Launch([=, wrong = &wrong_] {
     bool right = Int32s(status)[0] == (refused ? 1 : 0);

@@ -84,6 +84,8 @@ class HostPlan {
 
   int64_t num_wrong() const { return wrong_; }
 
+  std::function<void(Program&)> before_execute = nullptr;
+
  private:
   const LayerShape shape_;
   CallSite plan_;
