@@ -7,12 +7,10 @@
 namespace moe_lb::peer_cuda {
 namespace {
 
-// Whether the device will not touch the turn's pinned memory any more. Any answer but "not ready" says so: after an
-// error nothing runs.
-bool IsIdle(const Turn& turn) {
-  return cudaEventQuery(turn.tables.get()) != cudaErrorNotReady &&
-         cudaEventQuery(turn.uploaded.get()) != cudaErrorNotReady;
-}
+// Whether no stream of XLA's still reads the turn's pinned memory. Any answer but "not ready" says so: after an error
+// nothing runs. A fetch that somebody gave up may still write it, and is over before that of the turn's next user,
+// which comes after it on the same stream.
+bool IsIdle(const Turn& turn) { return cudaEventQuery(turn.uploaded.get()) != cudaErrorNotReady; }
 
 // Few sizes, so that call sites share turns.
 size_t Rounded(size_t words) {

@@ -55,7 +55,7 @@ class Gpu;
 // queued.
 struct Turn {
   Gpu* gpu = nullptr;
-  Event ready;                  // XLA's stream has made the weights and freed the slots
+  Event ready;                  // XLA's stream has made the weights and the tables, and freed the slots
   Event tables;                 // `host` holds what was fetched
   Event copied;                 // all copies into this device are done
   Event uploaded;               // XLA's stream has read what it reads of `host`

@@ -1,8 +1,8 @@
 // Peer copies of NVIDIA GPUs of one process: copy engines do them on a stream of their own. They are compiled and run
 // on a stand-in for the CUDA runtime; not run on a GPU.
 //
-// The devices of a group meet once: `copy_start` arrives with its events recorded; the last to arrive queues the copies
-// of all devices, in an order in which every event is recorded before a stream waits for it; then all return.
+// The devices of a group meet once: `copy_start` arrives when its tables are on the host, and so all that was computed
+// before them is done; the last to arrive queues the copies of all devices; then all return.
 // `copy_join` makes XLA's stream wait for the copies into this device, and for those out of it, so that XLA frees no
 // weights that somebody still reads. A program that fails before its join waits for them when it ends (`Unjoined`).
 #include <cuda_runtime_api.h>
@@ -53,9 +53,9 @@ Status QueueFetch(cudaStream_t stream, const int32_t* place, Brought* brought) {
   if (Status bad = gpu->Take(NumWords(wanted.size()), &brought->turn)) return bad;
   const Turn& turn = *brought->turn;
   const cudaStream_t fetches = gpu->fetches();
-  // `ready` is recorded before this device arrives: whoever arrives last makes other streams wait for it.
+  // What is fetched is computed on XLA's stream, as are the weights, and the slots are another's memory until here. So
+  // all of that is over when the host has the tables.
   MOE_LB_CUDA(cudaEventRecord(turn.ready.get(), stream));
-  // What is fetched is computed on XLA's stream.
   MOE_LB_CUDA(cudaStreamWaitEvent(fetches, turn.ready.get(), 0));
   int32_t* const host = turn.host + kPlaceWords;
   MOE_LB_CUDA(CopyWords(turn.host, place, kPlaceWords, cudaMemcpyDeviceToHost, fetches));

@@ -3,9 +3,9 @@
 //
 // `copy_post` records `ready` on XLA's stream; the fetch stream waits for it and brings the planner's operands to
 // pinned memory. All that follows happens on a thread of the device's, whatever the program launches meanwhile: it
-// waits for that fetch, plans, meets the other devices, and the last of them queues the copies, which wait for the
-// `ready` of the devices and not for what XLA launches after. So plan and copies run beside it even where the launching
-// thread has to wait for the GPU, as it does for every round of a loop.
+// waits for that fetch, plans, meets the other devices, and the last of them queues the copies. What they read and
+// write is ready on all devices by then, and they wait for nothing that XLA launches after the post. So plan and copies
+// run beside it even where the launching thread has to wait for the GPU, as it does for every round of a loop.
 //
 // The second call is launched after what runs in between. It waits on the host until the copies are queued, and uploads
 // the plan on XLA's stream. `copy_join` is that of `copy_start`.

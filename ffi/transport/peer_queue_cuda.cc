@@ -41,8 +41,10 @@ Status CopyBatch(std::vector<void*> to, std::vector<const void*> from, std::vect
   return CopyOneByOne(to, from, sizes, stream);
 }
 
-// Queues tasks, one after the other. A task comes after all that it waits for, so an event is always recorded before a
-// stream is told to wait for it: a wait for an event that is not recorded yet would be no wait at all.
+// Queues tasks, one after the other. The weights are made and the slots are free on all devices by then: every host
+// thread has waited for tables that were fetched after that, before it came here. So no stream waits for `ready`. A
+// task comes after all that it waits for, so an event is always recorded before a stream is told to wait for it: a wait
+// for an event that is not recorded yet would be no wait at all.
 class Queue {
  public:
   Queue(View<Brought> brought, const PeerTable& table, const std::vector<PeerTask>& tasks)
@@ -73,22 +75,12 @@ class Queue {
     const Brought& to = brought_[reader];
     const cudaStream_t stream = to.turn->gpu->copies();
     MOE_LB_CUDA(cudaSetDevice(to.turn->gpu->device()));
-    // Its own `ready`: the slots were something else's memory until then.
-    if (Status bad = WaitForReady(reader, reader, stream)) return bad;
     for (const PeerPiece& piece : task.pieces) {
-      if (piece.source == PeerSource::kNothing) continue;
-      if (Status bad = WaitForReady(reader, table_.participant(piece.from_rank), stream)) return bad;
+      if (piece.source != PeerSource::kNothing) reads_.insert({reader, table_.participant(piece.from_rank)});
     }
     for (const size_t before : task.after) MOE_LB_CUDA(cudaStreamWaitEvent(stream, done_[before], 0));
     if (Status bad = Copy(task, stream)) return bad;
     return needed_[index] ? Record(index, to) : Ok();
-  }
-
-  // One wait orders everything that the stream does later, so each pair needs it once.
-  Status WaitForReady(size_t reader, size_t owner, cudaStream_t stream) {
-    if (!reads_.insert({reader, owner}).second) return Ok();
-    MOE_LB_CUDA(cudaStreamWaitEvent(stream, brought_[owner].turn->ready.get(), 0));
-    return Ok();
   }
 
   Status Copy(const PeerTask& task, cudaStream_t stream) const {

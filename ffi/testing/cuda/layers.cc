@@ -308,7 +308,7 @@ Ending HostPlan::Run(Gpu& gpu, int64_t run, bool refused) {
   });
   if (before_execute) before_execute(program);
   program.Execute(plan);
-  program.Launch([=, wrong = &wrong_] {
+  program.Launch([=, wrong = wrong_.get()] {
     bool right = Int32s(status)[0] == (refused ? 1 : 0);
     if (!refused) {
       right = right && std::equal(expected.placement.begin(), expected.placement.end(), Int32s(new_placement)) &&

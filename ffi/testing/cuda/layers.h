@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -82,14 +83,16 @@ class HostPlan {
   // `refused`: with numbers that the planner refuses.
   Ending Run(Gpu& gpu, int64_t run, bool refused = false);
 
-  int64_t num_wrong() const { return wrong_; }
+  int64_t num_wrong() const { return *wrong_; }
+  // For one that is destroyed while its calls are queued.
+  std::shared_ptr<std::atomic<int64_t>> wrong() const { return wrong_; }
 
   std::function<void(Program&)> before_execute = nullptr;
 
  private:
   const LayerShape shape_;
   CallSite plan_;
-  std::atomic<int64_t> wrong_{0};
+  const std::shared_ptr<std::atomic<int64_t>> wrong_ = std::make_shared<std::atomic<int64_t>>(0);
 };
 
 }  // namespace moe_lb::testing

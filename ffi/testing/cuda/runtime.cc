@@ -105,6 +105,7 @@ bool IsIgnored(const char* function, const void* returns_to) {
       place.function.store(function, std::memory_order_relaxed);
       break;
     }
+    if (found == returns_to) break;  // another thread was here first
   }
   return TheState().ignored.load(std::memory_order_relaxed) == returns_to;
 }

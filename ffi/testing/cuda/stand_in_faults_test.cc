@@ -172,9 +172,11 @@ void AllocationDoesNotStopACollective() {
   OnAll(2, [&](int64_t rank) {
     Gpu& gpu = *gpus[static_cast<size_t>(rank)];
     EXPECT_EQ(plan.Run(gpu, 1).message, std::string());
+    Synchronize(gpu.stream());
     ++done;
   });
   watch.join();
+  EXPECT_EQ(plan.num_wrong(), 0);
   TheStandIn().allocation_waits = false;
 }
 
