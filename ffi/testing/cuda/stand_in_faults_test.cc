@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "ffi/common/driver_cuda.h"
 #include "ffi/common/testing.h"
 #include "ffi/testing/cuda/layers.h"
 #include "ffi/testing/cuda/stand_in.h"
@@ -270,9 +271,23 @@ void CopiesOverlapAWaveThatTheHostWaitsFor() {
   TheStandIn().copy_us = 0;
 }
 
+// The runtime is linked in, and an older driver does not know it.
+void AnOldDriverIsNamed() {
+  constexpr int kMajor = CUDART_VERSION / 1000;
+  for (const int version : {0, CUDART_VERSION, kMajor * 1000, (kMajor + 1) * 1000}) {
+    TheStandIn().driver_version = version;
+    EXPECT(!moe_lb::CheckDriver());
+  }
+  TheStandIn().driver_version = (kMajor - 1) * 1000 + 40;
+  const moe_lb::Status old = moe_lb::CheckDriver();
+  EXPECT(old && Has(*old, "the driver here is for CUDA " + std::to_string(kMajor - 1) + ".4 and the custom calls"));
+  TheStandIn().driver_version = CUDART_VERSION;
+}
+
 }  // namespace
 
 int main() {
+  AnOldDriverIsNamed();
   {
     CopyLayer copies(LayerShape(), true);
     NothingIsWrittenAfterAFailure(copies);
