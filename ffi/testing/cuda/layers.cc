@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "ffi/planning/feplb.h"
 #include "ffi/planning/greedy.h"
 #include "ffi/testing/cuda/stand_in.h"
 #include "ffi/testing/random_calls.h"
@@ -178,13 +179,26 @@ Ending CopyLayer::Run(Gpu& gpu, int64_t rank, int64_t run, const Between& betwee
 
 namespace {
 
-Attributes PostSiteOf(const LayerShape& shape) {
+using Planner = PlannedLayer::Planner;
+
+const char* NameOf(Planner planner) { return planner == Planner::kGreedy ? "greedy" : "feplb"; }
+
+Attributes OptionsOf(const LayerShape& shape, Planner planner) {
+  if (planner == Planner::kGreedy) return {{"domain", Int(shape.ranks)}, {"min_tokens", Int(1)}};
+  return {{"domain", Int(shape.ranks)},
+          {"num_dynamic", Int(shape.home)},
+          {"max_num_dyn", Int(shape.slots)},
+          {"tau", Int(1)},
+          {"skip", Bool(true)}};
+}
+
+Attributes PostSiteOf(const LayerShape& shape, Planner planner) {
   Attributes attributes = SiteOf(shape);
   const int64_t columns = shape.home + shape.slots;
   attributes["plan_size"] = Int(shape.ranks * columns + shape.experts() * shape.ranks);
   attributes["num_kinds"] = Int(static_cast<int64_t>(shape.widths.size()));
-  attributes["planner"] = Text("greedy");
-  attributes["options"] = Dictionary({{"domain", Int(shape.ranks)}, {"min_tokens", Int(1)}});
+  attributes["planner"] = Text(NameOf(planner));
+  attributes["options"] = Dictionary(OptionsOf(shape, planner));
   return attributes;
 }
 
@@ -208,26 +222,35 @@ Plan StartOf(const LayerShape& shape, int64_t run) {
   return plan;
 }
 
-Plan PlanOf(const LayerShape& shape, const Plan& start) {
+Plan PlanOf(const LayerShape& shape, const Plan& start, Planner planner = Planner::kGreedy) {
   Plan plan = start;
   const auto ranks = static_cast<size_t>(shape.ranks), experts = static_cast<size_t>(shape.experts());
   const auto columns = static_cast<size_t>(shape.home + shape.slots);
-  static_cast<void>(Greedy({start.placement.data(), ranks, columns}, {start.quota.data(), experts, ranks}, shape.ranks,
-                           1, {plan.placement.data(), ranks, columns}, {plan.quota.data(), experts, ranks}));
+  const MatrixView<const int32_t> placement(start.placement.data(), ranks, columns);
+  const MatrixView<const int32_t> quota(start.quota.data(), experts, ranks);
+  const MatrixView<int32_t> new_placement(plan.placement.data(), ranks, columns);
+  const MatrixView<int32_t> new_quota(plan.quota.data(), experts, ranks);
+  if (planner == Planner::kGreedy) {
+    static_cast<void>(Greedy(placement, quota, shape.ranks, 1, new_placement, new_quota));
+  } else {
+    const FeplbOptions options = {shape.ranks, shape.home, shape.slots, 1, true};
+    static_cast<void>(Feplb(placement, quota, options, new_placement, new_quota));
+  }
   return plan;
 }
 
 }  // namespace
 
-PlannedLayer::PlannedLayer(LayerShape shape)
+PlannedLayer::PlannedLayer(LayerShape shape, Planner planner)
     : shape_(std::move(shape)),
-      post_(CudaXla(), CudaHandler("moe_lb_copy_post"), PostSiteOf(shape_)),
-      plan_(CudaXla(), CudaHandler("moe_lb_plan_greedy_and_copy"),
-            {{"domain", Int(shape_.ranks)}, {"min_tokens", Int(1)}}),
+      planner_(planner),
+      post_(CudaXla(), CudaHandler("moe_lb_copy_post"), PostSiteOf(shape_, planner)),
+      plan_(CudaXla(), CudaHandler(std::string("moe_lb_plan_") + NameOf(planner) + "_and_copy"),
+            OptionsOf(shape_, planner)),
       join_(CudaXla(), CudaHandler("moe_lb_copy_join"), {}) {}
 
 Ending PlannedLayer::Run(Gpu& gpu, int64_t rank, int64_t run, const Between& between) {
-  const Plan start = StartOf(shape_, run), expected = PlanOf(shape_, start);
+  const Plan start = StartOf(shape_, run), expected = PlanOf(shape_, start, planner_);
   const int64_t columns = shape_.home + shape_.slots;
   Weights weights;
   Ending ending;

@@ -56,10 +56,12 @@ class CopyLayer {
   std::atomic<int64_t> wrong_{0};
 };
 
-// `copy_post`, a wave, `plan_greedy_and_copy`, `copy_join`.
+// `copy_post`, a wave, `plan_<planner>_and_copy`, `copy_join`.
 class PlannedLayer {
  public:
-  explicit PlannedLayer(LayerShape shape);
+  enum class Planner { kGreedy, kFeplb };
+
+  explicit PlannedLayer(LayerShape shape, Planner planner = Planner::kGreedy);
 
   Ending Run(Gpu& gpu, int64_t rank, int64_t run, const Between& between = {});
 
@@ -68,6 +70,7 @@ class PlannedLayer {
 
  private:
   const LayerShape shape_;
+  const Planner planner_;
   CallSite post_;
   CallSite plan_;
   CallSite join_;

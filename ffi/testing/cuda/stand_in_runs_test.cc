@@ -2,15 +2,17 @@
 // grows.
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
+#include <cstring>
 #include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "ffi/common/testing.h"
+#include "ffi/planning/handlers.h"
 #include "ffi/testing/cuda/layers.h"
 #include "ffi/testing/cuda/stand_in.h"
+#include "ffi/testing/valid_calls.h"
 
 namespace {
 
@@ -60,13 +62,15 @@ void CopiesAreRight() {
 }
 
 void PlannedCopiesAreRight() {
-  for (const int64_t devices : {2, 4, 8}) {
-    LayerShape shape;
-    shape.ranks = devices;
-    PlannedLayer layer(shape);
-    Repeat(devices, kRuns, [&](Gpu& gpu, int64_t rank, int64_t run) { return layer.Run(gpu, rank, run); });
-    EXPECT_EQ(layer.num_wrong(), 0);
-    EXPECT(layer.num_replicas() > 0);
+  for (const auto planner : {PlannedLayer::Planner::kGreedy, PlannedLayer::Planner::kFeplb}) {
+    for (const int64_t devices : {2, 4, 8}) {
+      LayerShape shape;
+      shape.ranks = devices;
+      PlannedLayer layer(shape, planner);
+      Repeat(devices, kRuns, [&](Gpu& gpu, int64_t rank, int64_t run) { return layer.Run(gpu, rank, run); });
+      EXPECT_EQ(layer.num_wrong(), 0);
+      EXPECT(layer.num_replicas() > 0);
+    }
   }
 }
 
@@ -75,6 +79,43 @@ void HostPlansAreRight() {
   HostPlan plan(shape);
   Repeat(4, kRuns, [&](Gpu& gpu, int64_t, int64_t run) { return plan.Run(gpu, run, run == 7); });
   EXPECT_EQ(plan.num_wrong(), 0);
+}
+
+// Random calls of every planner, with the judges of the fuzz.
+void EveryPlannerPlans() {
+  Gpu gpu(0, 0);
+  Random random(1);
+  for (const moe_lb::HandlerRegistration& handler : moe_lb::PlanningRegistrations().handlers) {
+    const ValidCalls& valid = AllValidCalls().at(handler.name);
+    for (int64_t run = 1; run <= 20; ++run) {
+      const Call call = valid.make(random);
+      CallSite site(CudaXla(), handler, call.attributes);
+      EXPECT_EQ(site.instantiated().message, std::string());
+      std::vector<Array> rets = call.devices[0].rets;
+      {
+        Program program(gpu, run);
+        const auto arrays = [&program](const std::vector<Array>& given) {
+          DeviceArrays made;
+          for (const Array& array : given) {
+            made.push_back(program.New(array.dtype, array.dims));
+            if (!array.bytes.empty()) std::memcpy(made.back().data, array.bytes.data(), array.bytes.size());
+          }
+          return made;
+        };
+        const DeviceArrays results = arrays(rets);
+        program.Execute(program.Add(site, arrays(call.devices[0].args), results));
+        Synchronize(gpu.stream());
+        ExpectOk(program.ending());
+        for (size_t i = 0; i < rets.size(); ++i) {
+          if (!rets[i].bytes.empty()) std::memcpy(rets[i].bytes.data(), results[i].data, rets[i].bytes.size());
+        }
+      }
+      // The status: 0 is a plan.
+      EXPECT_EQ(rets.back().bytes[0], 0);
+      if (valid.judge) EXPECT_EQ(valid.judge(call.attributes, call.devices[0], rets), std::string());
+    }
+  }
+  ExpectNoViolations();
 }
 
 void ABatchThatTheDriverDoesNotKnowIsCopiedOneByOne() {
@@ -141,6 +182,7 @@ int main() {
   CopiesAreRight();
   PlannedCopiesAreRight();
   HostPlansAreRight();
+  EveryPlannerPlans();
   ABatchThatTheDriverDoesNotKnowIsCopiedOneByOne();
   ALateDeviceChangesNothing();
   ProgramsRunAtOnce();
