@@ -91,8 +91,8 @@ def measure_planned(width: int, inner: int, rows: int, slots: int, repeats: int)
 
     @jax.jit
     def beside(x: jax.Array, home: jax.Array, quota: jax.Array) -> tuple:
-        x, posted = post(placement, quota, home, x, route=route)
-        y, plan, pending = plan_and_copy(posted, gemm(x, home), planner=greedy_planner(RANKS, 1))
+        x, posted = post(placement, quota, home, x, planner=greedy_planner(RANKS, 1), route=route)
+        y, plan, pending = plan_and_copy(posted, gemm(x, home))
         return y, plan, join(pending, after=y)
 
     @jax.jit

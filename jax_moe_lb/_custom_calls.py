@@ -20,8 +20,26 @@ PLANNING_MODULE = "jax_moe_lb._planning"
 
 
 def is_built(platform: str) -> bool:
-    """Says whether this installation holds the custom calls of a platform of `MODULES`."""
-    return importlib.util.find_spec(MODULES[platform]) is not None
+    """Says whether this installation holds the custom calls of a platform of `MODULES`, and they can run here."""
+    module = MODULES[platform]
+    return importlib.util.find_spec(module) is not None and why_unusable(module) is None
+
+
+@functools.cache
+def why_unusable(module: str) -> str | None:
+    """Says why the custom calls of an extension module that is there cannot run on this machine; `None` if they can.
+
+    Those of CUDA need a driver that knows the runtime that they were built with. Where there is no driver they are used
+    all the same: such a machine compiles for others.
+
+    Args:
+        module: one of `MODULES`.
+    """
+    try:
+        ask = getattr(importlib.import_module(module), "why_unusable", None)
+    except ImportError:
+        return None  # `register` and `jax-moe-lb doctor` say it
+    return None if ask is None else ask()
 
 
 def has_planning_module() -> bool:

@@ -11,7 +11,8 @@
 namespace moe_lb {
 
 inline xla::ffi::Error ToError(const Status& status) {
-  return status ? xla::ffi::Error::InvalidArgument(*status) : xla::ffi::Error::Success();
+  if (!status) return xla::ffi::Error::Success();
+  return status->is_internal ? xla::ffi::Error::Internal(*status) : xla::ffi::Error::InvalidArgument(*status);
 }
 
 template <xla::ffi::DataType dtype>

@@ -30,6 +30,9 @@ inline nanobind::dict AsPython(std::initializer_list<Registrations> parts) {
       if (handler.instantiate != nullptr) {
         stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(handler.instantiate));
       }
+      if (handler.initialize != nullptr) {
+        stages["initialize"] = nb::capsule(reinterpret_cast<void*>(handler.initialize));
+      }
       handlers[handler.name] = stages;
     }
   }

@@ -11,6 +11,7 @@ struct HandlerRegistration {
   const char* name;
   XLA_FFI_Handler* execute;
   XLA_FFI_Handler* instantiate = nullptr;  // only where the call keeps a state per call site
+  XLA_FFI_Handler* initialize = nullptr;   // only where it prepares every execution of a program
 };
 
 // A state's type must be registered before the handlers that use it: XLA asks a handler for the type of its state when

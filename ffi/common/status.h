@@ -5,10 +5,19 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <utility>
 
 namespace moe_lb {
 
-using Status = std::optional<std::string>;
+// What is wrong, in words.
+struct Problem : std::string {
+  Problem(std::string words, bool internal = false) : std::string(std::move(words)), is_internal(internal) {}
+  Problem(const char* words) : std::string(words), is_internal(false) {}
+
+  bool is_internal;  // no argument is to blame, but the machine or this library
+};
+
+using Status = std::optional<Problem>;
 
 inline Status Ok() { return std::nullopt; }
 
@@ -17,7 +26,12 @@ template <typename... Parts>
 Status Refuse(const Parts&... parts) {
   std::ostringstream message;
   (message << ... << parts);
-  return message.str();
+  return Problem(message.str());
+}
+
+// The same problem, and where it is.
+inline Status At(const std::string& place, const Problem& problem) {
+  return Problem(place + ": " + problem, problem.is_internal);
 }
 
 }  // namespace moe_lb

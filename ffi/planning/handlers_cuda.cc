@@ -16,6 +16,17 @@ XLA_FFI_DEFINE_HANDLER(
     kInstantiate, []() -> xf::ErrorOr<std::unique_ptr<HostScheduler>> { return std::make_unique<HostScheduler>(); },
     xf::Ffi::BindInstantiate());
 
+// Every array of a planner is int32.
+xf::Error Initialize(HostScheduler* scheduler, xf::RemainingArgs args, xf::RemainingRets rets) {
+  size_t words = 0;
+  for (size_t i = 0; i < args.size(); ++i) words += args.get<xf::AnyBuffer>(i)->element_count();
+  for (size_t i = 0; i < rets.size(); ++i) words += (*rets.get<xf::AnyBuffer>(i))->element_count();
+  return scheduler->Prepare(words);
+}
+
+XLA_FFI_DEFINE_HANDLER(kInitialize, Initialize,
+                       xf::Ffi::BindInitialize().Ctx<xf::State<HostScheduler>>().RemainingArgs().RemainingRets());
+
 template <typename Binding>
 auto OnStream(Binding binding) {
   return std::move(binding).template Ctx<xf::PlatformStream<cudaStream_t>>().template Ctx<xf::State<HostScheduler>>();
@@ -48,14 +59,14 @@ constexpr XLA_FFI_TypeInfo kSchedulerInfo = xf::MakeTypeInfo<HostScheduler>();
 
 Registrations PlanningRegistrations() {
   return {{{"moe_lb_host_scheduler", &HostScheduler::id, &kSchedulerInfo}},
-          {{"moe_lb_plan_greedy", kGreedy, kInstantiate},
-           {"moe_lb_plan_eplb_plus", kEplbPlus, kInstantiate},
-           {"moe_lb_plan_feplb", kFeplb, kInstantiate},
-           {"moe_lb_plan_fastermoe", kFasterMoe, kInstantiate},
-           {"moe_lb_plan_ultraep", kUltraEp, kInstantiate},
-           {"moe_lb_plan_relay", kRelay, kInstantiate},
-           {"moe_lb_plan_spray", kSpray, kInstantiate},
-           {"moe_lb_plan_exact", kExact, kInstantiate}}};
+          {{"moe_lb_plan_greedy", kGreedy, kInstantiate, kInitialize},
+           {"moe_lb_plan_eplb_plus", kEplbPlus, kInstantiate, kInitialize},
+           {"moe_lb_plan_feplb", kFeplb, kInstantiate, kInitialize},
+           {"moe_lb_plan_fastermoe", kFasterMoe, kInstantiate, kInitialize},
+           {"moe_lb_plan_ultraep", kUltraEp, kInstantiate, kInitialize},
+           {"moe_lb_plan_relay", kRelay, kInstantiate, kInitialize},
+           {"moe_lb_plan_spray", kSpray, kInstantiate, kInitialize},
+           {"moe_lb_plan_exact", kExact, kInstantiate, kInitialize}}};
 }
 
 }  // namespace moe_lb

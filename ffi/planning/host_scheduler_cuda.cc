@@ -16,8 +16,8 @@ xf::TypeId HostScheduler::id = {};
 
 namespace {
 
-// A scan over layers queues a call per layer. This many may be queued before the launching thread waits.
-constexpr size_t kNumSlots = 16;
+// A program queues a call per layer. This many may be queued before the launching thread waits.
+constexpr size_t kNumSlots = 32;
 // Longer than any step: a device that finishes no call in this time is stuck.
 constexpr std::chrono::seconds kPatience(120);
 
@@ -73,7 +73,7 @@ cudaError_t Copy(View<int32_t> to, View<T> from, cudaMemcpyKind kind, cudaStream
 
 }  // namespace
 
-// The slots of one call site on one device.
+// The slots of the call sites of one size on one device.
 class PlannerRing {
  public:
   explicit PlannerRing(size_t words) : words_(words), slots_(kNumSlots), jobs_(kNumSlots), done_(kNumSlots, nullptr) {}
@@ -171,8 +171,39 @@ class PlannerRing {
   int32_t* memory_ = nullptr;      // pinned
 };
 
+namespace {
+
+// The ring of all call sites with calls of that size, until the last of them is gone.
+xf::Error SharedRing(int device, size_t words, std::shared_ptr<PlannerRing>* ring) {
+  struct All {
+    std::mutex mutex;
+    std::map<std::pair<int, size_t>, std::weak_ptr<PlannerRing>> by_size;
+  };
+  // Leaked on purpose: programs may still run while the process exits and destroys its static objects.
+  static All* const all = new All;
+  const std::lock_guard<std::mutex> lock(all->mutex);
+  std::weak_ptr<PlannerRing>& shared = all->by_size[{device, words}];
+  *ring = shared.lock();
+  if (*ring != nullptr) return xf::Error::Success();
+  auto fresh = std::make_shared<PlannerRing>(words);
+  if (xf::Error bad = fresh->Allocate("planner"); bad.failure()) return bad;
+  shared = fresh;
+  *ring = std::move(fresh);
+  return xf::Error::Success();
+}
+
+}  // namespace
+
 HostScheduler::HostScheduler() = default;
 HostScheduler::~HostScheduler() = default;
+
+xf::Error HostScheduler::Prepare(size_t words) {
+  int device = 0;
+  if (xf::Error bad = Check(cudaGetDevice(&device), "planner", "cudaGetDevice"); bad.failure()) return bad;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::shared_ptr<PlannerRing>& ring = rings_[device];
+  return ring != nullptr ? xf::Error::Success() : SharedRing(device, words, &ring);
+}
 
 xf::Error HostScheduler::Enqueue(cudaStream_t stream, PlannerCall call, int32_t* status) {
   int device = 0;
@@ -181,13 +212,11 @@ xf::Error HostScheduler::Enqueue(cudaStream_t stream, PlannerCall call, int32_t*
   {
     // The lock is for the map alone: Enqueue may wait for its device, and must not hold up the others meanwhile.
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::unique_ptr<PlannerRing>& of_device = rings_[device];
-    if (of_device == nullptr) {
-      auto fresh = std::make_unique<PlannerRing>(NumWords(call));
-      if (xf::Error bad = fresh->Allocate(call.name); bad.failure()) return bad;
-      of_device = std::move(fresh);
+    const auto found = rings_.find(device);
+    if (found == rings_.end() || found->second == nullptr) {
+      return xf::Error::Internal(std::string(call.name) + ": no memory was allocated before the program ran");
     }
-    ring = of_device.get();
+    ring = found->second.get();
   }
   return ring->Enqueue(stream, std::move(call), status, device);
 }

@@ -29,8 +29,11 @@ struct Context {
   int64_t run_id;
   int32_t device;
   PoolMode pool;
-  XLA_FFI_TypeId state_type;
+  XLA_FFI_TypeId state_type;  // of the instantiate stage
   void* state;
+  void* stream = nullptr;
+  XLA_FFI_TypeId initialized_type = {0};  // of the initialize stage
+  void* initialized = nullptr;
 };
 
 using ContextPointer = decltype(XLA_FFI_State_Get_Args::ctx);
@@ -72,25 +75,32 @@ auto SetErrorGet(Api& api, long) -> decltype(api.XLA_FFI_Error_GetMessage, void(
 
 void ErrorDestroy(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
 
-XLA_FFI_Error* StreamGet(XLA_FFI_Stream_Get_Args*) {
-  return Failure(XLA_FFI_Error_Code_UNIMPLEMENTED, "a CPU has no stream");
+XLA_FFI_Error* StreamGet(XLA_FFI_Stream_Get_Args* args) {
+  args->stream = ContextOf(args->ctx).stream;
+  if (args->stream == nullptr) return Failure(XLA_FFI_Error_Code_UNIMPLEMENTED, "a CPU has no stream");
+  return nullptr;
 }
 
 XLA_FFI_Error* StateSet(XLA_FFI_State_Set_Args* args) {
   Context& context = ContextOf(args->ctx);
-  if (context.state != nullptr) return Failure(XLA_FFI_Error_Code_FAILED_PRECONDITION, "state is set already");
-  context.state_type = *args->type_id;
-  context.state = args->state;
+  const bool of_execution = args->stage == XLA_FFI_ExecutionStage_INITIALIZE;
+  void*& state = of_execution ? context.initialized : context.state;
+  if (state != nullptr) return Failure(XLA_FFI_Error_Code_FAILED_PRECONDITION, "state is set already");
+  (of_execution ? context.initialized_type : context.state_type) = *args->type_id;
+  state = args->state;
   return nullptr;
 }
 
 XLA_FFI_Error* StateGet(XLA_FFI_State_Get_Args* args) {
   const Context& context = ContextOf(args->ctx);
-  if (context.state == nullptr) return Failure(XLA_FFI_Error_Code_NOT_FOUND, "state is not set");
-  if (context.state_type.type_id != args->type_id->type_id) {
+  const bool of_execution = args->stage == XLA_FFI_ExecutionStage_INITIALIZE;
+  void* const state = of_execution ? context.initialized : context.state;
+  if (state == nullptr) return Failure(XLA_FFI_Error_Code_NOT_FOUND, "state is not set");
+  const XLA_FFI_TypeId type = of_execution ? context.initialized_type : context.state_type;
+  if (type.type_id != args->type_id->type_id) {
     return Failure(XLA_FFI_Error_Code_INVALID_ARGUMENT, "state has another type");
   }
-  args->state = context.state;
+  args->state = state;
   return nullptr;
 }
 
@@ -436,6 +446,56 @@ std::shared_ptr<Execution> CallSite::Execute(const Operands& operands, int64_t r
   return execution;
 }
 
+// ---- invocations ---------------------------------------------------------------
+
+size_t DeviceArray::size_bytes() const {
+  size_t count = 1;
+  for (const int64_t dim : dims) count *= static_cast<size_t>(dim);
+  return count * ByteWidth(dtype);
+}
+
+Invocation::Invocation(CallSite& site, DeviceArrays args, DeviceArrays rets, int64_t run_id, int32_t device,
+                       void* stream)
+    : site_(site), args_(std::move(args)), rets_(std::move(rets)), run_id_(run_id), device_(device), stream_(stream) {
+  if (site.handler_.initialize != nullptr) initialized_ = Run(XLA_FFI_ExecutionStage_INITIALIZE);
+}
+
+Invocation::~Invocation() {
+  if (state_ != nullptr) site_.xla_.type_info(state_type_)->deleter(state_);
+}
+
+Ending Invocation::Run(XLA_FFI_ExecutionStage stage) {
+  std::deque<XLA_FFI_Buffer> buffers;
+  const auto point = [&buffers](DeviceArrays& arrays, std::vector<void*>* pointers) {
+    for (DeviceArray& array : arrays) {
+      buffers.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, array.dtype, array.data,
+                         static_cast<int64_t>(array.dims.size()), array.dims.data()});
+      pointers->push_back(&buffers.back());
+    }
+  };
+  std::vector<void*> args, rets;
+  point(args_, &args);
+  point(rets_, &rets);
+  std::vector<XLA_FFI_ArgType> arg_types(args.size(), XLA_FFI_ArgType_BUFFER);
+  std::vector<XLA_FFI_RetType> ret_types(rets.size(), XLA_FFI_RetType_BUFFER);
+  Context context = {&site_.xla_,  run_id_, device_,     PoolMode::kNone, site_.state_type_,
+                     site_.state_, stream_, state_type_, state_};
+  XLA_FFI_CallFrame frame = EmptyFrame(&site_.xla_.api(), stage);
+  frame.ctx = reinterpret_cast<ContextPointer>(&context);
+  frame.args.size = static_cast<int64_t>(args.size());
+  frame.args.types = arg_types.data();
+  frame.args.args = args.data();
+  frame.rets.size = static_cast<int64_t>(rets.size());
+  frame.rets.types = ret_types.data();
+  frame.rets.rets = rets.data();
+  frame.attrs = site_.attributes_->frame();
+  const bool initializes = stage == XLA_FFI_ExecutionStage_INITIALIZE;
+  Ending ending = EndingOf((initializes ? site_.handler_.initialize : site_.handler_.execute)(&frame));
+  state_type_ = context.initialized_type;
+  state_ = context.initialized;
+  return ending;
+}
+
 // ---- the runtime ---------------------------------------------------------------
 
 FakeXla::FakeXla(size_t num_threads) : api_(MakeApi()) {
@@ -481,17 +541,18 @@ std::optional<std::string> FakeXla::Register(const Registrations& part) {
     type.id->type_id = static_cast<int64_t>(types_.size());
   }
   for (const HandlerRegistration& handler : part.handlers) {
-    for (const bool instantiate : {false, true}) {
-      XLA_FFI_Handler* const stage = instantiate ? handler.instantiate : handler.execute;
+    for (const auto& [number, stage] : {std::pair(XLA_FFI_ExecutionStage_EXECUTE, handler.execute),
+                                        std::pair(XLA_FFI_ExecutionStage_INSTANTIATE, handler.instantiate),
+                                        std::pair(XLA_FFI_ExecutionStage_INITIALIZE, handler.initialize)}) {
       if (stage == nullptr) continue;
+      const bool instantiate = number == XLA_FFI_ExecutionStage_INSTANTIATE;
       XLA_FFI_Metadata metadata = {};
       metadata.struct_size = XLA_FFI_Metadata_STRUCT_SIZE;
       XLA_FFI_Metadata_Extension extension = {};
       extension.extension_base.struct_size = XLA_FFI_Metadata_Extension_STRUCT_SIZE;
       extension.extension_base.type = XLA_FFI_Extension_Metadata;
       extension.metadata = &metadata;
-      XLA_FFI_CallFrame frame =
-          EmptyFrame(&api_, instantiate ? XLA_FFI_ExecutionStage_INSTANTIATE : XLA_FFI_ExecutionStage_EXECUTE);
+      XLA_FFI_CallFrame frame = EmptyFrame(&api_, number);
       frame.extension_start = &extension.extension_base;
       const Ending ending = EndingOf(stage(&frame));
       if (!ending.ok) return std::string(handler.name) + ": " + ending.message;

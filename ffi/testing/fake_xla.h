@@ -1,7 +1,8 @@
 // The other side of the FFI: enough of XLA's runtime to call handlers without XLA, one call at a time, with any frame.
 //
 // Stricter than XLA where that finds bugs: every buffer is an allocation of exactly its size, and dies when its own
-// call completes, whatever the calls of other devices still do.
+// call completes, whatever the calls of other devices still do. Handlers of GPUs return while their work is queued, so
+// an `Invocation` leaves the buffers to its caller.
 #pragma once
 
 #include <chrono>
@@ -104,6 +105,7 @@ class CallSite {
   std::shared_ptr<Execution> Execute(const Operands& operands, int64_t run_id, int32_t device, PoolMode pool);
 
  private:
+  friend class Invocation;
   class AttributesFrame;
 
   FakeXla& xla_;
@@ -112,6 +114,46 @@ class CallSite {
   XLA_FFI_TypeId state_type_{0};
   void* state_ = nullptr;
   Ending instantiated_;
+};
+
+// Memory of the caller's, as an argument or result.
+struct DeviceArray {
+  XLA_FFI_DataType dtype = XLA_FFI_DataType_S32;
+  std::vector<int64_t> dims;
+  void* data = nullptr;
+
+  size_t size_bytes() const;
+};
+using DeviceArrays = std::vector<DeviceArray>;
+
+// A call in one execution of a program on one device with a stream, as XLA:GPU makes it: the initialize stage, then the
+// handler any number of times (more than once in a loop), then the end of what the initialize stage made. XLA comes to
+// that end whether or not the program failed, and frees the program's buffers after it.
+class Invocation {
+ public:
+  Invocation(CallSite& site, DeviceArrays args, DeviceArrays rets, int64_t run_id, int32_t device, void* stream);
+  ~Invocation();
+  Invocation(const Invocation&) = delete;
+  Invocation& operator=(const Invocation&) = delete;
+
+  // How the initialize stage ended; where it failed nothing may be executed.
+  const Ending& initialized() const { return initialized_; }
+
+  // Calls the handler on this thread.
+  Ending Execute() { return Run(XLA_FFI_ExecutionStage_EXECUTE); }
+
+ private:
+  Ending Run(XLA_FFI_ExecutionStage stage);
+
+  CallSite& site_;
+  DeviceArrays args_;
+  DeviceArrays rets_;
+  const int64_t run_id_;
+  const int32_t device_;
+  void* const stream_;
+  XLA_FFI_TypeId state_type_{0};
+  void* state_ = nullptr;
+  Ending initialized_;
 };
 
 // Types, the thread pool and the table of functions.

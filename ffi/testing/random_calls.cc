@@ -344,6 +344,15 @@ Attribute Text(const std::string& value) {
 Attribute IntArray(const std::vector<int64_t>& values) {
   return {XLA_FFI_AttrType_ARRAY, XLA_FFI_DataType_S64, BytesOf(values.data(), values.size()), {}, {}};
 }
+Attribute Dictionary(const Attributes& entries) {
+  Attribute dictionary;
+  dictionary.type = XLA_FFI_AttrType_DICTIONARY;
+  for (const auto& [name, value] : entries) {
+    dictionary.keys.push_back(name);
+    dictionary.values.push_back(value);
+  }
+  return dictionary;
+}
 
 void Mutate(Random& random, Call& call) {
   for (int64_t count = random.Below(4); count > 0; --count) {

@@ -64,6 +64,7 @@ Attribute Double(double value);
 Attribute Bool(bool value);
 Attribute Text(const std::string& value);
 Attribute IntArray(const std::vector<int64_t>& values);
+Attribute Dictionary(const Attributes& entries);
 
 // ---- mutations -----------------------------------------------------------------
 

@@ -30,8 +30,12 @@ class Planned {
     for (int64_t i = random.Below(3); i > 0; --i) after_.push_back(IntsBetween(random, {random.Below(9)}, -9, 9));
   }
 
-  Call Post(Random& random) const {
+  // options: of the planner, but for the domain.
+  Call Post(Random& random, const std::string& planner, Attributes options) const {
     Call call;
+    options["domain"] = domain_;
+    call.attributes["planner"] = Text(planner);
+    call.attributes["options"] = Dictionary(options);
     call.attributes["num_participants"] = Int(placement_.ranks / ranks_here_);
     call.attributes["num_lanes"] = Int(1);
     call.attributes["num_home"] = Int(placement_.home);
@@ -58,11 +62,10 @@ class Planned {
   }
 
   // After its post, which gives it its ticket and its slots.
-  //   options: of the planner, but for the domain.
-  Call PlanAndCopy(Random& random, const Attributes& options) const {
+  Call PlanAndCopy(Random& random, const std::string& planner, const Attributes& options) const {
     auto before = std::make_shared<Before>();
     before->handler = "moe_lb_copy_post";
-    before->call = Post(random);
+    before->call = Post(random, planner, options);
     // The second call has no attribute for it: its ranks meet at the site of the post.
     before->sets_timeout = true;
     Call call;
@@ -105,16 +108,22 @@ class Planned {
   std::vector<Array> after_;
 };
 
-Call CopyPost(Random& random) { return Planned(random).Post(random); }
+Attributes GreedyOptions(Random& random) { return {{"min_tokens", Int(random.Between(1, 10))}}; }
+
+Call CopyPost(Random& random) {
+  const Attributes options = GreedyOptions(random);
+  return Planned(random).Post(random, "greedy", options);
+}
 
 Call PlanGreedyAndCopy(Random& random) {
-  return Planned(random).PlanAndCopy(random, {{"min_tokens", Int(random.Between(1, 10))}});
+  const Attributes options = GreedyOptions(random);
+  return Planned(random).PlanAndCopy(random, "greedy", options);
 }
 
 Call PlanFeplbAndCopy(Random& random) {
   Attributes options;
   AddFeplbOptions(random, &options);
-  return Planned(random).PlanAndCopy(random, options);
+  return Planned(random).PlanAndCopy(random, "feplb", options);
 }
 
 }  // namespace

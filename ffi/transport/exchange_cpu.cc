@@ -135,7 +135,7 @@ xf::Future Execute(ExchangeState* state, xf::RunId run_id, int32_t device, xf::A
   Participant participant;
   Status refusal = CheckBuffers(operand, output, *result);
   if (refusal) {
-    refusal = Refuse("rank ", rank, ": ", *refusal);
+    refusal = At("rank " + std::to_string(rank), *refusal);
   } else {
     const RowShape in = RowShapeOf(operand), out = RowShapeOf(*result);
     // The output is aliased to the result, and where XLA could not do that the rows on which nothing lands are copied

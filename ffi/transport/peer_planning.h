@@ -1,11 +1,13 @@
 // Plans and copies in one call, posted ahead: `moe_lb_copy_post`, then `moe_lb_plan_<planner>_and_copy`, then
 // `moe_lb_copy_join`, under these names on all platforms.
 //
-// `copy_post` says what will be planned and copied, and owns the buffers that the copies fill: a buffer that the second
-// call allocated could be one that what runs in between still uses. The second call plans on the host, the same plan on
-// all ranks, and starts the copies that the plan's placement asks for.
+// `copy_post` says what will be planned and copied, and by which planner, and owns the buffers that the copies fill: a
+// buffer that the second call allocated could be one that what runs in between still uses. The host plans, the same
+// plan on all ranks, and starts the copies that the plan's placement asks for: on a GPU as soon as the operands are
+// there, whatever the program does meanwhile, on a CPU in the second call.
 #pragma once
 
+#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
@@ -24,8 +26,45 @@ Registrations PeerPlanningRegistrations();
 
 inline auto BindPost() {
   return BindPeerSite()
-      .Attr<int64_t>("plan_size")   // int32 words of the planner's results
-      .Attr<int64_t>("num_kinds");  // of weights
+      .Attr<int64_t>("plan_size")         // int32 words of the planner's results
+      .Attr<int64_t>("num_kinds")         // of weights
+      .Attr<std::string_view>("planner")  // of the second call
+      .Attr<xf::Dictionary>("options");   // the attributes of the second call
+}
+
+// What PlannerCall::plan is.
+using PlanFunction = std::function<Status(const Operands&, const Results&)>;
+
+// An option of that name and type; refused where there is none.
+template <typename T>
+Status ReadOption(const xf::Dictionary& options, const char* name, T* value) {
+  const auto found = options.get<T>(name);
+  if (!found.has_value()) return Refuse("options of the planner have no ", name, " of the expected type");
+  *value = *found;
+  return Ok();
+}
+
+// What `plan_<name>_and_copy` with these attributes plans, from placement and quota.
+inline Status PlannerNamed(std::string_view name, const xf::Dictionary& options, PlanFunction* plan) {
+  int64_t domain = 0;
+  if (Status bad = ReadOption(options, "domain", &domain)) return bad;
+  if (name == "greedy") {
+    int64_t min_tokens = 0;
+    if (Status bad = ReadOption(options, "min_tokens", &min_tokens)) return bad;
+    *plan = [=](const Operands& in, const Results& out) {
+      return Greedy(in[0], in[1], domain, min_tokens, out[0], out[1]);
+    };
+    return Ok();
+  }
+  if (name != "feplb") return Refuse("planner is ", name, "; expected greedy or feplb");
+  FeplbOptions given = {};
+  given.domain = domain;
+  if (Status bad = ReadOption(options, "num_dynamic", &given.num_dynamic)) return bad;
+  if (Status bad = ReadOption(options, "max_num_dyn", &given.max_num_dyn)) return bad;
+  if (Status bad = ReadOption(options, "tau", &given.tau)) return bad;
+  if (Status bad = ReadOption(options, "skip", &given.skip)) return bad;
+  *plan = [=](const Operands& in, const Results& out) { return Feplb(in[0], in[1], given, out[0], out[1]); };
+  return Ok();
 }
 
 inline Status CheckPlanSize(int64_t plan_size) {
@@ -33,15 +72,18 @@ inline Status CheckPlanSize(int64_t plan_size) {
   return Refuse("plan_size is ", plan_size, "; expected 0 to ", std::numeric_limits<int32_t>::max());
 }
 
-// The state of a call site of `copy_post`: `PostSite(attributes, plan_size, num_kinds)` of the platform.
+// The state of a call site of `copy_post`: `PostSite(attributes, plan_size, num_kinds, plan)` of the platform.
 template <typename PostSite>
 xf::ErrorOr<std::unique_ptr<PostSite>> MakePostSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
                                                     int64_t chunk_bytes, double timeout_s, std::string_view site,
-                                                    int64_t plan_size, int64_t num_kinds) {
+                                                    int64_t plan_size, int64_t num_kinds, std::string_view planner,
+                                                    xf::Dictionary options) {
   PeerAttributes attributes = {num_participants, num_lanes, num_home, chunk_bytes, timeout_s, std::string(site)};
   if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
   if (Status bad = CheckPlanSize(plan_size)) return xf::Unexpected(ToError(bad));
-  return std::make_unique<PostSite>(std::move(attributes), plan_size, num_kinds);
+  PlanFunction plan;
+  if (Status bad = PlannerNamed(planner, options, &plan)) return xf::Unexpected(ToError(bad));
+  return std::make_unique<PostSite>(std::move(attributes), plan_size, num_kinds, std::move(plan));
 }
 
 // What the second call takes after the planner's arguments, `Binding`. A planner's binding ends with its status word:
@@ -58,6 +100,7 @@ auto AndCopy(Binding binding) {
 // Operands and results of `copy_post`, by what they are.
 struct PostedArrays {
   std::vector<xf::AnyBuffer> operands;  // of the planner
+  std::vector<xf::AnyBuffer> home;
   std::vector<xf::AnyBuffer> slots;
   std::vector<xf::AnyBuffer> before;  // passed on, so that what uses it is launched after this call
   std::vector<xf::AnyBuffer> after;
@@ -88,7 +131,10 @@ inline Status SortPostedArrays(const xf::RemainingArgs& args, const xf::Remainin
   }
   const size_t planner = args.size() - rets.size();
   for (size_t i = 0; i < planner; ++i) sorted->operands.push_back(*args.get<xf::AnyBuffer>(i));
-  for (size_t i = 0; i < kinds; ++i) sorted->slots.push_back(**rets.get<xf::AnyBuffer>(i));
+  for (size_t i = 0; i < kinds; ++i) {
+    sorted->home.push_back(*args.get<xf::AnyBuffer>(planner + i));
+    sorted->slots.push_back(**rets.get<xf::AnyBuffer>(i));
+  }
   for (size_t i = kinds; i < rets.size(); ++i) {
     sorted->before.push_back(*args.get<xf::AnyBuffer>(planner + i));
     sorted->after.push_back(**rets.get<xf::AnyBuffer>(i));

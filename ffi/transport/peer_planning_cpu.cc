@@ -18,7 +18,8 @@ struct PostSite {
   static xf::TypeId id;
   static xf::TypeInfo info;
 
-  PostSite(PeerAttributes attributes, int64_t size, int64_t kinds)
+  // The second call plans, with its own options.
+  PostSite(PeerAttributes attributes, int64_t size, int64_t kinds, const PlanFunction&)
       : site(std::make_shared<Site>(std::move(attributes), Copy)), plan_size(size), num_kinds(kinds) {}
 
   const std::shared_ptr<Site> site;

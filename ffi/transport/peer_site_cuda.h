@@ -3,115 +3,88 @@
 
 #include <cuda_runtime_api.h>
 
-#include <array>
-#include <map>
+#include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "ffi/transport/gpu_cuda.h"
 #include "ffi/transport/peer_operands.h"
 #include "ffi/transport/peer_tickets.h"
 
 namespace moe_lb::peer_cuda {
 
-inline Status Cuda(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return Ok();
-  return Refuse(what, ": ", cudaGetErrorName(error), ": ", cudaGetErrorString(error));
-}
+using Addresses = std::vector<const void*>;
 
-// Runs the calls up to the first that fails.
-#define MOE_LB_CUDA(call)                               \
-  do {                                                  \
-    if (Status bad_ = Cuda((call), #call)) return bad_; \
-  } while (false)
+// Copies that one device has begun, from `copy_start` or `copy_post` to `copy_join`.
+struct Begun {
+  Begun(int64_t run, int64_t number, Addresses given) : run_id(run), ticket(number), slots(std::move(given)) {}
 
-// An event that is destroyed with its owner. It takes no times, because nobody asks for them and events with times are
-// slower.
-class Event {
- public:
-  Event() = default;
-  Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
-  Event& operator=(Event&&) = delete;
-  ~Event() {
-    // A process that ends may have closed CUDA already, and nothing is left to be told.
-    if (event_ != nullptr) static_cast<void>(cudaEventDestroy(event_));
-  }
-  Status Make() {
-    if (event_ != nullptr) return Ok();
-    MOE_LB_CUDA(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
-    return Ok();
-  }
-  cudaEvent_t get() const { return event_; }
+  // The meeting for these copies is over; once.
+  void End(const Outcome& how);
+  // Waits for that. A meeting ends by itself: it keeps a time-out.
+  Outcome Wait();
+  // Makes `stream` wait for the copies into this device and for those that read its weights; once, the first time.
+  Status JoinOn(cudaStream_t stream);
+  bool is_joined();
+
+  const int64_t run_id;
+  const int64_t ticket;
+  const Addresses slots;
+  // Those whose `copied` this device must wait for. The last to arrive fills them in, before `End`. They come round
+  // again only when all devices that wait for them have joined.
+  std::vector<std::shared_ptr<Turn>> turns;
+  // Whose tables the host has not waited for to the end, because something failed; set before `End`.
+  std::shared_ptr<Turn> fetching;
 
  private:
-  cudaEvent_t event_ = nullptr;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::optional<Outcome> outcome_;
+  bool joined_ = false;
 };
 
-// What one start uses on one device.
-struct Turn {
-  Event ready;                  // XLA's stream has made the weights and freed the slots
-  Event tables;                 // `host` holds what was fetched
-  Event copied;                 // all copies into this device are done
-  std::vector<Event> forwards;  // tasks that other devices wait for
-  int32_t* host = nullptr;      // pinned
-};
+// Copies that were begun and not joined. A ticket's value is in device memory, which no host reads without waiting, so
+// tickets go by the address of the slots: XLA gives it to nobody else between the two calls.
+PeerTickets<std::shared_ptr<Begun>>& OpenTickets();
 
-// The copy stream of a call site on one device, and a ring of turns. A turn that comes round again records its events
-// anew on the same stream, after the old ones: whoever still waits for them waits a little longer, not too short.
-class Lane {
+// By the first of the slots that have an address. Weights may have no bytes, and XLA then gives none: those go by the
+// device.
+int64_t TicketOf(int32_t device, const Addresses& slots);
+
+// What one call site has begun in one execution of a program on one device. XLA makes it in the initialize stage and
+// ends it when the program has ended or failed, before it gives the program's buffers to others. A program may fail
+// between start and join, and the copies would then write what is another program's: XLA's stream waits for them here.
+class Unjoined {
  public:
-  static constexpr size_t kNumTurns = 16;
+  static xf::TypeId id;
+  static xf::TypeInfo info;
 
-  ~Lane() {
-    if (stream_ != nullptr) static_cast<void>(cudaStreamDestroy(stream_));
-    if (host_ != nullptr) static_cast<void>(cudaFreeHost(host_));
-  }
+  explicit Unjoined(cudaStream_t stream) : stream_(stream) {}
+  ~Unjoined();
+  Unjoined(const Unjoined&) = delete;
+  Unjoined& operator=(const Unjoined&) = delete;
 
-  // words: int32 that a turn has pinned.
-  Status Make(size_t words) {
-    words_ = words;
-    // Without the flag the stream would wait for the default stream, and with it for work that has nothing to do with
-    // the copies.
-    MOE_LB_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-    void* memory = nullptr;
-    // The memory is pinned, because a copy to other memory would make the launching thread wait for the stream.
-    MOE_LB_CUDA(cudaHostAlloc(&memory, kNumTurns * words * sizeof(int32_t), cudaHostAllocPortable));
-    host_ = static_cast<int32_t*>(memory);
-    for (size_t i = 0; i < kNumTurns; ++i) {
-      turns_[i].host = host_ + i * words;
-      for (Event* event : {&turns_[i].ready, &turns_[i].tables, &turns_[i].copied}) {
-        if (Status bad = event->Make()) return bad;
-      }
-    }
-    return Ok();
-  }
-
-  // Needs no lock: XLA launches what runs on a device from one thread at a time.
-  Turn* Next() { return &turns_[next_++ % kNumTurns]; }
-  cudaStream_t stream() const { return stream_; }
-  size_t words() const { return words_; }
+  void Add(const std::shared_ptr<Begun>& begun);
 
  private:
-  cudaStream_t stream_ = nullptr;
-  int32_t* host_ = nullptr;
-  size_t words_ = 0;
-  size_t next_ = 0;
-  std::array<Turn, kNumTurns> turns_;
+  const cudaStream_t stream_;
+  std::vector<std::shared_ptr<Begun>> begun_;
 };
 
-// What a participant brings, and what the last to arrive tells it.
+// What a participant brings.
 struct Brought {
   PeerShare share;
-  Lane* lane = nullptr;
-  Turn* turn = nullptr;
-  std::vector<cudaEvent_t>* waits = nullptr;  // for `copy_join`
+  std::shared_ptr<Turn> turn;
+  std::shared_ptr<Begun> begun;
 };
 
 using Meeting = Rendezvous<Brought>;
 
 // What the devices meet for: queues the copies of all of them.
-void Copy(View<Brought> brought, Meeting::Finish finish);
+void Copy(View<Brought> brought, const Meeting::Finish& finish);
 
 // One per call site of an executable.
 struct Site {
@@ -120,34 +93,18 @@ struct Site {
 
   explicit Site(PeerAttributes given) : attributes(std::move(given)), meeting(attributes.Options(), Copy) {}
 
-  // The lane of the current device.
-  Status LaneOf(int device, size_t words, Lane** lane) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    std::unique_ptr<Lane>& found = lanes[device];
-    if (found == nullptr) {
-      auto fresh = std::make_unique<Lane>();
-      if (Status bad = fresh->Make(words)) return bad;
-      found = std::move(fresh);
-    }
-    *lane = found.get();
-    return CheckSame("pinned words", words, found->words());
-  }
+  // A device has failed before it knew as whom it would come: nobody waits for it. Returns the outcome, for itself.
+  Outcome Fail(int64_t run_id, Outcome outcome);
 
   const PeerAttributes attributes;
   Meeting meeting;
-  std::mutex mutex;
-  std::map<int, std::unique_ptr<Lane>> lanes;
-};
-// What `copy_join` must know. A ticket's value is in device memory, which no host reads without waiting, so tickets go
-// by the address of the slots: XLA gives it to nobody else between the two calls.
-struct Note {
-  std::vector<const void*> slots;
-  std::vector<cudaEvent_t> waits;
 };
 
-PeerTickets<Note>& OpenTickets();
+// Waits until the device has brought to the host what `turn->tables` stands for, which takes microseconds unless the
+// device lags behind.
+Outcome WaitForHost(const Turn& turn, const PeerAttributes& attributes, int64_t device);
 
-// By the first of the slots' addresses.
-int64_t TicketOf(const std::vector<const void*>& slots);
+// int32 words, pinned memory on one side. There may be none, at a null pointer.
+cudaError_t CopyWords(int32_t* to, const int32_t* from, size_t words, cudaMemcpyKind kind, cudaStream_t stream);
 
 }  // namespace moe_lb::peer_cuda

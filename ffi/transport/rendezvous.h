@@ -57,7 +57,9 @@ std::string MissingMessage(const RendezvousOptions& options, const std::vector<i
 // handed to `act` by the last of them; all get the same outcome, once:
 //   - a rank that was refused (bad arguments) comes too, so that nobody waits for it: all fail with the message of the
 //     lowest such rank, and `act` is not called;
-//   - when the time is over, those that are there fail; who comes later fails at once with the same message.
+//   - when the time is over, those that are there fail; who comes later fails at once with the same message;
+//   - a device that fails before it knows as whom it would come fails its run: all that wait in it, and who comes
+//   later.
 // Where a program is partitioned over axes that the call site does not know (Auto axes beside manual ones), several
 // devices come as the same rank, with the same data: `num_lanes` of them. Each goes to the first lane that lacks its
 // rank, and a lane is a meeting of its own.
@@ -98,6 +100,10 @@ class Rendezvous {
            [promise](const Outcome& outcome) { promise->set_value(outcome); });
     return promise->get_future().get();
   }
+
+  // All meetings of the run that lack somebody end so, and so does every later arrival in it. For a device that cannot
+  // come and cannot say which rank of which group it is.
+  void FailRun(int64_t run_id, const Outcome& outcome) { shared_->FailRun(run_id, outcome); }
 
   // Meetings that are not over; for tests.
   size_t num_open() const;
@@ -155,12 +161,15 @@ class Rendezvous {
     void End(const std::shared_ptr<Lane>& lane, const Outcome& outcome);
     void Forget(const Lane& lane);    // with the lock held
     void RememberFailed(Lane& lane);  // with the lock held
+    void FailRun(int64_t run_id, const Outcome& outcome);
+    std::optional<Outcome> FailureOf(int64_t run_id) const;  // with the lock held
 
     const RendezvousOptions options;
     const Act act;
     mutable std::mutex mutex;
     std::map<Key, std::shared_ptr<Group>> groups;
     std::deque<Key> failed;
+    std::deque<std::pair<int64_t, Outcome>> failed_runs;
   };
 
   const std::shared_ptr<Shared> shared_;
@@ -178,9 +187,12 @@ void Rendezvous<Brought>::Shared::Arrive(const Arrival& who, Brought brought, St
   std::optional<Outcome> late;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    lane = Join(who);
-    late = lane->late;
-    if (late) {
+    late = FailureOf(who.run_id);
+    if (!late) lane = Join(who);
+    if (lane != nullptr) late = lane->late;
+    if (lane == nullptr) {
+      // Its run has failed, and no meeting of it is left.
+    } else if (late) {
       // Those who come late are counted as well: after the last of them nobody is left to be told the outcome.
       if (lane->IsComplete()) Forget(*lane);
     } else {
@@ -189,7 +201,7 @@ void Rendezvous<Brought>::Shared::Arrive(const Arrival& who, Brought brought, St
       lane->refusals[rank] = std::move(refusal);
       lane->dones[rank] = std::move(done);
     }
-    if (!lane->IsComplete()) lane = nullptr;
+    if (lane != nullptr && !lane->IsComplete()) lane = nullptr;
   }
   // Both calls below run without the lock: `done` may run the rest of a program on this thread, which may arrive here
   // again, and `act` may take as long as the copies do.
@@ -246,11 +258,11 @@ void Rendezvous<Brought>::Shared::Meet(const std::shared_ptr<Lane>& lane, size_t
     lane->acting_thread = std::this_thread::get_id();
   }
   for (const Status& refusal : lane->refusals) {
-    if (refusal) return End(lane, {Refuse(options.site, ": ", *refusal), false});
+    if (refusal) return End(lane, {At(options.site, *refusal), false});
   }
   try {
     act({lane->brought.data(), lane->brought.size()}, [self = this->shared_from_this(), lane](const Status& failure) {
-      self->End(lane, {failure ? Refuse(self->options.site, ": ", *failure) : Ok(), false});
+      self->End(lane, {failure ? At(self->options.site, *failure) : Ok(), false});
     });
   } catch (const std::exception& error) {
     // `finish` may have been handed on before the exception. Whichever call of End comes first decides, and the other
@@ -267,12 +279,12 @@ void Rendezvous<Brought>::Shared::EndLate(const std::shared_ptr<Lane>& lane) {
   const std::lock_guard<std::mutex> lock(mutex);
   // The watchdog and the last rank race, and the lock decides: either the lane is complete here, or the last rank finds
   // `late` set and does not act.
-  if (lane->IsComplete()) return;
+  if (lane->IsComplete() || lane->late) return;
   std::vector<int64_t> missing;
   Status refusal;
   for (size_t rank = 0; rank < lane->here.size(); ++rank) {
     if (!lane->here[rank]) missing.push_back(static_cast<int64_t>(rank));
-    if (!refusal && lane->refusals[rank]) refusal = Refuse(options.site, ": ", *lane->refusals[rank]);
+    if (!refusal && lane->refusals[rank]) refusal = At(options.site, *lane->refusals[rank]);
   }
   // A refused rank explains more than who is missing, since the others may be missing because they failed too.
   lane->late = refusal ? Outcome{refusal, false} : Outcome{MissingMessage(options, missing), true};
@@ -327,6 +339,44 @@ void Rendezvous<Brought>::Shared::RememberFailed(Lane& lane) {
     groups.erase(failed.front());
     failed.pop_front();
   }
+}
+
+template <typename Brought>
+std::optional<Outcome> Rendezvous<Brought>::Shared::FailureOf(int64_t run_id) const {
+  for (const auto& [run, outcome] : failed_runs) {
+    if (run == run_id) return outcome;
+  }
+  return std::nullopt;
+}
+
+template <typename Brought>
+void Rendezvous<Brought>::Shared::FailRun(int64_t run_id, const Outcome& outcome) {
+  std::vector<Watchdog::Ticket> deadlines;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    // The first failure is the reason of those that follow.
+    if (FailureOf(run_id)) return;
+    failed_runs.emplace_back(run_id, Outcome{At(options.site, *outcome.failure), outcome.timed_out});
+    if (failed_runs.size() > kMaxFailed) failed_runs.pop_front();
+    for (auto group = groups.begin(); group != groups.end();) {
+      if (group->first.first != run_id) {
+        ++group;
+        continue;
+      }
+      for (const auto& [number, turn] : group->second->turns) {
+        for (const std::shared_ptr<Lane>& lane : turn.lanes) {
+          // One that is complete is acting, and ends by itself.
+          if (lane->IsComplete() || lane->late) continue;
+          lane->late = failed_runs.back().second;
+          deadlines.push_back(lane->deadline);
+          Settle(std::move(lane->dones), *lane->late);
+        }
+      }
+      group = groups.erase(group);
+    }
+  }
+  // Without the lock: what a deadline owns may be the last to own a meeting.
+  for (const Watchdog::Ticket& deadline : deadlines) Watchdog::OfProcess().Cancel(deadline);
 }
 
 template <typename Brought>

@@ -226,9 +226,44 @@ void BadArgumentsAreNamed() {
   EXPECT(!CheckOptions(Options(1)));
 }
 
+// A device that does not know as whom it would come ends its run for the others at once, and no other run.
+void AFailedRunEndsForAll() {
+  for (const bool first : {false, true}) {
+    Meeting meeting(Options(3), Sum);
+    std::vector<Outcome> outcomes(3);
+    std::vector<int64_t> sums(3);
+    std::atomic<int> waiting{0};
+    const auto began = std::chrono::steady_clock::now();
+    OnThreads(3, [&](int64_t rank) {
+      const auto at = static_cast<size_t>(rank);
+      if (rank == 2) {
+        while (!first && waiting < 2) std::this_thread::yield();
+        meeting.FailRun(7, {Status(moe_lb::Problem("a device is lost", true)), false});
+      }
+      if (first) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      ++waiting;
+      // Another group of the run fails too, as nobody knows to which the device belongs.
+      outcomes[at] = meeting.ArriveAndWait({7, rank, rank % 2, rank}, {rank, &sums[at]}, Ok());
+    });
+    EXPECT(std::chrono::steady_clock::now() - began < std::chrono::seconds(20));
+    for (const Outcome& outcome : outcomes) {
+      EXPECT(outcome.failure == Status("meeting: a device is lost"));
+      EXPECT(outcome.failure->is_internal);
+    }
+    EXPECT_EQ(meeting.num_open(), 0u);
+    OnThreads(3, [&](int64_t rank) {
+      const auto at = static_cast<size_t>(rank);
+      const Outcome outcome = meeting.ArriveAndWait({8, rank, 0, rank}, {rank, &sums[at]}, Ok());
+      EXPECT(!outcome.failure);
+      EXPECT_EQ(sums[at], 3);
+    });
+  }
+}
+
 }  // namespace
 
 int main() {
+  AFailedRunEndsForAll();
   EveryTurnMeetsItsOwn(8, 8, 200, Sum);
   EveryTurnMeetsItsOwn(8, 2, 200, SumLater);
   EveryTurnMeetsItsOwn(128, 128, 10, Sum);

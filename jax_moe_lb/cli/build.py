@@ -30,7 +30,10 @@ def _state(module: str, how_to_build: str) -> str:
         loaded = importlib.import_module(module)
     except ImportError as error:
         return f"cannot be loaded: {error}"
-    return "built" if module == _custom_calls.PLANNING_MODULE else _registrations_state(loaded.registrations())
+    if module == _custom_calls.PLANNING_MODULE:
+        return "built"
+    state, reason = _registrations_state(loaded.registrations()), _custom_calls.why_unusable(module)
+    return state if reason is None else f"{state}; not used: {reason}"
 
 
 def _registrations_state(registrations: dict) -> str:

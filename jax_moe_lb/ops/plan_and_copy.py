@@ -1,15 +1,17 @@
 """Plans for the exact load, and copies of what they ask for, beside work that needs neither.
 
-    x, posted = post(placement, quota, home, x, route=route)  # as soon as the load is known
+    # As soon as the load is known:
+    x, posted = post(placement, quota, home, x, planner=greedy_planner(domain, min_tokens), route=route)
     y = static_wave(x)
-    y, plan, pending = plan_and_copy(posted, y, planner=greedy_planner(domain, min_tokens))
-    ...                                                        # what needs the plan and not the copies
+    y, plan, pending = plan_and_copy(posted, y)
+    ...                                          # what needs the plan and not the copies
     slots = join(pending)
 
-On a GPU `plan_and_copy` is launched after the static wave, but plans on the host as soon as the
-load has arrived there, and its copies wait for what came before `post`: both run while the GPU is
-busy with the static wave. That has been compiled and not been run. On a CPU a handler plans when the
-static wave is done, and what needs the plan waits for the copies.
+On a GPU a thread of the host plans as soon as the load has arrived there, and starts the copies, which wait for what
+came before `post`: both run while the GPU is busy with the static wave, also where XLA's host waits for that wave.
+`plan_and_copy` is launched after it and hands the plan on. That has been compiled and run on a stand-in for the CUDA
+runtime; not run on a GPU. On a CPU a handler plans when the static wave is done, and what needs the plan waits for the
+copies.
 """
 
 from dataclasses import field
@@ -51,6 +53,7 @@ class Posted:
         place: two integers, which participant of which group this is.
         ticket: two integers that tie `plan_and_copy` to its `post`.
         route: between whom weights are copied, and how.
+        planner: what plans.
     """
 
     placement: Placement
@@ -60,9 +63,12 @@ class Posted:
     place: Int[Array, "2"]
     ticket: Int[Array, "2"]
     route: Route = field(metadata={"static": True})
+    planner: NativePlanner = field(metadata={"static": True})
 
 
-def post(placement: Placement, quota: Quota, home: Any, before: Any, *, route: Route) -> tuple[Any, Posted]:
+def post(
+    placement: Placement, quota: Quota, home: Any, before: Any, *, planner: NativePlanner, route: Route
+) -> tuple[Any, Posted]:
     """Says what `plan_and_copy` will plan and copy, and returns at once.
 
     `Staged` calls it as soon as the load is known. Use it yourself only where you make waves of your own.
@@ -74,13 +80,14 @@ def post(placement: Placement, quota: Quota, home: Any, before: Any, *, route: R
         home: a pytree of at least one array `[L, ...]`, the kinds of weights of this rank's home experts.
         before: a pytree of arrays, the input of the static wave: XLA calls this before what uses the result. It also
             keeps apart the posts of several layers, or turns of a loop, whose other operands are equal.
+        planner: what a balancer's `native_planner` returned, such as that of `Greedy` or `FEPLB`.
         route: between whom weights are copied, and how.
 
     Returns:
         `before`, the same, and what `plan_and_copy` takes.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit, or an option of the planner out of range.
     """
     placement, quota = alike(placement, quota)
     leaves, tree = jax.tree.flatten(home)
@@ -93,6 +100,7 @@ def post(placement: Placement, quota: Quota, home: Any, before: Any, *, route: R
             f"placement has shape {placement.shape}, quota {quota.shape} and a rank {num_home} home experts; expected "
             "[R, S], [E, R] and L = E / R below S"
         )
+    options = planner.checked_options(placement, quota)
     # Operands of a custom call must vary over the same mesh axes.
     kinds = vary_alike(leaves, placement, quota)
     where = place(route)
@@ -107,6 +115,7 @@ def post(placement: Placement, quota: Quota, home: Any, before: Any, *, route: R
         # nothing.
         aliases = {1 + first + i: 1 + len(home) + i for i in range(len(passed))}
         site = attributes(num_home, route) | {"plan_size": placement.size + quota.size, "num_kinds": len(home)}
+        site |= {"planner": planner.name, "options": options}
         return tuple(call("copy_post", out, where, *arrays, aliases=aliases, **site))
 
     def reference(where: Array, *arrays: Array) -> Arrays:
@@ -117,13 +126,11 @@ def post(placement: Placement, quota: Quota, home: Any, before: Any, *, route: R
     operands = (where, placement, quota, *kinds, *waves)
     ticket, *results = by_platform(*operands, native=native, reference=reference, platforms=native_platforms(route))
     home, slots = jax.tree.unflatten(tree, kinds), jax.tree.unflatten(tree, results[: len(kinds)])
-    posted = Posted(placement, quota, home, slots, where, ticket, route)
+    posted = Posted(placement, quota, home, slots, where, ticket, route, planner)
     return jax.tree.unflatten(structure, results[len(kinds) :]), posted
 
 
-def plan_and_copy(
-    posted: Posted, after: Any, *, planner: NativePlanner
-) -> tuple[Any, tuple[Placement, Quota], Pending]:
+def plan_and_copy(posted: Posted, after: Any) -> tuple[Any, tuple[Placement, Quota], Pending]:
     """Makes the plan, and starts the copies that it asks for.
 
     It is not differentiable: write one rule for the calls and what is between, with `add_at_home`.
@@ -131,17 +138,16 @@ def plan_and_copy(
     Args:
         posted: what `post` returned.
         after: a pytree of arrays that are computed before: the static wave.
-        planner: what a balancer's `native_planner` returned, such as that of `Greedy` or `FEPLB`.
 
     Returns:
         `after`, the same; placement and quota of the plan; and the copies, for `join`: slot `i` becomes the expert of
         `placement[:, L + i]`, 0 where that is empty.
 
     Raises:
-        ValueError: shapes that do not fit, or an option out of range. Where the custom calls run, a plan that breaks
-            the planner's rules, plans that differ between ranks or a rank that does not come in time stop the program
-            on all ranks, on a GPU too.
+        JaxRuntimeError: where the custom calls run, a plan that breaks the planner's rules, plans that differ between
+            ranks or a rank that does not come in time stop the program on all ranks, on a GPU too.
     """
+    planner = posted.planner
     options = planner.checked_options(posted.placement, posted.quota)
     home = tuple(jax.tree.leaves(posted.home))
     incoming, tree = jax.tree.flatten(posted.incoming)

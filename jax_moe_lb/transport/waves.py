@@ -136,10 +136,10 @@ def _serve(
     if ways.planner is not None:
         planner, route = ways.planner
         # Every exchange of wave 1 reads this, so `post` comes before them.
-        first, posted = post(plan.placement, plan.quota, experts, static.first_sent, route=route)
+        first, posted = post(plan.placement, plan.quota, experts, static.first_sent, planner=planner, route=route)
         out = _first_wave(tokens, experts, replace(static, first_sent=first), routed.experts, ways)
-        # It takes the outputs of wave 1 so that it is launched after it; it plans from what `post` had.
-        out, tables, pending = plan_and_copy(posted, out, planner=planner)
+        # It takes the outputs of wave 1 so that it is launched after it; the plan is made from what `post` had.
+        out, tables, pending = plan_and_copy(posted, out)
         made = replace(plan, placement=tables[0], quota=tables[1])
         plan, is_legal = served_plan(made, routed.counts, dynamic, checks)
     else:

@@ -3,6 +3,9 @@
 import json
 import platform
 import re
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -77,8 +80,9 @@ def copy(experts, wanted):
 
 
 def planned_copy(experts, placement, quota):
-    _, posted = post(placement, quota, experts, (), route=Route(("expert",)))
-    return join(plan_and_copy(posted, (), planner=greedy_planner(RANKS, 1))[2])
+    planner = greedy_planner(RANKS, 1)
+    _, posted = post(placement, quota, experts, (), planner=planner, route=Route(("expert",)))
+    return join(plan_and_copy(posted, ())[2])
 
 
 def experts(num_experts):
@@ -171,6 +175,19 @@ def test_without_custom_calls_it_says_how_to_get_them(monkeypatch):
         assert "pip install ." in state
     assert {op.op: op.faster for op in implementations("cpu")}["ragged_all_to_all"] == HOW_TO_BUILD["cpu"]
     assert {op.op: op.faster for op in implementations("gpu")}["greedy"] == HOW_TO_BUILD["cuda"]
+
+
+def test_custom_calls_that_the_driver_cannot_run_are_not_used(monkeypatch):
+    module = ModuleType("jax_moe_lb._old_driver")
+    module.__spec__ = ModuleSpec(module.__name__, None)
+    module.registrations = _ffi.registrations
+    module.why_unusable = lambda: "the driver here is for CUDA 12.4"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(_custom_calls.MODULES, "cuda", module.__name__)
+    assert not _custom_calls.is_built("cuda")
+    assert build_states()[module.__name__].endswith("not used: the driver here is for CUDA 12.4")
+    greedy = {op.op: op for op in implementations("gpu")}["greedy"]
+    assert not greedy.implementation.startswith("custom call")
 
 
 def test_a_build_against_newer_headers_is_named(monkeypatch):

@@ -71,8 +71,8 @@ def check_copies(ranks, over_ranks, route, domain):
         return (y := x @ x), placement, join(pending, after=y).astype(jnp.float32)
 
     def planned(home, placement, tokens, x):
-        x, posted = post(placement, tokens, home, x, route=route)
-        y, plan, pending = plan_and_copy(posted, x @ x, planner=greedy_planner(domain, 2))
+        x, posted = post(placement, tokens, home, x, planner=greedy_planner(domain, 2), route=route)
+        y, plan, pending = plan_and_copy(posted, x @ x)
         return y, plan, join(pending).astype(jnp.float32)
 
     home, x = weights(ranks), jnp.eye(1024, dtype=jnp.float32)
@@ -108,8 +108,8 @@ def test_gradients_and_relays():
 def test_a_bad_load_stops_the_program_and_the_next_one_works():
     @jax.jit
     def run(home, placement, tokens):
-        x, posted = post(placement, tokens, home, home[0], route=Route(()))
-        return join(plan_and_copy(posted, x, planner=GREEDY)[2])
+        x, posted = post(placement, tokens, home, home[0], planner=GREEDY, route=Route(()))
+        return join(plan_and_copy(posted, x)[2])
 
     placement, tokens = load(0)
     with pytest.raises(jax.errors.JaxRuntimeError, match="quota of expert 2, rank 0 is -3"):

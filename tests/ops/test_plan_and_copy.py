@@ -50,8 +50,8 @@ def static_wave(x):
 
 
 def together(home, placement, quota, x, route=ROUTE, planner=GREEDY):
-    x, posted = post(placement, quota, home, x, route=route)
-    wave, plan, pending = plan_and_copy(posted, static_wave(x), planner=planner)
+    x, posted = post(placement, quota, home, x, planner=planner, route=route)
+    wave, plan, pending = plan_and_copy(posted, static_wave(x))
     return wave, plan, join(pending)
 
 
@@ -282,16 +282,16 @@ def test_a_rank_that_does_not_come_is_named_and_the_next_program_works():
 def test_a_post_serves_once_and_in_its_own_run():
     route = Route(())
     home, placement, quota, x = arguments()
-    posted = jax.jit(lambda *args: post(*args, (), route=route))(placement, quota, home)[1]
-    late = jax.jit(lambda posted, x: join(plan_and_copy(posted, x, planner=GREEDY)[2]))
+    posted = jax.jit(lambda *args: post(*args, (), planner=GREEDY, route=route))(placement, quota, home)[1]
+    late = jax.jit(lambda posted, x: join(plan_and_copy(posted, x)[2]))
     with pytest.raises(jax.errors.JaxRuntimeError, match="expected one that post gave in this run"):
         jax.block_until_ready(late(posted, x))
 
     @jax.jit
     def twice(home, placement, quota, x):
-        x, posted = post(placement, quota, home, x, route=route)
-        x, _, first = plan_and_copy(posted, x, planner=GREEDY)
-        return join(first), join(plan_and_copy(posted, x + 1, planner=GREEDY)[2])
+        x, posted = post(placement, quota, home, x, planner=GREEDY, route=route)
+        x, _, first = plan_and_copy(posted, x)
+        return join(first), join(plan_and_copy(posted, x + 1)[2])
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="that was not used yet"):
         jax.block_until_ready(twice(home, placement, quota, x))
@@ -330,8 +330,11 @@ def test_lowering_for_cuda(planner):
     assert "output_operand_alias<output_tuple_indices = [3], operand_index = 5" in posted
     for attribute in ("num_participants = 8", "num_home = 3", f"plan_size = {RANKS * SLOTS + 24 * RANKS}"):
         assert f"{attribute} : i64" in posted
+    assert f'planner = "{planner.name}"' in posted
     for name, value in planner.options:
-        assert f"{name} = {str(value).lower() if isinstance(value, bool) else f'{value} : i64'}" in planned
+        option = f"{name} = {str(value).lower() if isinstance(value, bool) else f'{value} : i64'}"
+        assert option in planned
+        assert option in posted
     # Both kinds of slots, the wave and the place.
     for i in range(4):
         assert f"output_operand_alias<output_tuple_indices = [{3 + i}], operand_index = {5 + i}" in planned

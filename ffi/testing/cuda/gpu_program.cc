@@ -1,0 +1,125 @@
+#include "ffi/testing/cuda/gpu_program.h"
+
+#include <cstdlib>
+#include <iostream>
+#include <thread>
+#include <utility>
+
+#include "ffi/planning/handlers.h"
+#include "ffi/testing/cuda/stand_in.h"
+#include "ffi/transport/peer_handlers.h"
+#include "ffi/transport/peer_planning.h"
+
+namespace moe_lb::testing {
+namespace {
+
+const std::vector<Registrations>& AllParts() {
+  static const auto* const parts =
+      new std::vector<Registrations>{PlanningRegistrations(), PeerRegistrations(), PeerPlanningRegistrations()};
+  return *parts;
+}
+
+FakeXla* NewXla() {
+  auto* const xla = new FakeXla;
+  for (const Registrations& part : AllParts()) {
+    if (const auto bad = xla->Register(part)) {
+      std::cerr << *bad << std::endl;
+      std::abort();
+    }
+  }
+  return xla;
+}
+
+}  // namespace
+
+FakeXla& CudaXla() {
+  static FakeXla* const xla = NewXla();
+  return *xla;
+}
+
+HandlerRegistration CudaHandler(const std::string& name) {
+  for (const Registrations& part : AllParts()) {
+    for (const HandlerRegistration& handler : part.handlers) {
+      if (name == handler.name) return handler;
+    }
+  }
+  std::cerr << "there is no handler " << name << std::endl;
+  std::abort();
+}
+
+Gpu::Gpu(int32_t ordinal, int cuda_device) : ordinal_(ordinal), cuda_device_(cuda_device) {
+  static_cast<void>(cudaSetDevice(cuda_device));
+  static_cast<void>(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+}
+
+Gpu::~Gpu() {
+  Synchronize(stream_);
+  static_cast<void>(cudaStreamDestroy(stream_));
+  for (void* memory : all_) std::free(memory);
+}
+
+DeviceArray Gpu::New(XLA_FFI_DataType dtype, std::vector<int64_t> dims) {
+  DeviceArray array = {dtype, std::move(dims), nullptr};
+  // XLA gives a null pointer for an array of no bytes.
+  if (array.size_bytes() == 0) return array;
+  std::vector<void*>& free = free_[array.size_bytes()];
+  if (free.empty()) {
+    all_.push_back(std::malloc(array.size_bytes()));
+    free.push_back(all_.back());
+  }
+  array.data = free.back();
+  free.pop_back();
+  return array;
+}
+
+void Gpu::Free(const DeviceArray& array) {
+  if (array.data != nullptr) free_[array.size_bytes()].push_back(array.data);
+}
+
+Program::Program(Gpu& gpu, int64_t run_id) : gpu_(gpu), run_id_(run_id) {
+  // XLA makes the device's context that of its thread.
+  static_cast<void>(cudaSetDevice(gpu.cuda_device()));
+}
+
+Program::~Program() {
+  invocations_.clear();
+  for (const DeviceArray& array : arrays_) gpu_.Free(array);
+}
+
+DeviceArray Program::New(XLA_FFI_DataType dtype, std::vector<int64_t> dims) {
+  arrays_.push_back(gpu_.New(dtype, std::move(dims)));
+  return arrays_.back();
+}
+
+Invocation& Program::Add(CallSite& site, DeviceArrays args, DeviceArrays rets) {
+  invocations_.push_back(
+      std::make_unique<Invocation>(site, std::move(args), std::move(rets), run_id_, gpu_.ordinal(), gpu_.stream()));
+  if (ending_.ok) ending_ = invocations_.back()->initialized();
+  return *invocations_.back();
+}
+
+void Program::Execute(Invocation& invocation) {
+  if (ending_.ok) ending_ = invocation.Execute();
+}
+
+void Program::Launch(std::function<void()> kernel) {
+  if (ending_.ok) testing::Launch(gpu_.stream(), std::move(kernel));
+}
+
+void Program::BlockHost() {
+  if (ending_.ok) Synchronize(gpu_.stream());
+}
+
+void OnAll(int64_t num_devices, const std::function<void(int64_t device)>& on_device) {
+  std::vector<std::thread> threads;
+  for (int64_t device = 0; device < num_devices; ++device) threads.emplace_back([&, device] { on_device(device); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+std::vector<std::unique_ptr<Gpu>> Gpus(int64_t count) {
+  std::vector<std::unique_ptr<Gpu>> gpus;
+  for (int32_t device = 0; device < count; ++device) gpus.push_back(std::make_unique<Gpu>(device, device));
+  return gpus;
+}
+
+}  // namespace moe_lb::testing

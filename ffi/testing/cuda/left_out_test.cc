@@ -1,0 +1,178 @@
+// Every wait, record and question in the CUDA handlers is needed: without it ThreadSanitizer sees a data race, or
+// values are wrong, or somebody waits for ever.
+//
+// A process of its own runs each case: it leaves out one place of the code that makes such a call, runs all handlers
+// and must fail. Which places there are is asked of the stand-in after a run of everything, so that a new call needs a
+// reason to be there as soon as it is written. Calls that only matter after an error are in `stand_in_faults_test`.
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <iostream>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ffi/common/testing.h"
+#include "ffi/testing/cuda/layers.h"
+#include "ffi/testing/cuda/stand_in.h"
+
+// The first report ends a process.
+extern const char __executable_start;
+extern "C" const char* __tsan_default_options() { return "halt_on_error=1:exitcode=66"; }
+
+namespace {
+
+using namespace moe_lb::testing;
+
+constexpr int64_t kDevices = 3;
+
+LayerShape Shape() {
+  LayerShape shape;
+  shape.ranks = kDevices;
+  shape.timeout_s = 2;
+  return shape;
+}
+
+void ExpectOk(const Ending& ending) { EXPECT_EQ(ending.message, std::string()); }
+
+template <typename Run>
+void Repeat(int64_t runs, const Run& run_on) {
+  const auto gpus = Gpus(kDevices);
+  for (int64_t run = 1; run <= runs; ++run) {
+    OnAll(kDevices, [&](int64_t device) { run_on(*gpus[static_cast<size_t>(device)], device, run); });
+    // Some executions follow each other on the device, and some find it idle.
+    if (run % 3 == 0) {
+      for (const auto& gpu : gpus) Synchronize(gpu->stream());
+    }
+  }
+}
+
+void Block(const Gpu& gpu, int64_t ms) {
+  Launch(gpu.stream(), [ms] { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); });
+}
+
+// More calls than planners have slots are queued behind work that takes long, and their executable is gone before they
+// are done.
+void QueueManyPlans() {
+  Gpu gpu(0, 0);
+  std::shared_ptr<std::atomic<int64_t>> wrong;
+  {
+    LayerShape shape = Shape();
+    shape.home = 5;  // a size that no other executable has, which would keep the memory
+    HostPlan plan(shape);
+    wrong = plan.wrong();
+    ExpectOk(plan.Run(gpu, 1));
+    Block(gpu, 30);
+    for (int64_t run = 2; run <= 50; ++run) ExpectOk(plan.Run(gpu, run));
+  }
+  Synchronize(gpu.stream());
+  EXPECT_EQ(wrong->load(), 0);
+}
+
+// Plans that one stream has not read yet, while programs on another stream of the same GPU post all the time.
+void ReuseMemoryOfAnotherStream() {
+  LayerShape shape = Shape();
+  shape.ranks = 1;
+  PlannedLayer planned(shape);
+  Gpu slow(0, 0), busy(1, 0);
+  Between wave;
+  wave.wave_us = 30000;
+  ExpectOk(planned.Run(slow, 0, 1, wave));
+  for (int64_t run = 2; run <= 20; ++run) ExpectOk(planned.Run(busy, 0, run));
+  Synchronize(slow.stream());
+  Synchronize(busy.stream());
+  EXPECT_EQ(planned.num_wrong(), 0);
+}
+
+// Everything that the handlers do where nothing fails, and programs that fail between two calls.
+void RunAll() {
+  TheStandIn().longest_delay_us = 200;
+  QueueManyPlans();
+  CopyLayer copies(Shape(), false), relays(Shape(), true);
+  PlannedLayer planned(Shape());
+  HostPlan plan(Shape());
+  Repeat(9, [&](Gpu& gpu, int64_t rank, int64_t run) {
+    ExpectOk(copies.Run(gpu, rank, run));
+    ExpectOk(plan.Run(gpu, run));
+    ExpectOk(relays.Run(gpu, rank, run));
+    ExpectOk(planned.Run(gpu, rank, run));
+  });
+  ReuseMemoryOfAnotherStream();
+  TheStandIn().copy_us = 2000;
+  Between between;
+  between.fails = true;
+  Repeat(3, [&](Gpu& gpu, int64_t rank, int64_t run) {
+    ExpectOk(relays.Run(gpu, rank, 100 + run, between));
+    ExpectOk(planned.Run(gpu, rank, 100 + run, between));
+  });
+  EXPECT_EQ(copies.num_wrong() + relays.num_wrong() + planned.num_wrong() + plan.num_wrong(), 0);
+  EXPECT(Violations().empty());
+}
+
+// A place in the code, the same in every process.
+std::ptrdiff_t OffsetOf(const CallPlace& place) {
+  return static_cast<const char*>(place.returns_to) - &__executable_start;
+}
+
+// Runs this program again, with an argument; what it wrote to its standard output, and whether it succeeded.
+bool RunAgain(const std::string& program, const std::string& arguments, std::string* output) {
+  const std::string command = "'" + program + "' " + arguments + " 2>/dev/null";
+  FILE* const pipe = popen(command.c_str(), "r");
+  EXPECT(pipe != nullptr);
+  char part[256];
+  while (std::fgets(part, sizeof part, pipe) != nullptr) *output += part;
+  return pclose(pipe) == 0;
+}
+
+int ListPlaces() {
+  RunAll();
+  for (const CallPlace& place : OrderingCalls()) std::cout << place.function << " " << OffsetOf(place) << std::endl;
+  return 0;
+}
+
+int RunWithout(const std::string& offset) {
+  // A wait for what never comes is a failure too.
+  alarm(20);
+  Ignore({"", &__executable_start + std::stoll(offset)});
+  RunAll();
+  return 0;
+}
+
+int TryAll(const std::string& program) {
+  std::string places;
+  EXPECT(RunAgain(program, "list", &places));
+  std::istringstream lines(places);
+  std::string function;
+  std::ptrdiff_t offset = 0;
+  int count = 0;
+  bool all_needed = true;
+  while (lines >> function >> offset) {
+    // Whether an order is missed depends on the threads, so that a case may need some attempts.
+    bool fails = false;
+    std::string ignored;
+    for (int attempt = 0; attempt < 3 && !fails; ++attempt) {
+      fails = !RunAgain(program, std::to_string(offset), &ignored);
+    }
+    // The number is for addr2line.
+    std::cerr << function << " returning to 0x" << std::hex << offset << (fails ? ": needed" : ": NOT NEEDED")
+              << std::endl;
+    all_needed = all_needed && fails;
+    ++count;
+  }
+  EXPECT(count >= 12);
+  return all_needed ? 0 : 1;
+}
+
+}  // namespace
+
+// No argument: tries them all. "list": the places. A number: without that place.
+int main(int argc, char** argv) {
+  if (argc < 2) return TryAll(argv[0]);
+  return std::string(argv[1]) == "list" ? ListPlaces() : RunWithout(argv[1]);
+}

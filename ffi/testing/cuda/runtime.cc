@@ -1,0 +1,410 @@
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "ffi/testing/cuda/stand_in.h"
+#include "ffi/testing/cuda/streams.h"
+
+// Nothing here may order host threads unless CUDA does: the counts are relaxed atomics in tables of fixed size, and
+// locks are taken only where something is wrong, allocated or asked by a test.
+namespace moe_lb::testing {
+namespace {
+
+constexpr size_t kMaxFunctions = 64;
+constexpr size_t kMaxPlaces = 256;
+constexpr size_t kMaxPinned = 4096;
+
+struct Function {
+  std::atomic<const char*> name{nullptr};
+  std::atomic<int64_t> calls{0};
+  std::atomic<int64_t> fails_from{-1};
+  std::atomic<int64_t> fails_until{-1};
+  std::atomic<int> error{0};
+};
+
+struct Place {
+  std::atomic<const void*> returns_to{nullptr};
+  std::atomic<const char*> function{nullptr};
+};
+
+struct Pinned {
+  std::atomic<const char*> begin{nullptr};
+  std::atomic<size_t> size{0};
+};
+
+struct State {
+  StandIn options;
+  std::array<Function, kMaxFunctions> functions;
+  std::array<Place, kMaxPlaces> places;
+  std::array<Pinned, kMaxPinned> pinned;
+  std::atomic<const void*> ignored{nullptr};
+  std::atomic<int64_t> num_events{0};
+  std::atomic<CUevent_st*> events{nullptr};
+  std::mutex mutex;
+  std::vector<std::string> violations;
+  std::mutex driver;  // for `allocation_waits`
+};
+
+State& TheState() {
+  static State* const state = new State;
+  return *state;
+}
+
+thread_local int current_device = 0;
+thread_local bool in_host_function = false;
+thread_local cudaError_t last_error = cudaSuccess;
+
+Function& FunctionOf(const char* name) {
+  for (Function& function : TheState().functions) {
+    const char* found = function.name.load(std::memory_order_relaxed);
+    if (found == nullptr && function.name.compare_exchange_strong(found, name, std::memory_order_relaxed)) {
+      return function;
+    }
+    if (std::strcmp(found, name) == 0) return function;
+  }
+  std::abort();  // more functions than the table has
+}
+
+cudaError_t Fail(cudaError_t error) {
+  last_error = error;
+  return error;
+}
+
+cudaError_t Forbidden(cudaError_t error, const std::string& what) {
+  const std::lock_guard<std::mutex> lock(TheState().mutex);
+  TheState().violations.push_back(what);
+  return Fail(error);
+}
+
+// Counts a call, and fails it where a test wants that.
+cudaError_t Enter(const char* name) {
+  if (in_host_function) {
+    return Forbidden(cudaErrorNotPermitted, std::string(name) + " was called by a host function");
+  }
+  Function& function = FunctionOf(name);
+  const int64_t call = function.calls.fetch_add(1, std::memory_order_relaxed);
+  if (call < function.fails_from.load(std::memory_order_relaxed)) return cudaSuccess;
+  if (call >= function.fails_until.load(std::memory_order_relaxed)) return cudaSuccess;
+  return Fail(static_cast<cudaError_t>(function.error.load(std::memory_order_relaxed)));
+}
+
+// Whether an ordering call from here is to be left out.
+bool IsIgnored(const char* function, const void* returns_to) {
+  for (Place& place : TheState().places) {
+    const void* found = place.returns_to.load(std::memory_order_relaxed);
+    if (found == returns_to) break;
+    if (found == nullptr && place.returns_to.compare_exchange_strong(found, returns_to, std::memory_order_relaxed)) {
+      place.function.store(function, std::memory_order_relaxed);
+      break;
+    }
+    if (found == returns_to) break;  // another thread was here first
+  }
+  return TheState().ignored.load(std::memory_order_relaxed) == returns_to;
+}
+
+bool IsPinned(const void* memory) {
+  const char* const at = static_cast<const char*>(memory);
+  for (const Pinned& pinned : TheState().pinned) {
+    const char* const begin = pinned.begin.load(std::memory_order_relaxed);
+    if (begin != nullptr && begin <= at && at < begin + pinned.size.load(std::memory_order_relaxed)) return true;
+  }
+  return false;
+}
+
+// Nothing is launched while memory is given or taken and all devices are awaited for it.
+class DriverLock {
+ public:
+  explicit DriverLock(bool waits) {
+    if (!TheState().options.allocation_waits) return;
+    lock_ = std::unique_lock<std::mutex>(TheState().driver);
+    if (waits) WaitForAllStreams();
+  }
+
+ private:
+  std::unique_lock<std::mutex> lock_;
+};
+
+void Sleep(int64_t us) {
+  if (us > 0) std::this_thread::sleep_for(std::chrono::microseconds(us));
+}
+
+}  // namespace
+
+StandIn& TheStandIn() { return TheState().options; }
+
+void FailCalls(const std::string& function, int64_t after, cudaError_t error, int64_t count) {
+  for (Function& one : TheState().functions) one.fails_from = one.fails_until = -1;
+  if (function.empty()) return;
+  // The name lives on in the table.
+  Function& failing = FunctionOf((new std::string(function))->c_str());
+  failing.error = static_cast<int>(error);
+  const int64_t from = failing.calls + after;
+  failing.fails_until = from + count;
+  failing.fails_from = from;
+}
+
+void Launch(cudaStream_t stream, std::function<void()> kernel) {
+  const DriverLock lock(false);
+  stream->Push(std::move(kernel));
+}
+
+void Synchronize(cudaStream_t stream) { stream->Wait(); }
+
+std::vector<std::string> Violations() {
+  const std::lock_guard<std::mutex> lock(TheState().mutex);
+  return TheState().violations;
+}
+
+int64_t NumEvents() { return TheState().num_events; }
+
+int64_t PinnedBytes() {
+  size_t bytes = 0;
+  for (const Pinned& pinned : TheState().pinned) bytes += pinned.begin != nullptr ? pinned.size.load() : 0;
+  return static_cast<int64_t>(bytes);
+}
+
+int64_t NumCalls(const std::string& function) {
+  for (const Function& one : TheState().functions) {
+    const char* const name = one.name;
+    if (name != nullptr && function == name) return one.calls;
+  }
+  return 0;
+}
+
+std::vector<CallPlace> OrderingCalls() {
+  std::vector<CallPlace> calls;
+  for (const Place& place : TheState().places) {
+    if (place.function != nullptr) calls.push_back({place.function, place.returns_to});
+  }
+  return calls;
+}
+
+void Ignore(const CallPlace& place) { TheState().ignored = place.returns_to; }
+
+}  // namespace moe_lb::testing
+
+// ---- the runtime's functions -------------------------------------------------------
+
+using namespace moe_lb::testing;
+
+#define MOE_LB_ENTER(name) \
+  if (const cudaError_t bad = Enter(name); bad != cudaSuccess) return bad
+// For calls that order things.
+#define MOE_LB_ENTER_ORDERING(name) \
+  MOE_LB_ENTER(name);               \
+  if (IsIgnored(name, __builtin_return_address(0))) return cudaSuccess
+
+extern "C" {
+
+const char* cudaGetErrorName(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess:
+      return "cudaSuccess";
+    case cudaErrorNotReady:
+      return "cudaErrorNotReady";
+    case cudaErrorInvalidValue:
+      return "cudaErrorInvalidValue";
+    case cudaErrorNotSupported:
+      return "cudaErrorNotSupported";
+    case cudaErrorIllegalAddress:
+      return "cudaErrorIllegalAddress";
+    case cudaErrorInvalidResourceHandle:
+      return "cudaErrorInvalidResourceHandle";
+    case cudaErrorMemoryAllocation:
+      return "cudaErrorMemoryAllocation";
+    default:
+      return "another error";
+  }
+}
+const char* cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+
+cudaError_t cudaDriverGetVersion(int* version) {
+  MOE_LB_ENTER("cudaDriverGetVersion");
+  *version = TheStandIn().driver_version;
+  return cudaSuccess;
+}
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  MOE_LB_ENTER("cudaRuntimeGetVersion");
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  MOE_LB_ENTER("cudaGetDevice");
+  *device = current_device;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  MOE_LB_ENTER("cudaSetDevice");
+  if (device < 0 || device >= TheStandIn().num_devices) return Fail(cudaErrorInvalidDevice);
+  current_device = device;
+  return cudaSuccess;
+}
+
+// ---- streams and events ----
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  MOE_LB_ENTER("cudaStreamCreateWithFlags");
+  *stream = new CUstream_st(current_device);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  MOE_LB_ENTER("cudaStreamDestroy");
+  stream->End();
+  return cudaSuccess;
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  MOE_LB_ENTER_ORDERING("cudaStreamQuery");
+  return stream->IsIdle() ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  MOE_LB_ENTER_ORDERING("cudaStreamSynchronize");
+  stream->Wait();
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  MOE_LB_ENTER_ORDERING("cudaStreamWaitEvent");
+  const uint64_t ticket = TicketOf(*event);
+  // CUDA takes it for a wait that is over. No handler means that.
+  if (ticket == 0) return Forbidden(cudaSuccess, "cudaStreamWaitEvent for an event that was never recorded");
+  stream->Push([event, ticket] { Progress().Until([=] { return IsReached(*event, ticket); }); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  MOE_LB_ENTER("cudaEventCreateWithFlags");
+  *event = new CUevent_st(current_device);
+  (*event)->next = TheState().events.exchange(*event, std::memory_order_relaxed);
+  TheState().num_events.fetch_add(1, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t) {
+  MOE_LB_ENTER("cudaEventDestroy");
+  TheState().num_events.fetch_sub(1, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  MOE_LB_ENTER_ORDERING("cudaEventRecord");
+  if (event->device != stream->device) {
+    return Forbidden(cudaErrorInvalidResourceHandle, "cudaEventRecord: the event and the stream have other devices");
+  }
+  const uint64_t ticket = event->recorded.fetch_add(1, std::memory_order_relaxed) + 1;
+  stream->Push([event, ticket] {
+    event->reached.store(ticket, std::memory_order_release);
+    Progress().Ring();
+  });
+  return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  MOE_LB_ENTER_ORDERING("cudaEventQuery");
+  return IsReached(*event, TicketOf(*event)) ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  MOE_LB_ENTER_ORDERING("cudaEventSynchronize");
+  const uint64_t ticket = TicketOf(*event);
+  Progress().Until([&] { return IsReached(*event, ticket); });
+  return cudaSuccess;
+}
+
+// ---- copies ----
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind kind, cudaStream_t stream) {
+  MOE_LB_ENTER("cudaMemcpyAsync");
+  // CUDA would do it, and make the host wait for the stream.
+  if (kind == cudaMemcpyDeviceToHost && !IsPinned(to)) return Forbidden(cudaSuccess, "copy to memory not pinned");
+  if (kind == cudaMemcpyHostToDevice && !IsPinned(from)) return Forbidden(cudaSuccess, "copy from memory not pinned");
+  const int64_t us = kind == cudaMemcpyDefault ? TheStandIn().copy_us : 0;
+  const DriverLock lock(false);
+  stream->Push([=] {
+    Sleep(us);
+    std::memcpy(to, from, size);
+  });
+  return cudaSuccess;
+}
+
+#if CUDART_VERSION >= 13000
+cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* sizes, size_t count,
+                                 cudaMemcpyAttributes* attributes, size_t* firsts, size_t num_attributes,
+                                 cudaStream_t stream) {
+  MOE_LB_ENTER("cudaMemcpyBatchAsync");
+  if (!TheStandIn().batches_are_supported) return Fail(cudaErrorNotSupported);
+  if (stream == nullptr || count == 0 || num_attributes == 0 || num_attributes > count || firsts[0] != 0) {
+    return Forbidden(cudaErrorInvalidValue, "cudaMemcpyBatchAsync with arguments that CUDA refuses");
+  }
+  for (size_t i = 0; i < num_attributes; ++i) {
+    if (attributes[i].srcAccessOrder != cudaMemcpySrcAccessOrderStream) {
+      return Forbidden(cudaErrorInvalidValue, "cudaMemcpyBatchAsync reads its sources before the stream comes to it");
+    }
+  }
+  struct Copy {
+    void* to;
+    const void* from;
+    size_t size;
+  };
+  std::vector<Copy> copies;
+  for (size_t i = 0; i < count; ++i) {
+    if (sizes[i] == 0) return Forbidden(cudaErrorInvalidValue, "cudaMemcpyBatchAsync with a copy of no bytes");
+    copies.push_back({to[i], from[i], sizes[i]});
+  }
+  // A batch has no order inside, so this is one that nobody expects.
+  std::reverse(copies.begin(), copies.end());
+  const DriverLock lock(false);
+  stream->Push([copies = std::move(copies), us = TheStandIn().copy_us] {
+    Sleep(us);
+    for (const Copy& copy : copies) std::memcpy(copy.to, copy.from, copy.size);
+  });
+  return cudaSuccess;
+}
+#endif
+
+cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t stream) {
+  MOE_LB_ENTER("cudaMemsetAsync");
+  const DriverLock lock(false);
+  stream->Push([=] { std::memset(to, value, size); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaHostAlloc(void** memory, size_t size, unsigned) {
+  MOE_LB_ENTER("cudaHostAlloc");
+  const DriverLock lock(true);
+  char* const begin = static_cast<char*>(std::malloc(size));
+  *memory = begin;
+  for (Pinned& pinned : TheState().pinned) {
+    const char* free = nullptr;
+    if (!pinned.begin.compare_exchange_strong(free, begin, std::memory_order_relaxed)) continue;
+    pinned.size.store(size, std::memory_order_relaxed);
+    return cudaSuccess;
+  }
+  std::abort();  // more allocations than the table has
+}
+cudaError_t cudaFreeHost(void* memory) {
+  MOE_LB_ENTER("cudaFreeHost");
+  const DriverLock lock(true);
+  for (Pinned& pinned : TheState().pinned) {
+    if (pinned.begin.load(std::memory_order_relaxed) == memory) pinned.begin.store(nullptr, std::memory_order_relaxed);
+  }
+  std::free(memory);
+  return cudaSuccess;
+}
+
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
+  MOE_LB_ENTER("cudaLaunchHostFunc");
+  const DriverLock lock(false);
+  stream->Push([=] {
+    in_host_function = true;
+    function(argument);
+    in_host_function = false;
+  });
+  return cudaSuccess;
+}
+
+}  // extern "C"

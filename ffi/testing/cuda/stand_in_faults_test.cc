@@ -1,0 +1,318 @@
+// What goes wrong on the stand-in: calls of the runtime that fail, programs that fail between two calls, and devices
+// that wait for each other.
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ffi/common/driver_cuda.h"
+#include "ffi/common/testing.h"
+#include "ffi/testing/cuda/layers.h"
+#include "ffi/testing/cuda/stand_in.h"
+
+namespace {
+
+using namespace moe_lb::testing;
+using Clock = std::chrono::steady_clock;
+
+bool Has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+double SecondsSince(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+// One execution of a layer on all devices; how it ended on each.
+template <typename Layer>
+std::vector<Ending> RunOnce(Layer& layer, const std::vector<std::unique_ptr<Gpu>>& gpus, int64_t run,
+                            const Between& between = {}) {
+  std::vector<Ending> endings(gpus.size());
+  OnAll(static_cast<int64_t>(gpus.size()), [&](int64_t device) {
+    const auto at = static_cast<size_t>(device);
+    endings[at] = layer.Run(*gpus[at], device, run, between);
+  });
+  for (const auto& gpu : gpus) Synchronize(gpu->stream());
+  return endings;
+}
+
+template <typename Layer>
+void ExpectGoodRun(Layer& layer, const std::vector<std::unique_ptr<Gpu>>& gpus, int64_t run) {
+  for (const Ending& ending : RunOnce(layer, gpus, run)) EXPECT_EQ(ending.message, std::string());
+  EXPECT_EQ(layer.num_wrong(), 0);
+}
+
+// XLA gives the buffers to others when a program fails between two calls. `UseMemoryAgain` finds copies that still run.
+template <typename Layer>
+void NothingIsWrittenAfterAFailure(Layer& layer) {
+  const auto gpus = Gpus(4);
+  TheStandIn().copy_us = 4000;
+  Between between;
+  between.fails = true;
+  for (int64_t run = 1; run <= 5; ++run) {
+    for (const Ending& ending : RunOnce(layer, gpus, run, between)) EXPECT_EQ(ending.message, std::string());
+    EXPECT_EQ(layer.num_wrong(), 0);
+  }
+  TheStandIn().copy_us = 0;
+  ExpectGoodRun(layer, gpus, 6);
+}
+
+// XLA may compute weights again instead of keeping them: then the copies have not waited for them.
+void AnotherHomeIsRefused() {
+  const auto gpus = Gpus(4);
+  PlannedLayer layer{LayerShape()};
+  Between between;
+  between.other_home = true;
+  for (const Ending& ending : RunOnce(layer, gpus, 1, between)) {
+    EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INVALID_ARGUMENT);
+    EXPECT(Has(ending.message, "home is not the buffers that post was given"));
+  }
+  ExpectGoodRun(layer, gpus, 2);
+}
+
+// One call of the runtime fails on one device: all devices fail soon, with its message, as an internal error, and the
+// next execution is right.
+template <typename Layer>
+void OneFailureEndsAll(Layer& layer, const std::string& function, int64_t after) {
+  const auto gpus = Gpus(4);
+  ExpectGoodRun(layer, gpus, 1000);
+  FailCalls(function, after, cudaErrorIllegalAddress);
+  const Clock::time_point begin = Clock::now();
+  for (const Ending& ending : RunOnce(layer, gpus, 1001)) {
+    EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INTERNAL);
+    EXPECT(Has(ending.message, "cudaErrorIllegalAddress"));
+  }
+  EXPECT(SecondsSince(begin) < 5);
+  FailCalls("", 0, cudaSuccess);
+  ExpectGoodRun(layer, gpus, 1002);
+}
+
+// The device never brings its tables: the wait has an end, and the others hear of it.
+template <typename Layer>
+void ADeviceThatIsStuckIsNamed() {
+  LayerShape shape;
+  shape.timeout_s = 1;
+  Layer layer = [&] {
+    if constexpr (std::is_same_v<Layer, CopyLayer>) {
+      return Layer(shape, false);
+    } else {
+      return Layer(shape);
+    }
+  }();
+  const auto gpus = Gpus(4);
+  ExpectGoodRun(layer, gpus, 1);
+  std::atomic<bool> stuck{true};
+  Launch(gpus[2]->stream(), [&] {
+    while (stuck) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
+  std::thread release([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+    stuck = false;
+  });
+  const std::vector<Ending> endings = RunOnce(layer, gpus, 2);
+  release.join();
+  for (const Ending& ending : endings) {
+    EXPECT_EQ(ending.code, XLA_FFI_Error_Code_DEADLINE_EXCEEDED);
+    // Who waited as long as the stuck device may have given up first.
+    EXPECT(Has(ending.message, "device 2 did not bring its tables") || Has(ending.message, "missing ranks: 2"));
+  }
+  ExpectGoodRun(layer, gpus, 3);
+}
+
+// Page-locked memory may be given only when all devices are idle. While a program runs they may wait for each other: a
+// kernel here waits, as a collective does, for those of the other devices, and they for the host.
+void NothingIsAllocatedWhileAProgramRuns() {
+  const auto gpus = Gpus(2);
+  LayerShape shape;
+  shape.ranks = 2;
+  shape.widths = {40, 16, 8};  // sizes that no other test has prepared
+  shape.home = 37;
+  CopyLayer copies(shape, false);
+  PlannedLayer planned(shape);
+  HostPlan plan(shape);
+  const auto allocations = [] { return NumCalls("cudaHostAlloc") + NumCalls("cudaStreamCreateWithFlags"); };
+  const int64_t before = allocations();
+  for (int64_t run = 1; run <= 20; ++run) {
+    if (run == 2) TheStandIn().allocation_waits = true;
+    const int64_t at_start = allocations();
+    OnAll(2, [&](int64_t rank) {
+      Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+      EXPECT_EQ(copies.Run(gpu, rank, run).message, std::string());
+      EXPECT_EQ(plan.Run(gpu, run).message, std::string());
+      EXPECT_EQ(planned.Run(gpu, rank, run).message, std::string());
+    });
+    for (const auto& gpu : gpus) Synchronize(gpu->stream());
+    if (run > 1) EXPECT_EQ(allocations(), at_start);
+  }
+  EXPECT(allocations() > before);
+  TheStandIn().allocation_waits = false;
+}
+
+// The first execution allocates, in the initialize stage: XLA launches nothing before all devices have passed it.
+void AllocationDoesNotStopACollective() {
+  const auto gpus = Gpus(2);
+  LayerShape shape;
+  shape.ranks = 2;
+  shape.home = 41;
+  HostPlan plan(shape);
+  std::atomic<int> initialized{0}, here{0}, done{0};
+  TheStandIn().allocation_waits = true;
+  plan.before_execute = [&](Program& program) {
+    ++initialized;
+    while (initialized < 2) std::this_thread::yield();
+    // The other device's program goes on later: its part of the collective is not queued when this one's handler runs.
+    if (program.gpu().ordinal() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    program.Launch([&] {
+      ++here;
+      while (here < 2) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    });
+  };
+  std::thread watch([&] {
+    for (int i = 0; i < 200 && done < 2; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    EXPECT_EQ(done.load(), 2);
+  });
+  OnAll(2, [&](int64_t rank) {
+    Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+    EXPECT_EQ(plan.Run(gpu, 1).message, std::string());
+    Synchronize(gpu.stream());
+    ++done;
+  });
+  watch.join();
+  EXPECT_EQ(plan.num_wrong(), 0);
+  TheStandIn().allocation_waits = false;
+}
+
+// The number of streams does not grow with that of layers.
+void CallSitesShareStreams() {
+  const auto gpus = Gpus(4);
+  const auto run_layers = [&](int64_t count, int64_t first) {
+    std::vector<std::unique_ptr<CopyLayer>> layers;
+    for (int64_t i = 0; i < count; ++i) layers.push_back(std::make_unique<CopyLayer>(LayerShape(), true));
+    for (auto& layer : layers) ExpectGoodRun(*layer, gpus, first);
+  };
+  run_layers(1, 1);
+  const int64_t streams = NumStreams(), events = NumEvents(), pinned = PinnedBytes();
+  run_layers(60, 2);
+  EXPECT_EQ(NumStreams(), streams);
+  EXPECT_EQ(PinnedBytes(), pinned);
+  // A turn makes the events of its relays when it is first used, and there are 8 turns on each of 4 devices.
+  EXPECT(NumEvents() - events <= 4 * 8 * 40);
+}
+
+// Two threads of a program's launch the same executable on one device, as two threads of Python may.
+void TwoThreadsLaunchOnOneDevice() {
+  LayerShape shape;
+  shape.ranks = 1;
+  CopyLayer copies(shape, false);
+  PlannedLayer planned(shape);
+  Gpu shared(0, 0), also(0, 0);
+  OnAll(2, [&](int64_t thread) {
+    Gpu& gpu = thread == 0 ? shared : also;
+    for (int64_t run = 1; run <= 100; ++run) {
+      EXPECT_EQ(copies.Run(gpu, 0, 2 * run + thread).message, std::string());
+      EXPECT_EQ(planned.Run(gpu, 0, 2 * run + thread).message, std::string());
+    }
+    Synchronize(gpu.stream());
+  });
+  EXPECT_EQ(copies.num_wrong() + planned.num_wrong(), 0);
+}
+
+// XLA can make several devices of one GPU: CUDA then has one number for them.
+void LogicalDevicesShareAGpu() {
+  LayerShape shape;
+  shape.ranks = 2;
+  shape.timeout_s = 5;
+  CopyLayer copies(shape, true);
+  PlannedLayer planned(shape);
+  std::vector<std::unique_ptr<Gpu>> gpus;
+  for (int32_t device = 0; device < 2; ++device) gpus.push_back(std::make_unique<Gpu>(device, 0));
+  for (int64_t run = 1; run <= 5; ++run) {
+    ExpectGoodRun(copies, gpus, run);
+    ExpectGoodRun(planned, gpus, run);
+  }
+}
+
+// Weights of no bytes have no address.
+void WeightsMayHaveNoBytes() {
+  for (const std::vector<int64_t>& widths : std::vector<std::vector<int64_t>>{{0, 0}, {0, 24}, {96, 0}}) {
+    LayerShape shape;
+    shape.widths = widths;
+    shape.timeout_s = 5;
+    CopyLayer copies(shape, false);
+    PlannedLayer planned(shape);
+    const auto gpus = Gpus(4);
+    for (int64_t run = 1; run <= 3; ++run) {
+      ExpectGoodRun(copies, gpus, run);
+      ExpectGoodRun(planned, gpus, run);
+    }
+  }
+}
+
+// XLA waits on the host for every round of a loop, and the static wave is one. The copies must run beside it all the
+// same.
+void CopiesOverlapAWaveThatTheHostWaitsFor() {
+  const auto gpus = Gpus(4);
+  PlannedLayer layer{LayerShape()};
+  ExpectGoodRun(layer, gpus, 1);
+  TheStandIn().copy_us = 30000;
+  Between between;
+  between.wave_us = 60000;
+  const auto seconds = [&](bool blocks_host) {
+    between.blocks_host = blocks_host;
+    const Clock::time_point begin = Clock::now();
+    for (const Ending& ending : RunOnce(layer, gpus, 2, between)) EXPECT_EQ(ending.message, std::string());
+    return SecondsSince(begin);
+  };
+  const double free = seconds(false), blocked = seconds(true);
+  std::cerr << "wave 60 ms, copies 30 ms: " << 1e3 * free << " ms, and " << 1e3 * blocked
+            << " ms where the host waits for the wave" << std::endl;
+  // One after the other they take 90 ms.
+  EXPECT(free < 0.085);
+  EXPECT(blocked < 0.085);
+  TheStandIn().copy_us = 0;
+}
+
+// The runtime is linked in, and an older driver does not know it.
+void AnOldDriverIsNamed() {
+  constexpr int kMajor = CUDART_VERSION / 1000;
+  for (const int version : {0, CUDART_VERSION, kMajor * 1000, (kMajor + 1) * 1000}) {
+    TheStandIn().driver_version = version;
+    EXPECT(!moe_lb::CheckDriver());
+  }
+  TheStandIn().driver_version = (kMajor - 1) * 1000 + 40;
+  const moe_lb::Status old = moe_lb::CheckDriver();
+  EXPECT(old && Has(*old, "the driver here is for CUDA " + std::to_string(kMajor - 1) + ".4 and the custom calls"));
+  TheStandIn().driver_version = CUDART_VERSION;
+}
+
+}  // namespace
+
+int main() {
+  AnOldDriverIsNamed();
+  {
+    CopyLayer copies(LayerShape(), true);
+    NothingIsWrittenAfterAFailure(copies);
+    PlannedLayer planned{LayerShape()};
+    NothingIsWrittenAfterAFailure(planned);
+  }
+  AnotherHomeIsRefused();
+  CopyLayer copies(LayerShape(), true);
+  for (const char* const function : {"cudaMemcpyAsync", "cudaEventQuery", "cudaStreamWaitEvent", "cudaMemsetAsync",
+                                     "cudaEventRecord", "cudaMemcpyBatchAsync", "cudaSetDevice"}) {
+    // The program's own calls of cudaSetDevice come first.
+    const int64_t own = std::string(function) == "cudaSetDevice" ? 4 : 0;
+    OneFailureEndsAll(copies, function, own + 1);
+  }
+  PlannedLayer planned{LayerShape()};
+  for (const char* const function : {"cudaMemcpyAsync", "cudaStreamWaitEvent", "cudaMemcpyBatchAsync"}) {
+    OneFailureEndsAll(planned, function, 1);
+  }
+  ADeviceThatIsStuckIsNamed<CopyLayer>();
+  ADeviceThatIsStuckIsNamed<PlannedLayer>();
+  NothingIsAllocatedWhileAProgramRuns();
+  AllocationDoesNotStopACollective();
+  CallSitesShareStreams();
+  TwoThreadsLaunchOnOneDevice();
+  LogicalDevicesShareAGpu();
+  WeightsMayHaveNoBytes();
+  CopiesOverlapAWaveThatTheHostWaitsFor();
+}

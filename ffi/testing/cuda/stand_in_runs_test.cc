@@ -1,0 +1,190 @@
+// Every CUDA handler on the stand-in: values, many devices, threads in any order, programs at once, and nothing that
+// grows.
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ffi/common/testing.h"
+#include "ffi/planning/handlers.h"
+#include "ffi/testing/cuda/layers.h"
+#include "ffi/testing/cuda/stand_in.h"
+#include "ffi/testing/valid_calls.h"
+
+namespace {
+
+using namespace moe_lb::testing;
+
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr int64_t kRuns = 40;
+constexpr int64_t kManyRuns = 100;
+#else
+constexpr int64_t kRuns = 400;
+constexpr int64_t kManyRuns = 10000;
+#endif
+
+void ExpectOk(const Ending& ending) { EXPECT_EQ(ending.message, std::string()); }
+
+void ExpectNoViolations() {
+  for (const std::string& violation : Violations()) EXPECT_EQ(violation, std::string());
+}
+
+// Runs are queued up to some ahead of the device, as XLA does, and the devices start each in another order.
+template <typename Run>
+void Repeat(int64_t devices, int64_t runs, const Run& run_on) {
+  const auto gpus = Gpus(devices);
+  OnAll(devices, [&](int64_t device) {
+    std::minstd_rand random(static_cast<unsigned>(device) + 1);
+    Gpu& gpu = *gpus[static_cast<size_t>(device)];
+    for (int64_t run = 1; run <= runs; ++run) {
+      if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
+      ExpectOk(run_on(gpu, device, run));
+      if (run % 8 == 0) Synchronize(gpu.stream());
+    }
+    Synchronize(gpu.stream());
+  });
+  ExpectNoViolations();
+}
+
+void CopiesAreRight() {
+  for (const int64_t devices : {1, 2, 4, 8}) {
+    for (const bool relays : {false, true}) {
+      LayerShape shape;
+      shape.ranks = devices;
+      CopyLayer layer(shape, relays);
+      Repeat(devices, kRuns, [&](Gpu& gpu, int64_t rank, int64_t run) { return layer.Run(gpu, rank, run); });
+      EXPECT_EQ(layer.num_wrong(), 0);
+    }
+  }
+}
+
+void PlannedCopiesAreRight() {
+  for (const auto planner : {PlannedLayer::Planner::kGreedy, PlannedLayer::Planner::kFeplb}) {
+    for (const int64_t devices : {2, 4, 8}) {
+      LayerShape shape;
+      shape.ranks = devices;
+      PlannedLayer layer(shape, planner);
+      Repeat(devices, kRuns, [&](Gpu& gpu, int64_t rank, int64_t run) { return layer.Run(gpu, rank, run); });
+      EXPECT_EQ(layer.num_wrong(), 0);
+      EXPECT(layer.num_replicas() > 0);
+    }
+  }
+}
+
+void HostPlansAreRight() {
+  LayerShape shape;
+  HostPlan plan(shape);
+  Repeat(4, kRuns, [&](Gpu& gpu, int64_t, int64_t run) { return plan.Run(gpu, run, run == 7); });
+  EXPECT_EQ(plan.num_wrong(), 0);
+}
+
+// Random calls of every planner, with the judges of the fuzz.
+void EveryPlannerPlans() {
+  Gpu gpu(0, 0);
+  Random random(1);
+  for (const moe_lb::HandlerRegistration& handler : moe_lb::PlanningRegistrations().handlers) {
+    const ValidCalls& valid = AllValidCalls().at(handler.name);
+    for (int64_t run = 1; run <= 20; ++run) {
+      const Call call = valid.make(random);
+      CallSite site(CudaXla(), handler, call.attributes);
+      EXPECT_EQ(site.instantiated().message, std::string());
+      std::vector<Array> rets = call.devices[0].rets;
+      {
+        Program program(gpu, run);
+        const auto arrays = [&program](const std::vector<Array>& given) {
+          DeviceArrays made;
+          for (const Array& array : given) {
+            made.push_back(program.New(array.dtype, array.dims));
+            if (!array.bytes.empty()) std::memcpy(made.back().data, array.bytes.data(), array.bytes.size());
+          }
+          return made;
+        };
+        const DeviceArrays results = arrays(rets);
+        program.Execute(program.Add(site, arrays(call.devices[0].args), results));
+        Synchronize(gpu.stream());
+        ExpectOk(program.ending());
+        for (size_t i = 0; i < rets.size(); ++i) {
+          if (!rets[i].bytes.empty()) std::memcpy(rets[i].bytes.data(), results[i].data, rets[i].bytes.size());
+        }
+      }
+      // The status: 0 is a plan.
+      EXPECT_EQ(rets.back().bytes[0], 0);
+      if (valid.judge) EXPECT_EQ(valid.judge(call.attributes, call.devices[0], rets), std::string());
+    }
+  }
+  ExpectNoViolations();
+}
+
+void ABatchThatTheDriverDoesNotKnowIsCopiedOneByOne() {
+  TheStandIn().batches_are_supported = false;
+  CopyLayer layer(LayerShape(), true);
+  Repeat(4, 10, [&](Gpu& gpu, int64_t rank, int64_t run) { return layer.Run(gpu, rank, run); });
+  EXPECT_EQ(layer.num_wrong(), 0);
+  TheStandIn().batches_are_supported = true;
+}
+
+void ALateDeviceChangesNothing() {
+  TheStandIn().longest_delay_us = 300;
+  CopyLayer layer(LayerShape(), true);
+  PlannedLayer planned{LayerShape()};
+  Repeat(4, 20, [&](Gpu& gpu, int64_t rank, int64_t run) {
+    ExpectOk(layer.Run(gpu, rank, run, {100, false, false, false}));
+    return planned.Run(gpu, rank, run, {100, run % 2 == 0, false, false});
+  });
+  EXPECT_EQ(layer.num_wrong() + planned.num_wrong(), 0);
+  TheStandIn().longest_delay_us = 0;
+}
+
+// Two programs on the same four devices, each launched by threads of its own.
+void ProgramsRunAtOnce() {
+  CopyLayer copies(LayerShape(), true);
+  PlannedLayer planned{LayerShape()};
+  const auto repeat = [](auto& layer, int64_t first) {
+    Repeat(4, kRuns, [&](Gpu& gpu, int64_t rank, int64_t run) { return layer.Run(gpu, rank, first + run); });
+  };
+  std::thread other([&] { repeat(copies, 0); });
+  repeat(planned, 1000000);
+  other.join();
+  EXPECT_EQ(copies.num_wrong() + planned.num_wrong(), 0);
+}
+
+struct Held {
+  int64_t streams = NumStreams();
+  int64_t events = NumEvents();
+  int64_t pinned = PinnedBytes();
+};
+
+void NothingGrows() {
+  CopyLayer copies(LayerShape(), true);
+  PlannedLayer planned{LayerShape()};
+  HostPlan plan{LayerShape()};
+  const auto run_all = [&](Gpu& gpu, int64_t rank, int64_t run) {
+    ExpectOk(copies.Run(gpu, rank, run));
+    ExpectOk(plan.Run(gpu, run));
+    return planned.Run(gpu, rank, run);
+  };
+  Repeat(4, 20, run_all);
+  const Held before;
+  Repeat(4, kManyRuns, [&](Gpu& gpu, int64_t rank, int64_t run) { return run_all(gpu, rank, 1000 + run); });
+  const Held after;
+  EXPECT_EQ(after.streams, before.streams);
+  EXPECT_EQ(after.events, before.events);
+  EXPECT_EQ(after.pinned, before.pinned);
+  EXPECT_EQ(copies.num_wrong() + planned.num_wrong() + plan.num_wrong(), 0);
+}
+
+}  // namespace
+
+int main() {
+  CopiesAreRight();
+  PlannedCopiesAreRight();
+  HostPlansAreRight();
+  EveryPlannerPlans();
+  ABatchThatTheDriverDoesNotKnowIsCopiedOneByOne();
+  ALateDeviceChangesNothing();
+  ProgramsRunAtOnce();
+  NothingGrows();
+}

@@ -1,0 +1,169 @@
+// Queues the copies of all devices of a meeting, on the thread of the device that came last.
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "ffi/transport/peer_site_cuda.h"
+
+namespace moe_lb::peer_cuda {
+namespace {
+
+Status CopyOneByOne(const std::vector<void*>& to, const std::vector<const void*>& from,
+                    const std::vector<size_t>& sizes, cudaStream_t stream) {
+  for (size_t i = 0; i < to.size(); ++i) {
+    // With unified addresses the runtime knows from the pointers which devices the two belong to.
+    MOE_LB_CUDA(cudaMemcpyAsync(to[i], from[i], sizes[i], cudaMemcpyDefault, stream));
+  }
+  return Ok();
+}
+
+Status CopyBatch(std::vector<void*> to, std::vector<const void*> from, std::vector<size_t> sizes, cudaStream_t stream) {
+  if (to.empty()) return Ok();
+#if CUDART_VERSION >= 13000
+  cudaMemcpyAttributes attributes = {};
+  // Sources may be read only when the stream gets here, because what writes them is ordered before by events alone. The
+  // attribute has no default: without it the call is refused.
+  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  // This is a hint: copy engines leave the multiprocessors to the GEMMs that run beside the copies. The batch has no
+  // order inside, which is fine: no piece of a task writes what another one writes or reads.
+  attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+  size_t first = 0;
+  const cudaError_t error =
+      cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), to.size(), &attributes, &first, size_t{1}, stream);
+  if (error != cudaErrorNotSupported && error != cudaErrorCallRequiresNewerDriver) {
+    return Cuda(error, "cudaMemcpyBatchAsync");
+  }
+  static_cast<void>(cudaGetLastError());  // forget it: copies go one by one
+#endif
+  return CopyOneByOne(to, from, sizes, stream);
+}
+
+// Queues tasks, one after the other. The weights are made and the slots are free on all devices by then: every host
+// thread has waited for tables that were fetched after that, before it came here. So no stream waits for `ready`. A
+// task comes after all that it waits for, so an event is always recorded before a stream is told to wait for it: a wait
+// for an event that is not recorded yet would be no wait at all.
+class Queue {
+ public:
+  Queue(View<Brought> brought, const PeerTable& table, const std::vector<PeerTask>& tasks)
+      : brought_(brought), table_(table), tasks_(tasks), done_(tasks.size(), nullptr), needed_(tasks.size(), false) {}
+
+  Status Run() {
+    for (const PeerTask& task : tasks_) {
+      for (const size_t before : task.after) needed_[before] = true;
+    }
+    for (size_t i = 0; i < tasks_.size(); ++i) {
+      if (Status bad = Add(i)) return bad;
+    }
+    // `copy_join` of an owner also waits for those that read its weights. XLA may reuse their memory as soon as the
+    // owner's stream has passed the join, and knows nothing of the readers' streams.
+    for (size_t owner = 0; owner < brought_.size(); ++owner) {
+      for (size_t reader = 0; reader < brought_.size(); ++reader) {
+        if (reader != owner && reads_.count({reader, owner}) == 0) continue;
+        brought_[owner].begun->turns.push_back(brought_[reader].turn);
+      }
+    }
+    return Ok();
+  }
+
+ private:
+  Status Add(size_t index) {
+    const PeerTask& task = tasks_[index];
+    const size_t reader = table_.participant(task.to_rank);
+    const Brought& to = brought_[reader];
+    const cudaStream_t stream = to.turn->gpu->copies();
+    MOE_LB_CUDA(cudaSetDevice(to.turn->gpu->device()));
+    for (const PeerPiece& piece : task.pieces) {
+      if (piece.source != PeerSource::kNothing) reads_.insert({reader, table_.participant(piece.from_rank)});
+    }
+    for (const size_t before : task.after) MOE_LB_CUDA(cudaStreamWaitEvent(stream, done_[before], 0));
+    if (Status bad = Copy(task, stream)) return bad;
+    return needed_[index] ? Record(index, to) : Ok();
+  }
+
+  Status Copy(const PeerTask& task, cudaStream_t stream) const {
+    std::vector<void*> to;
+    std::vector<const void*> from;
+    std::vector<size_t> sizes;
+    for (const PeerPiece& piece : task.pieces) {
+      if (piece.source == PeerSource::kNothing) {
+        MOE_LB_CUDA(cudaMemsetAsync(table_.To(task, piece), 0, piece.size, stream));
+        continue;
+      }
+      to.push_back(table_.To(task, piece));
+      from.push_back(table_.From(piece));
+      sizes.push_back(piece.size);
+    }
+    return CopyBatch(std::move(to), std::move(from), std::move(sizes), stream);
+  }
+
+  Status Record(size_t index, const Brought& to) {
+    auto& forwards = to.turn->forwards;
+    size_t& used = num_forwards_[to.turn.get()];
+    if (used == forwards.size()) forwards.emplace_back();
+    Event& event = forwards[used++];
+    // An event belongs to the device that is current when it is made: that of the stream that records it.
+    if (Status bad = event.Make()) return bad;
+    MOE_LB_CUDA(cudaEventRecord(event.get(), to.turn->gpu->copies()));
+    done_[index] = event.get();
+    return Ok();
+  }
+
+  const View<Brought> brought_;
+  const PeerTable& table_;
+  const std::vector<PeerTask>& tasks_;
+  std::vector<cudaEvent_t> done_;              // of each task that another one waits for
+  std::vector<bool> needed_;                   // tasks that another one waits for
+  std::set<std::pair<size_t, size_t>> reads_;  // (reader, owner)
+  std::map<const Turn*, size_t> num_forwards_;
+};
+
+Status CopyAll(View<Brought> brought) {
+  std::vector<PeerShare> shares;
+  for (const Brought& one : brought) shares.push_back(one.share);
+  if (Status bad = CheckEqualTables(shares)) return bad;
+  std::vector<PeerTask> tasks;
+  if (Status bad = PlanPeerTasks(shares[0].wanted, shares[0].relay, shares[0].weights, &tasks)) return bad;
+  const PeerTable table(std::move(shares));
+  return Queue(brought, table, tasks).Run();
+}
+
+// After all tasks, so that `copied` of a device means that it has received everything it asked for.
+Status RecordCopied(View<Brought> brought) {
+  Status bad;
+  for (const Brought& one : brought) {
+    const Gpu& gpu = *one.turn->gpu;
+    Status failed = Cuda(cudaSetDevice(gpu.device()), "cudaSetDevice");
+    if (!failed) failed = Cuda(cudaEventRecord(one.turn->copied.get(), gpu.copies()), "cudaEventRecord of copies");
+    if (!bad) bad = failed;
+  }
+  return bad;
+}
+
+// XLA frees the buffers of a program that failed, and part of the copies may be queued: every device waits for those of
+// all.
+void WaitForAll(View<Brought> brought) {
+  for (const Brought& one : brought) {
+    one.begun->turns.clear();
+    for (const Brought& other : brought) one.begun->turns.push_back(other.turn);
+  }
+}
+
+}  // namespace
+
+void Copy(View<Brought> brought, const Meeting::Finish& finish) {
+  // Each device is made current in its turn. The thread may be XLA's, which expects its own device afterwards.
+  int device = 0;
+  Status bad = Cuda(cudaGetDevice(&device), "cudaGetDevice");
+  if (bad) return finish(bad);
+  bad = CopyAll(brought);
+  const Status failed = RecordCopied(brought);
+  if (!bad) bad = failed;
+  if (bad) WaitForAll(brought);
+  static_cast<void>(cudaSetDevice(device));
+  finish(bad);
+}
+
+}  // namespace moe_lb::peer_cuda

@@ -1,0 +1,121 @@
+#include "ffi/transport/peer_site_cuda.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+namespace moe_lb::peer_cuda {
+
+// ---- copies that were begun --------------------------------------------------------
+
+void Begun::End(const Outcome& how) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  outcome_ = how;
+  changed_.notify_all();
+}
+
+Outcome Begun::Wait() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return outcome_.has_value(); });
+  return *outcome_;
+}
+
+Status Begun::JoinOn(cudaStream_t stream) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (std::exchange(joined_, true)) return Ok();
+  }
+  Status bad;
+  const auto wait = [&](const Event& event) {
+    const Status failed = Cuda(cudaStreamWaitEvent(stream, event.get(), 0), "cudaStreamWaitEvent");
+    if (!bad) bad = failed;
+  };
+  for (const std::shared_ptr<Turn>& turn : turns) wait(turn->copied);
+  turns.clear();
+  if (fetching != nullptr) {
+    // A fetch that nobody waited for still reads the program's buffers. Its record may be what failed.
+    bad = Cuda(cudaEventRecord(fetching->tables.get(), fetching->gpu->fetches()), "cudaEventRecord");
+    wait(fetching->tables);
+    fetching = nullptr;
+  }
+  return bad;
+}
+
+bool Begun::is_joined() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return joined_;
+}
+
+PeerTickets<std::shared_ptr<Begun>>& OpenTickets() {
+  static auto* const tickets = new PeerTickets<std::shared_ptr<Begun>>;
+  return *tickets;
+}
+
+int64_t TicketOf(int32_t device, const Addresses& slots) {
+  for (const void* slot : slots) {
+    if (slot != nullptr) return static_cast<int64_t>(reinterpret_cast<intptr_t>(slot));
+  }
+  return -1 - device;
+}
+
+xf::TypeId Unjoined::id = {};
+xf::TypeInfo Unjoined::info = xf::MakeTypeInfo<Unjoined>();
+
+void Unjoined::Add(const std::shared_ptr<Begun>& begun) {
+  // A loop comes here once a round, and must not leave a note for each.
+  const auto is_joined = [](const auto& one) { return one->is_joined(); };
+  begun_.erase(std::remove_if(begun_.begin(), begun_.end(), is_joined), begun_.end());
+  begun_.push_back(begun);
+}
+
+Unjoined::~Unjoined() {
+  for (const std::shared_ptr<Begun>& begun : begun_) {
+    if (begun->is_joined()) continue;
+    // Until then another device may still queue copies into this one.
+    static_cast<void>(begun->Wait());
+    // An error here means that the device runs nothing any more, so nothing is left to wait for.
+    static_cast<void>(begun->JoinOn(stream_));
+    std::shared_ptr<Begun> open;
+    static_cast<void>(OpenTickets().Close(begun->run_id, begun->ticket, &open));
+  }
+}
+
+// ---- call sites --------------------------------------------------------------------
+
+xf::TypeId Site::id = {};
+xf::TypeInfo Site::info = xf::MakeTypeInfo<Site>();
+
+Outcome Site::Fail(int64_t run_id, Outcome outcome) {
+  meeting.FailRun(run_id, outcome);
+  return {At(attributes.site, *outcome.failure), outcome.timed_out};
+}
+
+Outcome WaitForHost(const Turn& turn, const PeerAttributes& attributes, int64_t device) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point begin = Clock::now();
+  const std::chrono::duration<double> patience(attributes.timeout_s);
+  for (;;) {
+    // It is asked again and again, since cudaEventSynchronize has no time-out and a device that is stuck would hang the
+    // program.
+    const cudaError_t state = cudaEventQuery(turn.tables.get());
+    if (state != cudaErrorNotReady) return {Cuda(state, "cudaEventQuery"), false};
+    const Clock::duration waited = Clock::now() - begin;
+    if (waited > patience) {
+      return {Refuse("device ", device, " did not bring its tables to the host within ", attributes.timeout_s,
+                     " s; expected it to make progress"),
+              true};
+    }
+    // It first only yields, as a plan is on the critical path, and then sleeps so that it leaves the core to others.
+    if (waited < std::chrono::microseconds(200)) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+}
+
+cudaError_t CopyWords(int32_t* to, const int32_t* from, size_t words, cudaMemcpyKind kind, cudaStream_t stream) {
+  return words == 0 ? cudaSuccess : cudaMemcpyAsync(to, from, words * sizeof(int32_t), kind, stream);
+}
+
+}  // namespace moe_lb::peer_cuda
