@@ -177,13 +177,13 @@ def test_without_a_planning_module_the_host_cannot_be_called(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call_host", [False, True])
-def test_a_layer_equals_the_dense_one(no_custom_calls, call_host):
+@pytest.mark.parametrize("balancer", [Exact(), Exact(max_fan_out=2), Exact(call_host=True)], ids=str)
+def test_a_layer_equals_the_dense_one(no_custom_calls, balancer):
     case, mesh = Case(), make_mesh((4,), ("expert",))
     topology, router = Topology.from_mesh(mesh), TopK(2)
     kernel, experts = case.params(np.float32)
     x, mask = case.tokens(WORKLOADS[1], 4, np.float32)
-    system = System(Exact(call_host=call_host), replica_slots=2)
+    system = System(balancer, replica_slots=2)
     operands = x, mask, kernel, experts, jax.random.normal(jax.random.key(0), x.shape)
     (y, stats), gradients = with_gradients(sharded_moe(mesh, topology, system, router))(*operands)
     (want, _), wanted = dense_with_gradients(router)(*operands)
