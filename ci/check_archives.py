@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 NEEDED = {
-    ".whl": ("jax_moe_lb/__init__.py", "jax_moe_lb/__init__.pyi", "jax_moe_lb/_ffi.", "jax_moe_lb/_planning."),
+    ".whl": tuple(f"jax_moe_lb/{name}" for name in ("__init__.py", "__init__.pyi", "py.typed", "_ffi.", "_planning.")),
     ".gz": ("CMakeLists.txt", "LICENSE", "README.md", "ffi/ffi_module.cc", "jax_moe_lb/__init__.py", "pyproject.toml"),
 }
 REFUSED = {"BUILD", "WORKSPACE", "MODULE.bazel", "tests", "models", "benchmarks", "examples", "ci", "third_party"}

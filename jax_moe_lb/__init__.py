@@ -6,4 +6,6 @@ that planning on NumPy arrays alone (`jax_moe_lb._planning`) does not import JAX
 
 import lazy_loader
 
+__version__ = "0.1.0"
+
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

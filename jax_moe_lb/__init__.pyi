@@ -75,3 +75,5 @@ from .transport.replicate import Replicate as Replicate
 from .transport.spray import Spray as Spray
 from .transport.staged import Staged as Staged
 from .virtual_devices import use_virtual_cpu_devices as use_virtual_cpu_devices
+
+__version__: str
