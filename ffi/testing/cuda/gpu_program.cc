@@ -99,6 +99,7 @@ Invocation& Program::Add(CallSite& site, DeviceArrays args, DeviceArrays rets) {
 }
 
 void Program::Execute(Invocation& invocation) {
+  const Executing executing;
   if (ending_.ok) ending_ = invocation.Execute();
 }
 

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -60,6 +61,7 @@ State& TheState() {
 
 thread_local int current_device = 0;
 thread_local bool in_host_function = false;
+thread_local bool is_executing = false;
 thread_local cudaError_t last_error = cudaSuccess;
 
 Function& FunctionOf(const char* name) {
@@ -110,6 +112,11 @@ bool IsIgnored(const char* function, const void* returns_to) {
   return TheState().ignored.load(std::memory_order_relaxed) == returns_to;
 }
 
+// CUDA may let all devices finish first, and they may be waiting for this thread.
+void NoteAllocation(const char* name) {
+  if (is_executing) static_cast<void>(Forbidden(cudaSuccess, std::string(name) + " while a program runs"));
+}
+
 bool IsPinned(const void* memory) {
   const char* const at = static_cast<const char*>(memory);
   for (const Pinned& pinned : TheState().pinned) {
@@ -143,8 +150,9 @@ StandIn& TheStandIn() { return TheState().options; }
 void FailCalls(const std::string& function, int64_t after, cudaError_t error, int64_t count) {
   for (Function& one : TheState().functions) one.fails_from = one.fails_until = -1;
   if (function.empty()) return;
-  // The name lives on in the table.
-  Function& failing = FunctionOf((new std::string(function))->c_str());
+  // The table keeps the name.
+  static auto* const names = new std::set<std::string>;
+  Function& failing = FunctionOf(names->insert(function).first->c_str());
   failing.error = static_cast<int>(error);
   const int64_t from = failing.calls + after;
   failing.fails_until = from + count;
@@ -155,6 +163,9 @@ void Launch(cudaStream_t stream, std::function<void()> kernel) {
   const DriverLock lock(false);
   stream->Push(std::move(kernel));
 }
+
+Executing::Executing() { is_executing = true; }
+Executing::~Executing() { is_executing = false; }
 
 void Synchronize(cudaStream_t stream) { stream->Wait(); }
 
@@ -254,6 +265,7 @@ cudaError_t cudaSetDevice(int device) {
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   MOE_LB_ENTER("cudaStreamCreateWithFlags");
+  NoteAllocation("cudaStreamCreateWithFlags");
   *stream = new CUstream_st(current_device);
   return cudaSuccess;
 }
@@ -375,6 +387,7 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t strea
 
 cudaError_t cudaHostAlloc(void** memory, size_t size, unsigned) {
   MOE_LB_ENTER("cudaHostAlloc");
+  NoteAllocation("cudaHostAlloc");
   const DriverLock lock(true);
   char* const begin = static_cast<char*>(std::malloc(size));
   *memory = begin;
@@ -388,6 +401,7 @@ cudaError_t cudaHostAlloc(void** memory, size_t size, unsigned) {
 }
 cudaError_t cudaFreeHost(void* memory) {
   MOE_LB_ENTER("cudaFreeHost");
+  NoteAllocation("cudaFreeHost");
   const DriverLock lock(true);
   for (Pinned& pinned : TheState().pinned) {
     if (pinned.begin.load(std::memory_order_relaxed) == memory) pinned.begin.store(nullptr, std::memory_order_relaxed);

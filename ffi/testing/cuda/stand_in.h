@@ -36,6 +36,13 @@ void Launch(cudaStream_t stream, std::function<void()> kernel);
 // As a program that ends its work would, without a call of the runtime's.
 void Synchronize(cudaStream_t stream);
 
+// While one lives, a program runs on this thread: pinned memory or streams that it makes are a violation.
+class Executing {
+ public:
+  Executing();
+  ~Executing();
+};
+
 // ---- what was called ---------------------------------------------------------------
 
 // What a program did that CUDA forbids, one line each.

@@ -1,5 +1,6 @@
 // What goes wrong on the stand-in: calls of the runtime that fail, programs that fail between two calls, and devices
 // that wait for each other.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -105,11 +106,20 @@ void ADeviceThatIsStuckIsNamed() {
     while (stuck) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   });
   std::thread release([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+    std::this_thread::sleep_for(std::chrono::seconds(5));
     stuck = false;
   });
-  const std::vector<Ending> endings = RunOnce(layer, gpus, 2);
+  std::vector<Ending> endings(4);
+  const Clock::time_point begin = Clock::now();
+  OnAll(4, [&](int64_t device) {
+    const auto at = static_cast<size_t>(device);
+    endings[at] = layer.Run(*gpus[at], device, 2);
+  });
+  // No host thread has waited for the device to go on.
+  EXPECT(stuck);
+  EXPECT(SecondsSince(begin) < 10);
   release.join();
+  for (const auto& gpu : gpus) Synchronize(gpu->stream());
   for (const Ending& ending : endings) {
     EXPECT_EQ(ending.code, XLA_FFI_Error_Code_DEADLINE_EXCEEDED);
     // Who waited as long as the stuck device may have given up first.
@@ -118,33 +128,25 @@ void ADeviceThatIsStuckIsNamed() {
   ExpectGoodRun(layer, gpus, 3);
 }
 
-// Page-locked memory may be given only when all devices are idle. While a program runs they may wait for each other: a
-// kernel here waits, as a collective does, for those of the other devices, and they for the host.
+// The first execution too: the stand-in notes an allocation while a handler executes.
 void NothingIsAllocatedWhileAProgramRuns() {
   const auto gpus = Gpus(2);
   LayerShape shape;
   shape.ranks = 2;
-  shape.widths = {40, 16, 8};  // sizes that no other test has prepared
-  shape.home = 37;
+  shape.home = 37;  // a size that no other test has prepared
   CopyLayer copies(shape, false);
   PlannedLayer planned(shape);
   HostPlan plan(shape);
-  const auto allocations = [] { return NumCalls("cudaHostAlloc") + NumCalls("cudaStreamCreateWithFlags"); };
-  const int64_t before = allocations();
-  for (int64_t run = 1; run <= 20; ++run) {
-    if (run == 2) TheStandIn().allocation_waits = true;
-    const int64_t at_start = allocations();
-    OnAll(2, [&](int64_t rank) {
-      Gpu& gpu = *gpus[static_cast<size_t>(rank)];
-      EXPECT_EQ(copies.Run(gpu, rank, run).message, std::string());
-      EXPECT_EQ(plan.Run(gpu, run).message, std::string());
-      EXPECT_EQ(planned.Run(gpu, rank, run).message, std::string());
-    });
-    for (const auto& gpu : gpus) Synchronize(gpu->stream());
-    if (run > 1) EXPECT_EQ(allocations(), at_start);
-  }
-  EXPECT(allocations() > before);
-  TheStandIn().allocation_waits = false;
+  const int64_t before = NumCalls("cudaHostAlloc");
+  OnAll(2, [&](int64_t rank) {
+    Gpu& gpu = *gpus[static_cast<size_t>(rank)];
+    EXPECT_EQ(copies.Run(gpu, rank, 1).message, std::string());
+    EXPECT_EQ(plan.Run(gpu, 1).message, std::string());
+    EXPECT_EQ(planned.Run(gpu, rank, 1).message, std::string());
+    Synchronize(gpu.stream());
+  });
+  EXPECT(NumCalls("cudaHostAlloc") > before);
+  for (const std::string& violation : Violations()) EXPECT_EQ(violation, std::string());
 }
 
 // The first execution allocates, in the initialize stage: XLA launches nothing before all devices have passed it.
@@ -181,21 +183,23 @@ void AllocationDoesNotStopACollective() {
   TheStandIn().allocation_waits = false;
 }
 
-// The number of streams does not grow with that of layers.
+// Neither streams nor pinned memory grow with the number of layers of an executable.
 void CallSitesShareStreams() {
   const auto gpus = Gpus(4);
-  const auto run_layers = [&](int64_t count, int64_t first) {
-    std::vector<std::unique_ptr<CopyLayer>> layers;
-    for (int64_t i = 0; i < count; ++i) layers.push_back(std::make_unique<CopyLayer>(LayerShape(), true));
-    for (auto& layer : layers) ExpectGoodRun(*layer, gpus, first);
+  std::vector<std::unique_ptr<CopyLayer>> layers;
+  const auto run_layers = [&](size_t count) {
+    while (layers.size() < count) {
+      layers.push_back(std::make_unique<CopyLayer>(LayerShape(), true));
+      ExpectGoodRun(*layers.back(), gpus, static_cast<int64_t>(layers.size()));
+    }
   };
-  run_layers(1, 1);
+  run_layers(1);
   const int64_t streams = NumStreams(), events = NumEvents(), pinned = PinnedBytes();
-  run_layers(60, 2);
+  run_layers(60);
   EXPECT_EQ(NumStreams(), streams);
   EXPECT_EQ(PinnedBytes(), pinned);
   // A turn makes the events of its relays when it is first used, and there are 8 turns on each of 4 devices.
-  EXPECT(NumEvents() - events <= 4 * 8 * 40);
+  EXPECT(NumEvents() - events <= 4 * 8 * 10);
 }
 
 // Two threads of a program's launch the same executable on one device, as two threads of Python may.
@@ -256,16 +260,22 @@ void CopiesOverlapAWaveThatTheHostWaitsFor() {
   TheStandIn().copy_us = 30000;
   Between between;
   between.wave_us = 60000;
+  // The shortest of some executions: the machine may be busy, and without overlap none takes less than 90 ms.
   const auto seconds = [&](bool blocks_host) {
     between.blocks_host = blocks_host;
-    const Clock::time_point begin = Clock::now();
-    for (const Ending& ending : RunOnce(layer, gpus, 2, between)) EXPECT_EQ(ending.message, std::string());
-    return SecondsSince(begin);
+    double shortest = 1;
+    for (int64_t run = 0; run < 30 && shortest > 0.08; ++run) {
+      const Clock::time_point begin = Clock::now();
+      for (const Ending& ending : RunOnce(layer, gpus, 2 + run + 30 * blocks_host, between)) {
+        EXPECT_EQ(ending.message, std::string());
+      }
+      shortest = std::min(shortest, SecondsSince(begin));
+    }
+    return shortest;
   };
   const double free = seconds(false), blocked = seconds(true);
   std::cerr << "wave 60 ms, copies 30 ms: " << 1e3 * free << " ms, and " << 1e3 * blocked
             << " ms where the host waits for the wave" << std::endl;
-  // One after the other they take 90 ms.
   EXPECT(free < 0.085);
   EXPECT(blocked < 0.085);
   TheStandIn().copy_us = 0;
@@ -315,4 +325,5 @@ int main() {
   LogicalDevicesShareAGpu();
   WeightsMayHaveNoBytes();
   CopiesOverlapAWaveThatTheHostWaitsFor();
+  for (const std::string& violation : Violations()) EXPECT_EQ(violation, std::string());
 }
