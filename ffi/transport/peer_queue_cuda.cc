@@ -22,7 +22,7 @@ Status CopyOneByOne(const std::vector<void*>& to, const std::vector<const void*>
 
 Status CopyBatch(std::vector<void*> to, std::vector<const void*> from, std::vector<size_t> sizes, cudaStream_t stream) {
   if (to.empty()) return Ok();
-#if CUDART_VERSION >= 13000
+#if CUDART_VERSION >= 12080
   cudaMemcpyAttributes attributes = {};
   // Sources may be read only when the stream gets here, because what writes them is ordered before by events alone. The
   // attribute has no default: without it the call is refused.
@@ -31,8 +31,15 @@ Status CopyBatch(std::vector<void*> to, std::vector<const void*> from, std::vect
   // order inside, which is fine: no piece of a task writes what another one writes or reads.
   attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
   size_t first = 0;
+#if CUDART_VERSION >= 13000
   const cudaError_t error =
       cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), to.size(), &attributes, &first, size_t{1}, stream);
+#else
+  // The first form of the call wrote to none of its arrays either, and told which copy it refused.
+  size_t refused = 0;
+  const cudaError_t error = cudaMemcpyBatchAsync(to.data(), const_cast<void**>(from.data()), sizes.data(), to.size(),
+                                                 &attributes, &first, size_t{1}, &refused, stream);
+#endif
   if (error != cudaErrorNotSupported && error != cudaErrorCallRequiresNewerDriver) {
     return Cuda(error, "cudaMemcpyBatchAsync");
   }

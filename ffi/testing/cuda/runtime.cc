@@ -343,10 +343,15 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyK
   return cudaSuccess;
 }
 
+#if CUDART_VERSION >= 12080
 #if CUDART_VERSION >= 13000
 cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* sizes, size_t count,
                                  cudaMemcpyAttributes* attributes, size_t* firsts, size_t num_attributes,
                                  cudaStream_t stream) {
+#else
+cudaError_t cudaMemcpyBatchAsync(void** to, void** from, size_t* sizes, size_t count, cudaMemcpyAttributes* attributes,
+                                 size_t* firsts, size_t num_attributes, size_t*, cudaStream_t stream) {
+#endif
   MOE_LB_ENTER("cudaMemcpyBatchAsync");
   if (!TheStandIn().batches_are_supported) return Fail(cudaErrorNotSupported);
   if (stream == nullptr || count == 0 || num_attributes == 0 || num_attributes > count || firsts[0] != 0) {
