@@ -1,5 +1,10 @@
 """Mixture-of-Experts layers for JAX that stay fast when routing is skewed."""
 
+from .activations import ClampedSwiGLU as ClampedSwiGLU
+from .activations import geglu as geglu
+from .activations import gelu_exact as gelu_exact
+from .activations import relu_squared as relu_squared
+from .activations import swiglu as swiglu
 from .balancers.base import Balancer as Balancer
 from .balancers.base import Chain as Chain
 from .balancers.cost import Cost as Cost

@@ -1,10 +1,13 @@
 """`Experts` holds the weights of experts as one pytree."""
 
+from dataclasses import field, replace
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_moe_lb._pytree import pytree
+from jax_moe_lb.activations import Activation
 
 
 @pytree
@@ -20,6 +23,7 @@ class Experts:
         down: `[G, F, H]`, the second projection.
         gate: `[G, H, F]`; with a gate an expert is SwiGLU, `(silu(x gate) * (x up)) down`, which is usual. `None` where
             `up` holds it; else it makes the expert plain GELU, `gelu(x up) down`.
+        activation: another function between the projections, see `activations.py`; `None`, the default, is these.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -31,6 +35,7 @@ class Experts:
     up: Float[Array, "*G H F_or_2F"]
     down: Float[Array, "*G F H"]
     gate: Float[Array, "*G H F"] | None = None
+    activation: Activation | None = field(default=None, metadata={"static": True})
 
     @property
     def is_fused(self) -> bool:
@@ -41,14 +46,14 @@ class Experts:
         """Returns the same experts with the gate in `up`, where there is one beside it."""
         if self.gate is None:
             return self
-        return Experts(jnp.concatenate([self.up, self.gate], -1), self.down)
+        return replace(self, up=jnp.concatenate([self.up, self.gate], -1), gate=None)
 
     def apart(self) -> "Experts":
         """Returns the same experts with the gate beside `up`, where that holds it."""
         if not self.is_fused:
             return self
         up, gate = jnp.split(self.up, 2, -1)
-        return Experts(up, self.down, gate)
+        return replace(self, up=up, gate=gate)
 
     @property
     def nbytes(self) -> int:

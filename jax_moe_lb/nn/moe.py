@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_moe_lb.activations import Activation
 from jax_moe_lb.checks import home_experts_per_rank
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.faults import Checks
@@ -88,7 +89,9 @@ class MoE(nnx.Module):
             "exact"; plain expert parallelism by default.
         migrate: gathers the experts of expert domains first, over a mesh of `hybrid_mesh`. With `None`, the usual
             choice inside one datacenter, experts stay at home.
-        gated: whether experts are SwiGLU, which is usual, or plain GELU.
+        gated: whether experts have a gate, which is usual.
+        activation: the function between the projections, see `activations.py`; `None`, the default, is SwiGLU with a
+            gate and GELU without one.
         fused: whether rows are multiplied with `up` and `gate` at once, which are two parameters all the same.
             `None`, the usual choice: on accelerators, where `dtype` is not `param_dtype`. That saves memory traffic,
             since the cast writes both side by side; without one they would have to be copied. `True` needs `gated`.
@@ -139,6 +142,7 @@ class MoE(nnx.Module):
         system: System | str = System(),
         migrate: Migrate | None = None,
         gated: bool = True,
+        activation: Activation | None = None,
         fused: bool | None = None,
         shared_mlp_dim: int = 0,
         use_bias: bool = False,
@@ -163,7 +167,7 @@ class MoE(nnx.Module):
         self.router, self.mesh, self.topology, self.system = router, mesh, topology, system
         self.losses, self.dtype = losses, dtype
         self.checks = checks_of(mesh) if checks is None else checks
-        self.gated, self.fused = gated, fused
+        self.gated, self.activation, self.fused = gated, activation, fused
         rules = logical_axis_rules(topology, migrate) if rules is None else rules
 
         def param(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
@@ -236,7 +240,7 @@ class MoE(nnx.Module):
             None if self.bias is None else self.bias[...],
             None if self.homes is None else self.homes[...],
             state,
-            Experts(*(weights[...] for weights in self.known)) if self.known else None,
+            jax.tree.unflatten(jax.tree.structure(stored), [w[...] for w in self.known]) if self.known else None,
             router=self.router,
             system=self.system,
             migrate=self.migrate,
@@ -306,7 +310,8 @@ class MoE(nnx.Module):
         return load if self.homes is None else load[self.homes[...]]
 
     def _experts(self) -> Experts:
-        return Experts(self.up[...], self.down[...], None if self.gate is None else self.gate[...])
+        gate = None if self.gate is None else self.gate[...]
+        return Experts(self.up[...], self.down[...], gate, self.activation)
 
     def _known_weights(self, migrate: Migrate) -> list[KnownWeights]:
         known = sharded_known(self._experts(), migrate=migrate, mesh=self.mesh)
@@ -315,7 +320,7 @@ class MoE(nnx.Module):
 
     def _shared(self) -> Experts:
         gate = None if self.shared_gate is None else self.shared_gate[...]
-        return Experts(self.shared_up[...], self.shared_down[...], gate)
+        return Experts(self.shared_up[...], self.shared_down[...], gate, self.activation)
 
     def _num_groups(self) -> int:
         return math.prod(self.mesh.shape[axis] for axis in self.topology.data_axes)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_moe_lb._varying import vary_like
+from jax_moe_lb.activations import swiglu
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops.grouped_kernels import clear_tail
 from jax_moe_lb.ops.grouped_matmul import grouped_matmul, grouped_outer
@@ -83,7 +84,9 @@ def grouped_ffn_gradients(
     ]
     inner_gradients = [grouped_outer(rows, part, group_sizes, sums_dtype) for part in upstreams]
     down = grouped_outer(hidden, upstream, group_sizes, sums_dtype)
-    return sum(back[1:], start=back[0]), of_weights, Experts(inner_gradients[0], down, *inner_gradients[1:])
+    of_gate = None if experts.gate is None else inner_gradients[1]
+    of_experts = Experts(inner_gradients[0], down, of_gate, experts.activation)
+    return sum(back[1:], start=back[0]), of_weights, of_experts
 
 
 def _backward(saved: tuple[Rows, Experts, GroupSizes], upstream: Rows) -> tuple[Rows, Experts, None]:
@@ -117,8 +120,10 @@ def inner_weights(experts: Experts) -> tuple[Array, ...]:
 
 
 def activate(experts: Experts, products: tuple[Array, ...]) -> Array:
-    """Returns the hidden activations, given the products with `inner_weights`: SwiGLU with a gate, else GELU."""
+    """Returns the hidden activations, given the products with `inner_weights`."""
     if experts.is_fused:
         products = tuple(jnp.split(products[0], 2, -1))
     up, *gate = products
-    return jax.nn.silu(gate[0]) * up if gate else jax.nn.gelu(up)
+    if gate:
+        return (experts.activation or swiglu)(gate[0], up)
+    return (experts.activation or jax.nn.gelu)(up)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.sim.cluster import Cluster
@@ -111,11 +110,11 @@ class ModelShape:
         down = jax.ShapeDtypeStruct((num_experts, self.inner, self.hidden), DTYPES[self.itemsize])
         found = []
 
-        def ask(*weights: Array) -> None:
-            found.append(codec.encoded_bytes(Experts(*weights)))
+        def ask(experts: Experts) -> None:
+            found.append(codec.encoded_bytes(experts))
 
         # Nothing is allocated so, however large the experts are.
-        jax.eval_shape(ask, *((up, down, up) if self.gated else (up, down)))
+        jax.eval_shape(lambda up, down: ask(Experts(up, down, up if self.gated else None)), up, down)
         return found[0]
 
     def before_experts_s(self, cluster: Cluster) -> float:

@@ -11,9 +11,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_moe_lb import Topology
+from jax_moe_lb.systems import system_named
 from models.common import LanguageModel
 from models.layers import one_by_one, scanned
-from models.parallel import batch_sharding, default_system, make_mesh
+from models.parallel import batch_sharding, make_mesh
 from models.presets import ModelConfig, ParallelConfig
 from models.training import make_programs
 from tests.models.small import CONFIG
@@ -82,7 +83,7 @@ def test_a_loop_of_experts_equals_its_blocks():
     tokens = jax.random.randint(jax.random.key(1), (4, 8), 0, 256)
 
     def outcome(config):
-        options = {"mesh": mesh, "topology": Topology.from_mesh(mesh), "system": default_system("plain")}
+        options = {"mesh": mesh, "topology": Topology.from_mesh(mesh), "system": system_named("plain")}
         model = LanguageModel(config, **options, rngs=nnx.Rngs(0))
         return nnx.jit(lambda model: with_gradients(model, LanguageModel.__call__, tokens))(model)
 
@@ -91,5 +92,5 @@ def test_a_loop_of_experts_equals_its_blocks():
 
 def test_parameters_and_optimizer_stay_wide():
     narrow = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, compute_dtype="bfloat16"))
-    shapes = make_programs(narrow, make_mesh(narrow.parallel), default_system("plain")).state_shapes
+    shapes = make_programs(narrow, make_mesh(narrow.parallel), system_named("plain")).state_shapes
     assert {leaf.dtype.name for leaf in jax.tree.leaves(shapes)} == {"float32", "int32", "uint32"}

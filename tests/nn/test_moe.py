@@ -6,7 +6,21 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_moe_lb import CHECKPOINT_NAMES, Balancer, Experts, Losses, Plan, System, TopK, Topology, exact, greedy, plain
+from jax_moe_lb import (
+    CHECKPOINT_NAMES,
+    Balancer,
+    ClampedSwiGLU,
+    Experts,
+    Losses,
+    Plan,
+    System,
+    TopK,
+    Topology,
+    exact,
+    greedy,
+    plain,
+    relu_squared,
+)
 from jax_moe_lb.nn import MoE, as_linen, logical_axis_rules
 from jax_moe_lb.nn.moe import BalancerState, RouterBias
 from jax_moe_lb.ops.grouped_ffn import dense_ffn
@@ -164,6 +178,31 @@ def test_a_decode_step_needs_no_buffers_of_training():
         step = jax.jit(lambda x: layer(x)[0]).lower(x).compile()
         temporaries.append(step.memory_analysis().temp_size_in_bytes)
     assert temporaries[0] < temporaries[1] / 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("activation", "gated"), [(ClampedSwiGLU(limit=1.0), True), (relu_squared, False)])
+def test_experts_have_other_activations(activation, gated):
+    """The shared expert, too; by the formula, over all experts."""
+    layer = make(make_mesh((8,), ("expert",)), activation=activation, gated=gated, shared_mlp_dim=12)
+
+    def ffn(x, up, down, gate):
+        return activation(*([] if gate is None else [x @ gate]), x @ up) @ down
+
+    def dense(layer, x):
+        flat = x.reshape(-1, WIDTH)
+        gates = [None] * NUM_EXPERTS if layer.gate is None else list(layer.gate[...])
+        outputs = jnp.stack([ffn(flat, *one) for one in zip(layer.up[...], layer.down[...], gates, strict=True)], 1)
+        routing = TopK(2)(flat @ layer.kernel[...], None, jnp.int32(0))
+        chosen = jnp.take_along_axis(outputs, routing.experts[..., None], 1)
+        gate = None if layer.shared_gate is None else layer.shared_gate[...]
+        shared = ffn(flat, layer.shared_up[...], layer.shared_down[...], gate)
+        return ((chosen * routing.weights[..., None]).sum(1) + shared).reshape(x.shape)
+
+    x = tokens()
+    assert_close(nnx.jit(lambda layer, x: layer(x)[0])(layer, x), dense(layer, x), 1e-5)
+    got, want = (nnx.to_pure_dict(gradients(f, layer, x)) for f in (lambda layer, x: layer(x)[0], dense))
+    assert_close(got, want, 1e-5)
 
 
 @pytest.mark.slow

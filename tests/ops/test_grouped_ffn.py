@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_moe_lb import Experts
+from jax_moe_lb import ClampedSwiGLU, Experts, geglu, relu_squared
 from jax_moe_lb.ops import grouped_ffn as op
 from jax_moe_lb.ops import grouped_matmul
 from jax_moe_lb.ops.grouped_kernels import _clear_all, ragged_matmul, ragged_outer
@@ -100,6 +102,31 @@ def test_all_forms_equal_one_expert_at_a_time(form, sizes, gated, fused, dtype, 
     for gradient in jax.tree.leaves(of_experts):
         assert gradient.dtype == jnp.float32
         assert (gradient[group_sizes == 0] == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("activation", "gated", "fused"),
+    [
+        (geglu, True, False),
+        (ClampedSwiGLU(0.5), True, True),
+        (relu_squared, False, False),
+        (jnp.tanh, False, False),
+    ],
+    ids=["geglu", "clamped", "relu squared", "own"],
+)
+def test_other_activations_have_their_gradients(activation, gated, fused):
+    rows, experts, upstream = case("float32", gated, fused)
+    experts = replace(experts, activation=activation)
+    sizes = SIZES["uneven"]
+    want = reference(rows, experts, sizes, upstream)
+    assert not np.allclose(want[0], reference(rows, replace(experts, activation=None), sizes, upstream)[0], atol=1e-2)
+    y, vjp = jax.vjp(lambda r, e: op.grouped_ffn(r, e, jnp.asarray(sizes, jnp.int32)), rows, experts)
+    row_gradients, gradients = vjp(upstream)
+    assert gradients.activation == activation
+    got, want = (y[:403], row_gradients[:403], gradients), (want[0][:403], want[1][:403], want[2])
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative_error(a, b) < 1e-5
 
 
 @pytest.mark.slow
