@@ -48,6 +48,8 @@ ROWS = (
     Row("h100:1x8", "plain", "no loop, `fused`", train=False, max_rounds=1, fused=True),
     Row("h100:1x8", "plain", "no loop", max_rounds=1),
     Row("h100:1x8", "plain", "no loop, `fused`", max_rounds=1, fused=True),
+    Row("h100:1x8", "plain", "a loop", train=False),
+    Row("h100:1x8", "plain", "a loop"),
     Row("h100:1x8", "exact", "no loop", train=False, max_rounds=1),
     Row("h100:1x8", "exact", "no loop", max_rounds=1),
     Row("h100:1x8", "exact", "no loop, `fused`", max_rounds=1, fused=True),
