@@ -77,6 +77,7 @@ from .transport.peer_copy import PeerCopy as PeerCopy
 from .transport.prefetch import scan_prefetched as scan_prefetched
 from .transport.relay import Relay as Relay
 from .transport.replicate import Replicate as Replicate
+from .transport.shards import Shards as Shards
 from .transport.spray import Spray as Spray
 from .transport.staged import Staged as Staged
 from .virtual_devices import use_virtual_cpu_devices as use_virtual_cpu_devices

@@ -1,5 +1,6 @@
 """`moe` is the one executor: it goes from routing to counts to plan to weights to tokens to experts and back."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -142,6 +143,7 @@ def moe(
     topology: Topology,
     *,
     state: State = (),
+    kernel_bias: Float[Array, "E"] | None = None,
     bias: Float[Array, "E"] | None = None,
     homes: Int[Array, "E"] | None = None,
     mask: TokenMask | None = None,
@@ -157,11 +159,12 @@ def moe(
     Args:
         x: `[T, H]`, this rank's tokens.
         kernel: `[H, E]`, the router's weights, equal on all ranks; they map tokens to logits.
-        experts: the `L` home experts of this rank.
+        experts: the `L` home experts of this rank; over `tensor_axes` of the topology a shard of their inner width.
         router: `TopK`, `ForceBalanced` or a callable like them.
         system: the strategies; the functions of `systems.py` make the usual ones.
         topology: what `Topology.from_mesh` returned, with the axes that `x` varies over.
         state: what `system.balancer.init` or the last call returned; `()` for balancers without history.
+        kernel_bias: `[E]`, added to the logits, and learned; `None`, which is usual: nothing is.
         bias: `[E]`, added to the router's scores when it chooses experts; not learned.
         homes: `[E]`, the place of each of the router's experts: slot `p % L` of rank `p // L`; `None`: expert `e` is at
             place `e`. What follows the router, statistics included, numbers experts by their place.
@@ -190,16 +193,17 @@ def moe(
         (8, 4)
     """
     _check_arguments(x, kernel, experts, topology)
-    routing = route(x, kernel, router, topology, bias, mask)
+    routing = route(x, kernel, router, topology, bias, mask, kernel_bias)
     counted = count(routing, kernel.shape[1], topology, checks)
     routed, is_homed = at_homes(counted, routing.weights, homes, checks)
     # One rank alone has all experts at home.
     num_slots = experts.up.shape[0] + (system.replica_slots if topology.num_ranks > 1 else 0)
     start = plain_plan(routed.counts, topology, num_slots)
+    tokens, weights, shards = on_tensor_shards(x, routed.weights, vary_like_tokens(experts, topology), topology)
     served, state = system.dispatch.serve(
-        x,
-        routed,
-        vary_like_tokens(experts, topology),
+        tokens,
+        routed._replace(weights=weights),
+        shards,
         start,
         state,
         balancer=system.balancer,
@@ -207,10 +211,7 @@ def moe(
         topology=topology,
         checks=checks,
     )
-    y = served.outputs
-    if checks == "deferred" and (homes is not None or system.dispatch.max_rounds is not None):
-        # Copies that were not served, or by other experts, are no outputs, and nobody shall take them for such.
-        y = jnp.where(served.is_whole & is_homed, y, jnp.nan)
+    y = _outputs(served, homes, is_homed, system.dispatch.max_rounds, topology, checks)
     loss = losses(routing, counted.counts, topology.expert_axes, sequence_length)
     fault = _fault(counted, routed.counts, homes, is_homed, served, system.dispatch.max_rounds)
     return y, _stats(routed.counts, start, served.plan, served.rounds, experts, loss, fault), state
@@ -223,6 +224,7 @@ def route(
     topology: Topology,
     bias: Float[Array, "E"] | None = None,
     mask: TokenMask | None = None,
+    kernel_bias: Float[Array, "E"] | None = None,
 ) -> Routing:
     """Asks the router for the experts and weights of this rank's tokens, in float32 at least.
 
@@ -233,6 +235,7 @@ def route(
         topology: its expert axes say which of all tokens are this rank's.
         bias: `[E]`, added to the scores when experts are chosen.
         mask: `[T]`, false for padding tokens, which get `NO_EXPERT`.
+        kernel_bias: `[E]`, added to the logits.
     """
     if mask is not None:
         # Padding may hold anything: NaN times the zero gradient of its logits would be NaN in the kernel's gradient.
@@ -241,6 +244,8 @@ def route(
     # which accelerators do not give by default.
     dtype = wide_dtype(x)
     logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision=jax.lax.Precision.HIGHEST)
+    if kernel_bias is not None:
+        logits += kernel_bias.astype(dtype)[None]
     first_token = jax.lax.axis_index(topology.expert_axes) * x.shape[0]
     routing = router(logits, bias, first_token)
     routing = routing if mask is None else mask_tokens(routing, mask)
@@ -334,6 +339,44 @@ def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:
         return jax.lax.pcast(leaf, axes, to="varying") if axes else leaf
 
     return jax.tree.map(vary, experts)
+
+
+def _outputs(
+    served: Served,
+    homes: Int[Array, "E"] | None,
+    is_homed: Bool[Array, ""],
+    max_rounds: int | None,
+    topology: Topology,
+    checks: Checks,
+) -> Tokens:
+    # Every tensor shard has served all copies by its part of the hidden activations. Outputs are summed where they are
+    # fewest, after a token's copies have become one.
+    y = jax.lax.psum(served.outputs, topology.tensor_axes) if topology.tensor_axes else served.outputs
+    if checks == "deferred" and (homes is not None or max_rounds is not None):
+        # Copies that were not served, or by other experts, are no outputs, and nobody shall take them for such.
+        y = jnp.where(served.is_whole & is_homed, y, jnp.nan)
+    return y
+
+
+def on_tensor_shards(
+    x: Tokens, weights: Weights, experts: Experts, topology: Topology
+) -> tuple[Tokens, Weights, Experts]:
+    """Returns what a tensor shard serves by: the transpose sums gradients of tokens and weights over the shards.
+
+    Args:
+        x: `[T, H]`, the tokens, equal on all tensor shards.
+        weights: `[T, K]`, likewise.
+        experts: this shard's part of the home experts.
+        topology: its tensor axes are the shards.
+    """
+    if not topology.tensor_axes:
+        return x, weights, experts
+    if experts.down_bias is not None:
+        # Outputs are summed over the shards, and their bias shall be in the sum once.
+        first = jax.lax.axis_index(topology.tensor_axes) == 0
+        experts = replace(experts, down_bias=jnp.where(first, experts.down_bias, 0))
+    x, weights = (jax.lax.pcast(array, topology.tensor_axes, to="varying") for array in (x, weights))
+    return x, weights, experts
 
 
 def _stats(

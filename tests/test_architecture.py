@@ -41,6 +41,7 @@ LAYERS = [
         "transport.rail_hops",
         "transport.rail_traffic",
         "transport.replicate",
+        "transport.shards",
     ],
     ["transport.gather", "transport.peer_copy", "transport.relay", "transport.rounds"],
     ["transport.dispatch"],

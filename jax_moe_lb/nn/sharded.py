@@ -15,6 +15,7 @@ from jax_moe_lb.routing import Router
 from jax_moe_lb.systems import System
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.migrate import Migrate
+from jax_moe_lb.transport.shards import Shards
 from jax_moe_lb.types import State
 
 
@@ -27,13 +28,25 @@ def expert_axes(topology: Topology, migrate: Migrate | None) -> tuple[str, ...]:
 @functools.partial(
     jax.jit,
     inline=True,
-    static_argnames=("router", "system", "migrate", "topology", "mesh", "losses", "sequence_length", "checks", "fused"),
+    static_argnames=(
+        "router",
+        "system",
+        "migrate",
+        "topology",
+        "mesh",
+        "shards",
+        "losses",
+        "sequence_length",
+        "checks",
+        "fused",
+    ),
 )
 def sharded_moe(
     tokens: Float[Array, "C H"],
     mask: Bool[Array, "C"] | None,
     kernel: Float[Array, "H E"],
     experts: Experts,
+    kernel_bias: Float[Array, "E"] | None,
     bias: Float[Array, "E"] | None,
     homes: Int[Array, "E"] | None,
     state: State,
@@ -44,6 +57,7 @@ def sharded_moe(
     migrate: Migrate | None,
     topology: Topology,
     mesh: Mesh,
+    shards: Shards,
     losses: Losses,
     sequence_length: int | None,
     checks: Checks,
@@ -60,6 +74,7 @@ def sharded_moe(
         mask: Array | None,
         kernel: Array,
         experts: Experts,
+        kernel_bias: Array | None,
         bias: Array | None,
         homes: Array | None,
         state: State,
@@ -67,6 +82,7 @@ def sharded_moe(
     ) -> tuple[Array, Stats, State, Experts | None]:
         # A balancer knows nothing of other groups: inside, its state has no dimension for them.
         state = jax.tree.map(lambda leaf: leaf[0], state)
+        experts = shards(experts)
         if migrate is not None and known is not None:
             experts, known = migrate.update(experts, known)
         elif migrate is not None:
@@ -79,6 +95,7 @@ def sharded_moe(
             system,
             topology,
             state=state,
+            kernel_bias=kernel_bias,
             bias=bias,
             homes=homes,
             mask=mask,
@@ -88,14 +105,16 @@ def sharded_moe(
         )
         return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state)), known
 
-    specs = (by_token, by_token, PartitionSpec(), by_expert, PartitionSpec(), PartitionSpec(), by_group, by_expert)
+    whole = PartitionSpec()
+    by_shard = shards.specs(experts, expert_axes(topology, migrate), topology.tensor_axes)
+    specs = (by_token, by_token, whole, by_shard, whole, whole, whole, by_group, by_expert)
     # Some axes may be manual already, such as the stages of a pipeline. Over those that are neither the group's nor the
     # data's all devices do the same: no compiler divides custom calls.
     around = jax.sharding.get_abstract_mesh().manual_axes
     if taken := sorted(set(around) & set(expert_axes(topology, migrate) + topology.data_axes)):
         raise ValueError(f"topology has the axes {taken}, which are manual already; expected others: see `data_axes`")
-    args = (tokens, mask, kernel, experts, bias, homes, state, known)
-    placed = [place(arg, NamedSharding(mesh, spec), mesh) for arg, spec in zip(args, specs, strict=True)]
+    args = (tokens, mask, kernel, experts, kernel_bias, bias, homes, state, known)
+    placed = [_place_by(arg, spec, mesh) for arg, spec in zip(args, specs, strict=True)]
     return jax.shard_map(
         one_rank,
         mesh=None if around else mesh,
@@ -111,6 +130,12 @@ def sharded_known(experts: Experts, *, migrate: Migrate, mesh: Mesh) -> Experts:
     spec = PartitionSpec(migrate.domains.expert_axes)
     placed = place(experts, NamedSharding(mesh, spec), mesh)
     return jax.shard_map(migrate.known, mesh=mesh, in_specs=spec, out_specs=spec)(placed)
+
+
+def _place_by(tree: Any, specs: Any, mesh: Mesh) -> Any:
+    if isinstance(specs, PartitionSpec):
+        return place(tree, NamedSharding(mesh, specs), mesh)
+    return jax.tree.map(lambda leaf, spec: place(leaf, NamedSharding(mesh, spec), mesh), tree, specs)
 
 
 def place(tree: Any, sharding: jax.sharding.Sharding, mesh: Mesh) -> Any:
