@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_moe_lb import Experts
+from jax_moe_lb import Experts, TokenInfo
 
 
 def dense_moe(x, kernel, experts: Experts, router, mask=None, bias=None):
     """Every token through every expert; `[T, H]` tokens of all ranks, `[E, ...]` experts of all ranks."""
     wide = x.dtype if x.dtype == jnp.float64 else jnp.float32
     logits = jnp.matmul(x.astype(wide), kernel.astype(wide), precision="highest")
-    routing = router(logits, bias, jnp.int32(0))
+    routing = router(logits, bias, TokenInfo(mask=mask))
     up = biased(jnp.einsum("th,ehf->etf", x, experts.up), experts.up_bias)
     gate = None if experts.gate is None else biased(jnp.einsum("th,ehf->etf", x, experts.gate), experts.gate_bias)
     hidden = jax.nn.gelu(up) if gate is None else jax.nn.silu(gate) * up

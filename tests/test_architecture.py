@@ -29,7 +29,8 @@ LAYERS = [
     ["topology", "experts", "split", "_floor_share", "_plan_file"],
     ["planners"],
     ["plan", "ops", "routing", "hybrid", "streams"],
-    ["legality", "faults", "losses"],
+    ["legality", "faults", "losses", "capacity"],
+    ["routers", "stats"],
     ["relocation", "balancers"],
     [
         "transport.codec",
@@ -92,7 +93,9 @@ def test_files_and_functions_stay_short(path):
     assert path.read_text().count("\n") <= 500
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno <= 80, node.name
+            # A docstring takes the lines that it needs.
+            described = node.body[0].end_lineno - node.body[0].lineno + 1 if ast.get_docstring(node) else 0
+            assert node.end_lineno - node.lineno - described <= 65, node.name
 
 
 # What has a clock knows plans and systems, not what runs on devices; only the command line knows it.

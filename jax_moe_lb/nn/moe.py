@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jax_moe_lb.activations import Activation
 from jax_moe_lb.checks import home_experts_per_rank
@@ -15,10 +15,10 @@ from jax_moe_lb.experts import Experts
 from jax_moe_lb.faults import Checks
 from jax_moe_lb.losses import Losses
 from jax_moe_lb.nn.parameters import LogicalAxisRules, Parameters
-from jax_moe_lb.nn.sharded import expert_axes, place, sharded_known, sharded_moe
+from jax_moe_lb.nn.sharded import Inputs, Layer, expert_axes, place, sharded_known, sharded_moe
 from jax_moe_lb.nn.shared import SharedMix
-from jax_moe_lb.pipeline import Stats
 from jax_moe_lb.routing import Router, updated_bias
+from jax_moe_lb.stats import Stats
 from jax_moe_lb.systems import System, system_named, system_names
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.migrate import Migrate
@@ -102,7 +102,9 @@ class MoE(nnx.Module):
         use_bias: whether to keep a `RouterBias` (balancing without an auxiliary loss); then call `update_bias`.
         relocatable: whether to keep `ExpertHomes` and `RunningLoads`, so that experts can move between ranks; then call
             `update_loads`, and `relocate` every so many steps.
-        losses: coefficients of the router losses, whose sum is `Stats.loss`.
+        losses: coefficients of the router losses; add `router_loss` of the statistics to the loss of the model.
+        capacity_factor: drops what experts cannot take, to compare with layers that do, see `moe`; `None`, the default,
+            drops nothing.
         dtype: the dtype of the experts' arithmetic and of replicated weights, usually bfloat16 on accelerators; `None`
             takes that of the input.
         param_dtype: the dtype of the parameters, usually float32.
@@ -154,6 +156,7 @@ class MoE(nnx.Module):
         use_bias: bool = False,
         relocatable: bool = False,
         losses: Losses = Losses(),
+        capacity_factor: float | None = None,
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
         kernel_init: nnx.Initializer = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=(0,)),
@@ -171,7 +174,7 @@ class MoE(nnx.Module):
         _check_mesh(mesh, topology)
         self.migrate = migrate
         self.router, self.mesh, self.topology, self.system = router, mesh, topology, system
-        self.losses, self.dtype = losses, dtype
+        self.losses, self.capacity_factor, self.dtype = losses, capacity_factor, dtype
         self.checks = checks_of(mesh) if checks is None else checks
         self.gated, self.activation, self.fused = gated, activation, fused
         rules = logical_axis_rules(topology, migrate) if rules is None else rules
@@ -224,7 +227,12 @@ class MoE(nnx.Module):
         self.shared_kernel = parameters.kernel((width, mix.num_logits), ("embed", None)) if mixes else None
 
     def __call__(
-        self, x: Float[Array, "*B H"], mask: Bool[Array, "*B"] | None = None
+        self,
+        x: Float[Array, "*B H"],
+        mask: Bool[Array, "*B"] | None = None,
+        *,
+        token_ids: Int[Array, "*B"] | None = None,
+        key: Key[Array, ""] | None = None,
     ) -> tuple[Float[Array, "*B H"], Stats]:
         """Sends tokens through their experts.
 
@@ -233,6 +241,8 @@ class MoE(nnx.Module):
                 Tokens that the `D * R` shards do not divide, such as those of a decode step, are padded inside. Buffers
                 are as large as the tokens need.
             mask: `[...]`, false for padding tokens; `None` if there are none.
+            token_ids: `[...]` integers, for routers that look at them, such as `HashRouter`.
+            key: random numbers for routers that want some, such as `NoisyTopK`; other ones in each call.
 
         Returns:
             The outputs, placed like `x`, and statistics stacked over the `D` groups.
@@ -243,25 +253,29 @@ class MoE(nnx.Module):
             x = place(x, NamedSharding(self.mesh, PartitionSpec()), self.mesh)
         # Weights and tokens are cast before they travel, so that bfloat16 halves what travels.
         x = x if self.dtype is None else x.astype(self.dtype)
-        tokens = x.reshape(num_tokens, x.shape[-1])
         # Without padding nothing is masked: a mask of ones would cost the program passes over the tokens.
-        mask = None if mask is None else mask.reshape(num_tokens)
-        if missing := -num_tokens % (self._num_groups() * self.topology.num_ranks):
-            tokens, mask = _padded(tokens, mask, missing, self.mesh)
+        missing = -num_tokens % (self._num_groups() * self.topology.num_ranks)
+        mask = jnp.ones(x.shape[:-1], bool) if missing and mask is None else mask
+        ids = None if token_ids is None else token_ids.astype(jnp.int32)
+        tokens, mask, ids = (_flat(array, x.ndim - 1, missing, self.mesh) for array in (x, mask, ids))
         state = self.empty_state if self.state is None else self.state.get_value()
         stored = self._experts()
         experts = jax.tree.map(lambda w: w.astype(x.dtype), stored)
         fused = self.gated and _is_accelerated(self.mesh) and stored.up.dtype != x.dtype
-        y, stats, state, known = sharded_moe(
-            tokens,
-            mask,
-            self.kernel[...],
-            experts,
-            _value(self.kernel_bias),
-            _value(self.bias),
-            _value(self.homes),
-            state,
-            jax.tree.unflatten(jax.tree.structure(stored), [w[...] for w in self.known]) if self.known else None,
+        inputs = Inputs(
+            tokens=tokens,
+            mask=mask,
+            token_ids=ids,
+            key=key,
+            kernel=self.kernel[...],
+            kernel_bias=_value(self.kernel_bias),
+            experts=experts,
+            bias=_value(self.bias),
+            homes=_value(self.homes),
+            state=state,
+            known=jax.tree.unflatten(jax.tree.structure(stored), [w[...] for w in self.known]) if self.known else None,
+        )
+        layer = Layer(
             router=self.router,
             system=self.system,
             migrate=self.migrate,
@@ -270,9 +284,11 @@ class MoE(nnx.Module):
             shards=self.shards,
             losses=self.losses,
             sequence_length=x.shape[-2] if x.ndim > 2 else None,
+            capacity_factor=self.capacity_factor,
             checks=self.checks,
             fused=fused if self.fused is None else self.fused,
         )
+        y, stats, state, known = sharded_moe(inputs, layer=layer)
         if self.state is not None:
             self.state.set_value(state)
         for weights, now in zip(self.known, jax.tree.leaves(known), strict=True):
@@ -420,15 +436,16 @@ def _system(system: System | str) -> System:
     raise TypeError(f"system is {system!r}; expected a System, or one of {', '.join(system_names())}")
 
 
-def _padded(
-    tokens: Float[Array, "N H"], mask: Bool[Array, "N"] | None, missing: int, mesh: Mesh
-) -> tuple[Float[Array, "C H"], Bool[Array, "C"]]:
-    """Puts `missing` tokens after the others, which no expert serves."""
-    present = jnp.ones(tokens.shape[0], bool) if mask is None else mask
+def _flat(array: Array | None, num_dims: int, missing: int, mesh: Mesh) -> Array | None:
+    """Makes one dimension of the first ones, the tokens, and puts zeros for `missing` ones after them."""
+    if array is None:
+        return None
+    array = array.reshape(-1, *array.shape[num_dims:])
+    if not missing:
+        return array
     # On an Explicit mesh no axis may divide what it does not divide evenly: these are few, and every device has them.
-    whole = NamedSharding(mesh, PartitionSpec())
-    tokens, present = place(tokens, whole, mesh), place(present, whole, mesh)
-    return jnp.pad(tokens, ((0, missing), (0, 0))), jnp.pad(present, (0, missing))
+    array = place(array, NamedSharding(mesh, PartitionSpec()), mesh)
+    return jnp.pad(array, ((0, missing), *[(0, 0)] * (array.ndim - 1)))
 
 
 def _check_domains(topology: Topology, migrate: Migrate | None) -> None:
