@@ -21,6 +21,7 @@ from .balancers.plain import Plain as Plain
 from .balancers.rails import RailS as RailS
 from .balancers.rails import interface_rows as interface_rows
 from .balancers.repacking import rebalance_experts as rebalance_experts
+from .balancers.sizes import LayerSizes as LayerSizes
 from .balancers.ultraep import UltraEP as UltraEP
 from .compiler_options import compiler_options as compiler_options
 from .experts import Experts as Experts
@@ -71,6 +72,7 @@ from .systems import hybridep as hybridep
 from .systems import lplb as lplb
 from .systems import plain as plain
 from .systems import rails as rails
+from .systems import two_tier as two_tier
 from .systems import ultraep as ultraep
 from .topology import Level as Level
 from .topology import Topology as Topology

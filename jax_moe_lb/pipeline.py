@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jax_moe_lb._varying import varying_axes
+from jax_moe_lb.balancers.sizes import LayerSizes
 from jax_moe_lb.capacity import capacity, within_capacity
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.faults import Checks, Fault, fault_code
@@ -124,7 +125,7 @@ def moe(
         shards,
         start,
         state,
-        balancer=system.balancer,
+        balancer=system.balancer.sized(_sizes(tokens, weights, shards)),
         replicate=system.replicate,
         topology=topology,
         checks=checks,
@@ -284,6 +285,18 @@ def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:
         return jax.lax.pcast(leaf, axes, to="varying") if axes else leaf
 
     return jax.tree.map(vary, experts)
+
+
+def _sizes(x: Tokens, weights: Weights, experts: Experts) -> LayerSizes:
+    # All of it is static: shapes and dtypes.
+    expert_bytes = experts.nbytes // experts.up.shape[0]
+    return LayerSizes(
+        num_copies=weights.size,
+        expert_bytes=expert_bytes,
+        gradient_bytes=expert_bytes,
+        token_bytes=x.shape[1] * x.dtype.itemsize,
+        token_flops=2 * expert_bytes // experts.up.dtype.itemsize,
+    )
 
 
 def _outputs(

@@ -1,6 +1,7 @@
 """The Flax layer holds parameters and the balancer's state, and calls `pipeline.moe`."""
 
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -101,7 +102,8 @@ class MoE(nnx.Module):
         shared_mix: how its output is added, see `SharedMix`.
         use_bias: whether to keep a `RouterBias` (balancing without an auxiliary loss); then call `update_bias`.
         relocatable: whether to keep `ExpertHomes` and `RunningLoads`, so that experts can move between ranks; then call
-            `update_loads`, and `relocate` every so many steps.
+            `update_loads`, and `relocate` every so many steps. `None`, the default: if the system relocates, as that of
+            `two_tier` does.
         losses: coefficients of the router losses; add `router_loss` of the statistics to the loss of the model.
         capacity_factor: drops what experts cannot take, to compare with layers that do, see `moe`; `None`, the default,
             drops nothing.
@@ -113,6 +115,9 @@ class MoE(nnx.Module):
         checks: what to do about bad values, see `moe`; `None`, the usual choice, stops the program on CPUs and defers
             on accelerators: call `raise_fault` on the statistics of each step there.
         rngs: random numbers for the parameters.
+
+    Warns:
+        UserWarning: the system cannot balance anything on this mesh, such as `hybridep()` with too few slots.
 
     Raises:
         ValueError: `num_experts` is no multiple of the ranks, the topology is not the mesh's, or a `relocatable` layer
@@ -154,7 +159,7 @@ class MoE(nnx.Module):
         shared_mlp_dim: int = 0,
         shared_mix: SharedMix = SharedMix.SUM,
         use_bias: bool = False,
-        relocatable: bool = False,
+        relocatable: bool | None = None,
         losses: Losses = Losses(),
         capacity_factor: float | None = None,
         dtype: DType | None = None,
@@ -169,9 +174,12 @@ class MoE(nnx.Module):
         if topology is None:
             topology = migrate.domains.between if migrate else Topology.from_mesh(mesh)
         system = _system(system)
+        relocatable = system.relocates if relocatable is None else relocatable
         _check_domains(topology, migrate)
         home_experts_per_rank(num_experts, topology.num_ranks * (migrate.domains.domain_size if migrate else 1))
         _check_mesh(mesh, topology)
+        if why := system.why_idle(topology, num_experts):
+            warnings.warn(f"the system cannot balance anything: {why}", stacklevel=2)
         self.migrate = migrate
         self.router, self.mesh, self.topology, self.system = router, mesh, topology, system
         self.losses, self.capacity_factor, self.dtype = losses, capacity_factor, dtype
@@ -186,19 +194,28 @@ class MoE(nnx.Module):
         self.known: nnx.List[KnownWeights] = nnx.List([])
         if migrate is not None and migrate.codec.remembers:
             self.known = nnx.List(self._known_weights(migrate))
-        self.bias = RouterBias(jnp.zeros((num_experts,), jnp.float32)) if use_bias else None
-        self.homes = ExpertHomes(jnp.arange(num_experts, dtype=jnp.int32)) if relocatable else None
-        self.loads = RunningLoads(jnp.zeros((num_experts,), jnp.float32)) if relocatable else None
+        self._make_states(num_experts, use_bias, relocatable)
+
+    def _make_states(self, num_experts: int, use_bias: bool, relocatable: bool) -> None:
+        everywhere, by_group = PartitionSpec(), PartitionSpec(self.topology.data_axes)
+
+        def on_mesh(tree: Any, spec: PartitionSpec) -> Any:
+            # Where parameters are, so that a checkpoint of both can be restored onto any mesh.
+            return jax.device_put(tree, NamedSharding(self.mesh, spec))
+
+        zeros = jnp.zeros((num_experts,), jnp.float32)
+        self.bias = RouterBias(on_mesh(zeros, everywhere)) if use_bias else None
+        self.homes = ExpertHomes(on_mesh(jnp.arange(num_experts, dtype=jnp.int32), everywhere)) if relocatable else None
+        self.loads = RunningLoads(on_mesh(zeros, everywhere)) if relocatable else None
         # Every group on the data axes has a state of its own, as each plans for its own tokens.
-        state = system.balancer.init((topology.num_ranks, num_experts))
+        state = self.system.balancer.init((self.topology.num_ranks, num_experts))
         if relocatable and jax.tree.leaves(state):
             raise ValueError(
-                f"relocatable is True; expected False with {type(system.balancer).__name__}, "
+                f"relocatable is True; expected False with {type(self.system.balancer).__name__}, "
                 "which remembers the loads of places between steps"
             )
-        groups = self._num_groups()
-        stacked = jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * groups), state)
-        self.state = BalancerState(stacked) if jax.tree.leaves(state) else None
+        stacked = jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * self._num_groups()), state)
+        self.state = BalancerState(on_mesh(stacked, by_group)) if jax.tree.leaves(state) else None
         self.empty_state = None if jax.tree.leaves(state) else state
 
     def _make_experts(
