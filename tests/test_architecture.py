@@ -46,7 +46,8 @@ LAYERS = [
     ["transport.dispatch"],
     ["transport.direct", "transport.spray"],
     ["transport.wave_receipts", "transport.waves"],
-    ["transport.staged"],
+    ["transport.phase_receipts", "transport.phases"],
+    ["transport.staged", "transport.two_phase"],
     ["systems"],
     ["pipeline"],
     ["nn"],
@@ -159,7 +160,19 @@ def test_nothing_reads_the_environment_or_keeps_globals():
 
 def test_no_strategy_is_known_by_its_class():
     """Executor and simulator ask strategies what they need; the executor makes no exception for one of them."""
-    strategies = {"Staged", "Direct", "Spray", "Gather", "PeerCopy", "Relay", "HybridEP", "Plain", "Chain", "RailS"}
+    strategies = {
+        "Staged",
+        "TwoPhase",
+        "Direct",
+        "Spray",
+        "Gather",
+        "PeerCopy",
+        "Relay",
+        "HybridEP",
+        "Plain",
+        "Chain",
+        "RailS",
+    }
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":

@@ -18,6 +18,7 @@ from jax_moe_lb import (
     System,
     TopK,
     Topology,
+    TwoPhase,
     feplb,
     greedy,
     moe,
@@ -109,6 +110,7 @@ def message_of(layer, *args):
     [
         *((spoil, None, Direct()) for spoil in BROKEN),
         (loses_a_token, PeerCopy(), Staged()),
+        (loses_a_token, PeerCopy(), TwoPhase()),
         (relays_from_nowhere, PeerCopy(), Direct()),
         (sprays_rows_that_are_not_there, None, Spray()),
     ],

@@ -31,6 +31,7 @@ from jax_moe_lb import (
     System,
     TopK,
     Topology,
+    TwoPhase,
     UltraEP,
     check_plan,
     exact,
@@ -80,7 +81,9 @@ SYSTEMS = {
     "ultraep": System(UltraEP(min_tokens=4), replicate=Relay(min_replicas=3, min_gain=1), replica_slots=4),
     "exact": exact(),
     "greedy in small rounds": greedy(replica_slots=1, headroom=0.4),
-    "feplb": System(FEPLB(num_dynamic=1, skip=True), PeerCopy(), Staged(), replica_slots=2),
+    "feplb": System(FEPLB(num_dynamic=1, skip=True), PeerCopy(), TwoPhase(), replica_slots=2),
+    # Experts move in part, in several rounds, and some have no room.
+    "greedy in two phases": System(Greedy(), dispatch=TwoPhase(0.6, moved_headroom=0.3), replica_slots=2),
     "fastermoe": System(BALANCERS[FasterMoE], replica_slots=2),
     "eplb": System(EPLB(every=1), replica_slots=2),
     "eplb_plus": System(EPLBPlus(), replica_slots=2),
