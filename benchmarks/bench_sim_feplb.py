@@ -46,9 +46,8 @@ STEP = Step(recompute=False)
 SYSTEMS = {
     "before": systems.plain(ROOM),
     "FasterMoE": System(FasterMoE(), PeerCopy(), Direct(ROOM), SLOTS),
-    "FEPLB": System(FEPLB(), PeerCopy(), TwoPhase(ROOM, moved_headroom=ROOM), SLOTS),
-    "FEPLB, skip": System(FEPLB(skip=True), PeerCopy(), TwoPhase(ROOM, moved_headroom=ROOM), SLOTS),
-    "FEPLB, half a mean moved": System(FEPLB(), PeerCopy(), TwoPhase(ROOM), SLOTS),
+    "FEPLB": System(FEPLB(), PeerCopy(), TwoPhase(ROOM), SLOTS),
+    "FEPLB, skip": System(FEPLB(skip=True), PeerCopy(), TwoPhase(ROOM), SLOTS),
     "FEPLB, two waves": System(FEPLB(), PeerCopy(), Staged(ROOM), SLOTS),
     "FEPLB, one wave": System(FEPLB(), PeerCopy(), Direct(ROOM), SLOTS),
     "UltraEP": System(UltraEP(min_tokens=512), PeerCopy(), Direct(ROOM), SLOTS),

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.experts import Experts
+from jax_moe_lb.ops.copy_expert_weights import join
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
 from jax_moe_lb.ops.moved_rows import Taken, move, move_back, moved_rows, served_quota
-from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
+from jax_moe_lb.ops.plan_and_copy import RowsAtHome, plan_and_copy, post
 from jax_moe_lb.ops.ragged_all_to_all import unwritten
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.transport.copies import (
@@ -105,11 +106,15 @@ class _Forward(NamedTuple):
         copies = to_sending_order(self.tokens, self.receipt, self.routed.experts.shape[1])
         return self.ways.direct.send(copies, self.receipt, i, self.ways.topology)[0]
 
-    def static_wave(self, i: Array, rows: Rows) -> Rows:
+    def static_sizes(self, i: Array, rows: Rows) -> Int[Array, "L"]:
+        """Counts the rows of static experts, which stand in front; others have none."""
+        static = replace(self.streams, size=jnp.where(self.dynamic, 0, self.streams.size))
+        return _here(static, i, rows, self.ways)[1]
+
+    def static_wave(self, rows: Rows, sizes: Int[Array, "L"]) -> Rows:
         """Computes the outputs of the rows in front, which need home weights alone; the others hold anything."""
         with jax.named_scope("static_wave"):
-            static = replace(self.streams, size=jnp.where(self.dynamic, 0, self.streams.size))
-            return grouped_ffn(rows, self.experts, _here(static, i, rows, self.ways)[1])
+            return grouped_ffn(rows, self.experts, sizes)
 
     def finish(self, i: Array, rows: Rows, out: Rows, moved: "_Arrived", copies: Copies) -> Copies:
         """Computes the outputs of dynamic experts, here and where they moved, and sends all outputs back."""
@@ -140,11 +145,14 @@ def _serve(
     receipt, is_whole = direct.within_rounds(receipt, checks)
     forward, first = _Forward(ways, experts, tokens, routed, dynamic, receipt, streams), jnp.int32(0)
     rows = forward.come_home(first)
+    sizes = forward.static_sizes(first, rows)
     pending: Any
     if ways.planner is not None:
         planner, route = ways.planner
-        rows, posted = post(plan.placement, plan.quota, experts, rows, planner=planner, route=route)
-        out = forward.static_wave(first, rows)
+        at_home = RowsAtHome(rows, streams.first, room)
+        # The wave reads the sizes, so `post` comes before it.
+        sizes, posted = post(plan.placement, plan.quota, experts, sizes, planner=planner, route=route, rows=at_home)
+        out = forward.static_wave(rows, sizes)
         # It takes the outputs of the wave so that it is launched after it; the plan is made from what `post` had.
         out, tables, pending = plan_and_copy(posted, out)
         made = replace(plan, placement=tables[0], quota=tables[1])
@@ -154,14 +162,18 @@ def _serve(
         plan, is_legal = served_plan(made, routed.counts, dynamic, checks)
         # Started before the wave is computed, and joined after it, so that copies can run beside its products.
         pending = _start(experts, plan, ways)
-        out = forward.static_wave(first, rows)
+        out = forward.static_wave(rows, sizes)
     phases = Phases(receipt, streams, moved_rows(plan.placement, plan.quota, streams.first, room))
-    arrived = _move(rows, phases, first, room, ways)
-    slots = None if pending is None else replicate.join(pending, out)
+    if ways.planner is not None:
+        slots, arrived = join(pending, out)
+    else:
+        arrived = _move(rows, phases, first, room, ways)
+        slots = None if pending is None else replicate.join(pending, out)
 
     def one_round(i: Array, copies: Copies) -> Copies:
         rows = forward.come_home(i)
-        out, arrived = forward.static_wave(i, rows), _move(rows, phases, i, room, ways)
+        out = forward.static_wave(rows, forward.static_sizes(i, rows))
+        arrived = _move(rows, phases, i, room, ways)
         return forward.finish(i, rows, out, _Arrived(phases, slots, arrived), copies)
 
     nothing = unwritten(tokens, routed.experts.size)

@@ -39,19 +39,19 @@ class TwoPhase(Direct):
     Args:
         headroom: rows that a rank can receive from phase 1 in one round, over the mean. 1.5 is usual: ranks then have
             up to half more than the mean before balancing. `max_rounds` counts these rounds.
-        moved_headroom: rows that a rank can take from others, over the mean, in all rounds together; 0.5, the default,
-            is usual. What a rank has no room for stays at home and is served there: no token is lost, and the load is
+        moved_headroom: rows that a rank can take from others, over the mean, in all rounds together; 1, the default, is
+            usual. What a rank has no room for stays at home and is served there: no token is lost, and the load is
             less level. `Stats` say what was served.
 
     Examples:
         >>> from jax_moe_lb import FEPLB, PeerCopy, System
         >>> dispatch = System(FEPLB(), PeerCopy(), TwoPhase(headroom=1.5), replica_slots=4).dispatch
         >>> dispatch.capacity(4096 * 8), dispatch.room(4096 * 8)
-        (49152, 16384)
+        (49152, 32768)
     """
 
     headroom: float = 1.5
-    moved_headroom: float = 0.5
+    moved_headroom: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
