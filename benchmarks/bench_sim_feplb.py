@@ -20,7 +20,7 @@ from scipy.optimize import nnls
 from benchmarks import bench_feplb
 from benchmarks.published import Table, show
 from benchmarks.stragglers import CASES, DYNAMIC, NUM_EXPERTS, counts
-from jax_moe_lb import FEPLB, Direct, Exact, FasterMoE, PeerCopy, Staged, System, TwoPhase, UltraEP, systems
+from jax_moe_lb import FEPLB, Direct, Exact, FasterMoE, PeerCopy, System, TwoPhase, UltraEP, systems
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Report, Step, simulate
 
 LAYER_MS = {
@@ -48,7 +48,6 @@ SYSTEMS = {
     "FasterMoE": System(FasterMoE(), PeerCopy(), Direct(ROOM), SLOTS),
     "FEPLB": System(FEPLB(), PeerCopy(), TwoPhase(ROOM), SLOTS),
     "FEPLB, skip": System(FEPLB(skip=True), PeerCopy(), TwoPhase(ROOM), SLOTS),
-    "FEPLB, two waves": System(FEPLB(), PeerCopy(), Staged(ROOM), SLOTS),
     "FEPLB, one wave": System(FEPLB(), PeerCopy(), Direct(ROOM), SLOTS),
     "UltraEP": System(UltraEP(min_tokens=512), PeerCopy(), Direct(ROOM), SLOTS),
     "Exact": System(Exact(), PeerCopy(), Direct(ROOM), SLOTS),
@@ -174,7 +173,7 @@ def overhead(fit: Fit, loads: np.ndarray) -> Table:
     )
     before = exchanges_s(run(fit, SYSTEMS["before"], loads))
     uncovered = []
-    for name in ("FasterMoE", "FEPLB", "FEPLB, two waves", "FEPLB, one wave"):
+    for name in ("FasterMoE", "FEPLB", "FEPLB, one wave"):
         report = run(fit, SYSTEMS[name], loads)
         table.add(name, 100 * (exchanges_s(report) / before - 1))
         waits = {
@@ -208,8 +207,7 @@ def layers(fit: Fit, loads: dict[int, np.ndarray]) -> list[Table]:
         f"Fitted: {fit.copies} token copies on a rank, {fit.peak_flops_per_s * 1e-12:.0f} TFLOP/s, "
         f"{fit.half_rows:.0f} rows, {1e3 * fit.rest_s:.2f} ms. Tutel and Triton Distributed are no systems of this "
         "library. Published gains are larger. FasterMoE's: here nothing hides its copies; theirs run on copy engines "
-        "beside the products. In two waves (`Staged`) the second is dispatched when all ranks are done with the "
-        "first, so the slowest rank of each counts; in two phases no rank waits in between."
+        "beside the products."
     )
     return [times, products, others]
 

@@ -78,7 +78,6 @@ from .transport.prefetch import scan_prefetched as scan_prefetched
 from .transport.relay import Relay as Relay
 from .transport.replicate import Replicate as Replicate
 from .transport.spray import Spray as Spray
-from .transport.staged import Staged as Staged
 from .transport.two_phase import TwoPhase as TwoPhase
 from .virtual_devices import use_virtual_cpu_devices as use_virtual_cpu_devices
 

@@ -186,7 +186,7 @@ def feplb(replica_slots: int = 4, headroom: float = 1.5) -> System:
     """Moves the busiest experts, whole, to idle ranks of their domain, while the others are served: FEPLB.
 
     Use it inside one NVLink domain, where copy engines move weights. Where memory is short, make the system with
-    `Staged()` instead: its receive buffer takes the balanced load.
+    `Direct()` instead: its receive buffer takes the balanced load, and nothing hides its copies.
 
     Args:
         replica_slots: the slots of a rank beyond its home experts, and so the experts that it can take; 4 are usual.

@@ -45,9 +45,8 @@ LAYERS = [
     ["transport.gather", "transport.peer_copy", "transport.relay", "transport.rounds"],
     ["transport.dispatch"],
     ["transport.direct", "transport.spray"],
-    ["transport.wave_receipts", "transport.waves"],
     ["transport.phase_receipts", "transport.phases"],
-    ["transport.staged", "transport.two_phase"],
+    ["transport.two_phase"],
     ["systems"],
     ["pipeline"],
     ["nn"],
@@ -161,7 +160,6 @@ def test_nothing_reads_the_environment_or_keeps_globals():
 def test_no_strategy_is_known_by_its_class():
     """Executor and simulator ask strategies what they need; the executor makes no exception for one of them."""
     strategies = {
-        "Staged",
         "TwoPhase",
         "Direct",
         "Spray",

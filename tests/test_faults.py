@@ -14,7 +14,6 @@ from jax_moe_lb import (
     Direct,
     PeerCopy,
     Spray,
-    Staged,
     System,
     TopK,
     Topology,
@@ -109,7 +108,6 @@ def message_of(layer, *args):
     ("spoil", "replicate", "dispatch"),
     [
         *((spoil, None, Direct()) for spoil in BROKEN),
-        (loses_a_token, PeerCopy(), Staged()),
         (loses_a_token, PeerCopy(), TwoPhase()),
         (relays_from_nowhere, PeerCopy(), Direct()),
         (sprays_rows_that_are_not_there, None, Spray()),

@@ -97,8 +97,7 @@ def post(
 ) -> tuple[Any, Posted]:
     """Says what `plan_and_copy` will plan and copy, and returns at once.
 
-    `Staged` calls it as soon as the load is known, `TwoPhase` when all rows are at home. Use it yourself only where you
-    make waves of your own.
+    `TwoPhase` calls it when all rows are at home. Use it yourself only where you make waves of your own.
 
     Args:
         placement: `[R, S]` int32, the expert in each slot, the same on all ranks; the first `L` slots of a rank are its

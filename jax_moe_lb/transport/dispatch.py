@@ -96,14 +96,14 @@ def stopping_unless(
 class Dispatch(Exchange[ReceiptT]):
     """Serves tokens. Write the methods of an `Exchange`; then this serves in rounds of it.
 
-    Take `Direct`, `Spray`, `TwoPhase` or `Staged`, or write one when rows can travel in a better way than theirs. A
-    dispatch that computes before there is a plan overrides `serve`, as the last two do, and `waves` with it. The other
-    methods tell the simulator what moves, so that it needs to know no dispatch by name.
+    Take `Direct`, `Spray` or `TwoPhase`, or write one when rows can travel in a better way than theirs. A dispatch that
+    computes before there is a plan overrides `serve`, as `TwoPhase` does, and `waves` with it. The other methods tell
+    the simulator what moves, so that it needs to know no dispatch by name.
 
     Examples:
-        >>> from jax_moe_lb import Direct, Spray, Staged, TwoPhase
-        >>> [issubclass(kind, Dispatch) for kind in (Direct, Spray, Staged, TwoPhase)]
-        [True, True, True, True]
+        >>> from jax_moe_lb import Direct, Spray, TwoPhase
+        >>> [issubclass(kind, Dispatch) for kind in (Direct, Spray, TwoPhase)]
+        [True, True, True]
     """
 
     def serve(

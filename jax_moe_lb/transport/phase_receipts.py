@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb.ops.moved_rows import MovedRows, Window
@@ -16,8 +16,10 @@ from jax_moe_lb.ops.row_blocks import concatenated
 from jax_moe_lb.plan import plain_plan
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.direct import Direct, DirectReceipt
-from jax_moe_lb.transport.wave_receipts import Dynamic
 from jax_moe_lb.types import Counts, GroupSizes, iota
+
+Dynamic = Bool[Array, "E"]
+"""Whether each expert may leave its home; false for static experts, which only their homes serve."""
 
 
 @pytree
@@ -70,7 +72,7 @@ class Blocks(NamedTuple):
 
     of_row: Int[Array, "A"]
     to_row: Int[Array, "A"]
-    inside: Array
+    inside: Bool[Array, "A"]
     sizes: GroupSizes
 
     @classmethod

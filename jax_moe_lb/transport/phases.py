@@ -13,13 +13,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.experts import Experts
+from jax_moe_lb.faults import Checks
+from jax_moe_lb.ops._peer import Route
 from jax_moe_lb.ops.copy_expert_weights import join
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
 from jax_moe_lb.ops.moved_rows import Taken, move, move_back, moved_rows, served_quota
 from jax_moe_lb.ops.plan_and_copy import RowsAtHome, plan_and_copy, post
 from jax_moe_lb.ops.ragged_all_to_all import unwritten
 from jax_moe_lb.plan import Plan
+from jax_moe_lb.planners.native import NativePlanner
+from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.copies import (
     Weights,
     combine,
@@ -28,14 +33,59 @@ from jax_moe_lb.transport.copies import (
     weights_by_token,
     weights_in_order,
 )
-from jax_moe_lb.transport.direct import DirectReceipt
+from jax_moe_lb.transport.direct import Direct, DirectReceipt
 from jax_moe_lb.transport.dispatch import Routed, served_plan
 from jax_moe_lb.transport.exchange import Copies
-from jax_moe_lb.transport.phase_receipts import Blocks, Phases, Streams, address_home, window
+from jax_moe_lb.transport.phase_receipts import Blocks, Dynamic, Phases, Streams, address_home, window
+from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.rounds import Batch, OfCopies, further_rounds, no_gradients
-from jax_moe_lb.transport.wave_receipts import Dynamic
-from jax_moe_lb.transport.waves import Ways
 from jax_moe_lb.types import Rows, Tokens, wide_dtype
+
+
+class Ways(NamedTuple):
+    """Says how things travel and how the plan is made: the static arguments of `serve_in_phases`, which are hashable.
+
+    Args:
+        direct: the dispatch by which tokens travel.
+        replicate: the replication by which weights travel.
+        planner: what makes the plan beside the static wave, and between whom rows and weights are then copied; `None`
+            where the plan is there already.
+        topology: its expert axes are the ranks that both travel between.
+        checks: what to do about a plan that is not legal, or needs more rounds than there are.
+    """
+
+    direct: Direct
+    replicate: Replicate
+    planner: tuple[NativePlanner, Route] | None
+    topology: Topology
+    checks: Checks
+
+    @classmethod
+    def of(
+        cls,
+        direct: Direct,
+        balancer: Balancer,
+        replicate: Replicate,
+        plan: Plan,
+        topology: Topology,
+        checks: Checks,
+    ) -> "Ways":
+        """Chooses the ways, with a planner where one can run beside the static wave.
+
+        That is so where it is all that the balancer does, copies may follow at once, and there are slots to fill.
+
+        Args:
+            direct: the dispatch by which tokens travel.
+            balancer: it edits the plan.
+            replicate: the replication by which weights travel.
+            plan: the plan from which the planner starts.
+            topology: its expert axes are the ranks that both travel between.
+            checks: what to do about a bad plan.
+        """
+        planner, route = balancer.native_planner(plan.domain), replicate.route(topology)
+        if planner is None or route is None or plan.slots == plan.num_home or route.domain is not None:
+            return cls(direct, replicate, None, topology, checks)
+        return cls(direct, replicate, (planner, route), topology, checks)
 
 
 class Outcome(NamedTuple):

@@ -15,9 +15,8 @@ from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Routed, Served
-from jax_moe_lb.transport.phases import serve_in_phases
+from jax_moe_lb.transport.phases import Ways, serve_in_phases
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.waves import Ways
 from jax_moe_lb.types import Counts, State, Tokens
 
 
@@ -33,8 +32,8 @@ class TwoPhase(Direct):
     Experts that move in part, as those of `Greedy` do, send on a part of their rows.
 
     A receive buffer must take the load as it was *before* balancing: a rank that homes `m` times the mean takes
-    `ceil(m / headroom)` rounds. So give more headroom than elsewhere. `Staged` and `Direct` receive what is balanced,
-    in less memory.
+    `ceil(m / headroom)` rounds. So give more headroom than elsewhere; `Direct` receives what is balanced, in less
+    memory, and hides no copies.
 
     Args:
         headroom: rows that a rank can receive from phase 1 in one round, over the mean. 1.5 is usual: ranks then have

@@ -27,7 +27,6 @@ from jax_moe_lb import (
     RailS,
     Relay,
     Spray,
-    Staged,
     System,
     TopK,
     Topology,
@@ -96,10 +95,10 @@ SYSTEMS = {
         Chain((HybridEP(2), Exact(), RailS())), dispatch=Spray(), replica_slots=4
     ),
     "peer copies": System(Greedy(), replicate=PeerCopy(), replica_slots=2),
-    # Two waves whose plan no native planner makes beside the first: `start` and `join` with work between them.
-    "exact in two waves": System(Exact(), PeerCopy(), Staged(), replica_slots=2),
-    "eplb_plus in two waves, along relays": System(
-        EPLBPlus(), Relay(min_replicas=3, min_gain=1), Staged(), replica_slots=4
+    # Two phases whose plan no native planner makes beside the first: `start` and `join` with work between them.
+    "exact in two phases": System(Exact(), PeerCopy(), TwoPhase(), replica_slots=2),
+    "eplb_plus in two phases, along relays": System(
+        EPLBPlus(), Relay(min_replicas=3, min_gain=1), TwoPhase(), replica_slots=4
     ),
 }
 ON_RAILS = {"rails", "exact inside expert domains, sprayed"}

@@ -8,12 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import FEPLB, Chain, Greedy, PeerCopy, RailS, System, TopK, Topology, TwoPhase, check_plan, plain_plan
+from jax_moe_lb import (
+    FEPLB,
+    Chain,
+    Experts,
+    Greedy,
+    PeerCopy,
+    RailS,
+    System,
+    TopK,
+    Topology,
+    TwoPhase,
+    _custom_calls,
+    check_plan,
+    moe,
+    plain_plan,
+)
+from jax_moe_lb.legality import ensure_legal
 from jax_moe_lb.ops.moved_rows import moved_rows, served_quota
 from jax_moe_lb.plan import load, rows_between
-from tests.dependencies import of_compiled
+from tests.dependencies import of_compiled, of_lowered
 from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
 CASE, MESH = Case(), make_mesh((8,), ("expert",))
@@ -128,6 +145,24 @@ def test_the_static_wave_needs_neither_plan_nor_copies():
 
 
 @pytest.mark.slow
+def test_the_same_where_it_is_lowered_for_a_gpu():
+    """Without callbacks to the host, which can only be lowered for a backend that is there."""
+    traced = with_gradients(sharded_moe(MESH, TOPOLOGY, SYSTEM, checks="deferred")).trace(*arguments(WORKLOADS[0]))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+    if not _custom_calls.is_built("cuda"):
+        assert "moe_lb_" not in text
+        return
+    graph = of_lowered(text, "@moe_lb_copy_post")
+    plans, posts = graph.holding("@moe_lb_plan_feplb_and_copy"), graph.holding("@moe_lb_copy_post")
+    joins = graph.holding("@moe_lb_copy_join")
+    static, dynamic = (graph.holding(rf"ragged_dot.*{wave}_wave") for wave in ("static", "dynamic"))
+    assert all((static, dynamic, plans, joins))
+    assert not graph.needs(static) & (plans | joins)
+    assert posts <= graph.needs(static) <= graph.needs(plans)
+    assert plans | joins <= graph.needs(dynamic)
+
+
+@pytest.mark.slow
 def test_in_the_backward_pass_copies_are_made_beside_what_stays_at_home():
     graph = of_compiled(compiled().as_text())
     (start,) = graph.holding("moe_lb_copy_start")
@@ -140,7 +175,55 @@ def test_in_the_backward_pass_copies_are_made_beside_what_stays_at_home():
     assert all(join in graph.needs([one]) for one in moved)
 
 
+# ---- memory -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_all_layers_of_a_stack_share_the_slots():
+    """Four layers and one slot more take one expert more, not one for each layer."""
+    mlp_dim, spec = 4096, PartitionSpec("expert")
+    expert = CASE.width * mlp_dim * 2 * 4
+
+    def temporaries(layers, replica_slots):
+        system = dataclasses.replace(SYSTEM, replica_slots=replica_slots)
+
+        def one_rank(x, kernel, experts):
+            def layer(x, experts):
+                return x + moe(x, kernel, experts, TopK(2), system, TOPOLOGY)[0], None
+
+            return jax.lax.scan(layer, x, experts)[0]
+
+        def arguments():
+            up, down = jnp.zeros((layers, 16, CASE.width, mlp_dim)), jnp.zeros((layers, 16, mlp_dim, CASE.width))
+            return jnp.zeros((8 * CASE.num_tokens, CASE.width)), jnp.zeros((CASE.width, 16)), Experts(up, down)
+
+        specs = spec, PartitionSpec(), PartitionSpec(None, "expert")
+        run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=specs, out_specs=spec))
+        return run.lower(*jax.eval_shape(arguments)).compile().memory_analysis().temp_size_in_bytes
+
+    assert 0.99 * expert < temporaries(6, 3) - temporaries(2, 2) < 1.01 * expert
+
+
 # ---- refusals -----------------------------------------------------------------------
+
+
+def test_a_plan_that_takes_a_static_expert_from_home_is_refused():
+    counts = np.full((8, 16), 3, np.int32)
+    plan = plain_plan(counts, TOPOLOGY, 3)
+    dynamic = np.asarray(SYSTEM.balancer.dynamic(plan))
+    assert dynamic.tolist() == [True, False] * 8
+    for expert in (0, 1):
+        placement, quota = plan.placement.copy(), plan.quota.copy()
+        placement[2, 2], quota[expert, 0], quota[expert, 2] = expert, 0, 24
+        moved = dataclasses.replace(plan, placement=placement, quota=quota)
+        check_plan(moved, counts)
+        if dynamic[expert]:
+            check_plan(moved, counts, dynamic)
+    message = "quota of expert 1, rank 2 is 24; expected 0: the expert is static, served by its home, rank 0, alone"
+    with pytest.raises(ValueError, match=message):
+        check_plan(moved, counts, dynamic)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(jax.jit(ensure_legal)(moved, jnp.asarray(counts), jnp.asarray(dynamic)))
 
 
 def test_a_plan_over_rails_and_no_room_are_refused():
