@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jax_moe_lb._first_order import first_order
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.faults import Checks
@@ -280,7 +281,7 @@ def _backward(
     def pull_back(saved: Saved, upstream: Tokens) -> tuple[Tokens, Weights, Experts]:
         return _gradients(ways, room, saved, upstream)
 
-    of_tokens, of_weights, of_experts = pull_back(saved, gradients[0])
+    of_tokens, of_weights, of_experts = first_order(pull_back)(saved, gradients[0])
     none: Any = None  # Choices and counts are integers, which have no gradients.
     return of_tokens, of_experts, Routed(none, none, of_weights), None, None
 
