@@ -138,7 +138,7 @@ def post(
     tables: Arrays = (placement, quota)
     if rows is not None:
         num_rows[-1] = rows.room
-        tables = (*tables, rows.first_row[None])
+        tables = alike(*tables, rows.first_row[None])
     where = place(route)
     waves, structure = jax.tree.flatten(before)
     num_tables = len(tables)
