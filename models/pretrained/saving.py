@@ -1,0 +1,139 @@
+"""`save_pretrained` writes a checkpoint that `transformers` loads."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from safetensors.numpy import save_file
+
+from models.architectures.catalogue import pieces_of
+from models.architectures.names import Piece
+from models.decoder.config import DecoderConfig
+from models.decoder.model import Decoder
+from models.files import part, write_whole
+from models.pretrained.folder import INDEX, SINGLE
+from models.pretrained.loading import by_path
+
+MAX_FILE_BYTES = 2**30
+"""A file has at most so many bytes of tensors, unless one tensor has more: host memory holds one file at a time."""
+
+KEPT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+"""What else a checkpoint may have, and a tuned one needs unchanged."""
+
+
+def save_pretrained(
+    model: Decoder, folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES, keep_from: Path | None = None
+) -> None:
+    """Writes a model as `transformers` reads it: `config.json` and safetensors, in several files if they are large.
+
+    The folder is there when it is whole, and not before. All parameters have to be on devices of this process.
+
+    Args:
+        model: what `from_pretrained` returned, trained or not.
+        folder: where to; it does not exist yet, or is empty.
+        max_file_bytes: the bytes of tensors of a file, which host memory holds at once.
+        keep_from: a folder whose tokenizer and generation settings are copied; `None` copies nothing.
+
+    Raises:
+        ValueError: the folder has something in it.
+        OSError: it cannot be written.
+    """
+    check_vacant(folder)
+    aside = part(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        _write_tensors(model, aside, max_file_bytes)
+        write_whole(aside / "config.json", config_json(model.config).encode())
+        for name in KEPT_FILES if keep_from is not None else ():
+            if keep_from is not None and (keep_from / name).is_file():
+                shutil.copyfile(keep_from / name, aside / name)
+        # A rename replaces an empty folder, and no other.
+        os.replace(aside, folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def check_vacant(folder: Path) -> None:
+    """Refuses a folder that has something in it, with a `ValueError`."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"out is {str(folder)!r}, which has something in it; expected a new or an empty folder")
+
+
+def config_json(config: DecoderConfig) -> str:
+    """Writes the `config.json` of a model: that which it was made from, with the dtype that parameters have now."""
+    raw = json.loads(config.source)
+    raw.pop("torch_dtype", None)
+    return json.dumps(raw | {"dtype": config.param_dtype}, indent=2) + "\n"
+
+
+def _write_tensors(model: Decoder, folder: Path, max_file_bytes: int) -> None:
+    groups = _by_tensor(pieces_of(model.config))
+    values = by_path(nnx.state(model))
+    sizes = {name: math.prod(pieces[0].shape) * _dtype(values, pieces).itemsize for name, pieces in groups.items()}
+    files: list[list[str]] = [[]]
+    for name in groups:
+        if files[-1] and sum(sizes[other] for other in files[-1]) + sizes[name] > max_file_bytes:
+            files.append([])
+        files[-1].append(name)
+    names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    names = names if len(files) > 1 else [SINGLE]
+    for file, held in zip(names, files, strict=True):
+        save_file({name: assembled(groups[name], values) for name in held}, folder / file, {"format": "pt"})
+    if len(files) > 1:
+        places = {name: file for file, held in zip(names, files, strict=True) for name in held}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        write_whole(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def _by_tensor(pieces: list[Piece]) -> dict[str, list[Piece]]:
+    groups: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(piece.name, []).append(piece)
+    return groups
+
+
+def named_tensors(config: DecoderConfig, state: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of a checkpoint, by name, of parameters or of what is shaped like them, such as gradients.
+
+    Args:
+        config: the sizes.
+        state: what `nnx.state` returned of a `Decoder`; tensors whose parameters it has not are left out.
+    """
+    values = by_path(state)
+    for name, pieces in _by_tensor(pieces_of(config)).items():
+        if all(piece.path in values for piece in pieces):
+            yield name, assembled(pieces, values)
+
+
+def _dtype(values: dict[str, Any], pieces: list[Piece]) -> Any:
+    return jnp.dtype(values[pieces[0].path].dtype)
+
+
+def assembled(pieces: list[Piece], values: dict[str, Any]) -> np.ndarray:
+    """Makes a tensor of a checkpoint of its pieces."""
+    whole = np.empty(pieces[0].shape, _dtype(values, pieces))
+    for piece in pieces:
+        value = _on_host(values[piece.path], piece.expert)
+        whole[piece.index] = np.swapaxes(value, -1, -2) if piece.transposed else value
+    return whole
+
+
+def _on_host(value: Array, expert: int | None) -> np.ndarray:
+    """Brings a parameter, or one line of it, to the host, from a device that has it."""
+    if expert is None:
+        return np.asarray(value)
+    for shard in value.addressable_shards:
+        lines = range(value.shape[0])[shard.index[0]]
+        if expert in lines and shard.data.shape[1:] == value.shape[1:]:
+            return np.asarray(shard.data[lines.index(expert)])
+    return np.asarray(value[expert])
