@@ -15,6 +15,7 @@ from jax_moe_lb.balancers.lplb import LPLB
 from jax_moe_lb.balancers.plain import Plain
 from jax_moe_lb.balancers.rails import RailS
 from jax_moe_lb.balancers.ultraep import UltraEP
+from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.gather import Gather
@@ -39,6 +40,7 @@ class System:
         replica_slots: `S - L`, the slots of a rank beyond those of its home experts; at most `E - L`. Two are usual;
             every one costs the memory of an expert's weights and gradients, once for all layers. One rank alone has
             none.
+        relocates: whether home experts shall move every so many steps, too: `nn.MoE` then keeps what that needs.
 
     Examples:
         >>> from jax_moe_lb import Chain, Exact, RailS, Spray
@@ -50,10 +52,28 @@ class System:
     replicate: Replicate = field(default_factory=Gather)
     dispatch: Dispatch = field(default_factory=Direct)
     replica_slots: int = 0
+    relocates: bool = False
 
     def __post_init__(self) -> None:
         if self.replica_slots < 0:
             raise ValueError(f"replica_slots is {self.replica_slots}; expected at least 0")
+
+    def why_idle(self, topology: Topology, num_experts: int) -> str | None:
+        """Says why its balancer cannot change anything in a layer; `None` if it can. `nn.MoE` warns of it.
+
+        Args:
+            topology: the ranks of the layer. On one rank alone there is nothing to balance, and nothing is said.
+            num_experts: `E`.
+
+        Examples:
+            >>> from jax_moe_lb import Topology
+            >>> hybridep(replica_slots=2).why_idle(Topology.flat(8), num_experts=64)
+            'expert domains have one rank each; expected replica_slots of at least 8'
+        """
+        if topology.num_ranks == 1:
+            return None
+        num_home = num_experts // topology.num_ranks
+        return self.balancer.why_idle(topology, num_home, num_home + self.replica_slots)
 
     def with_rounds(self, max_rounds: int | None) -> "System":
         """Returns the same system with as many rounds in its program.
@@ -163,6 +183,25 @@ def exact(replica_slots: int = 2, headroom: float = 1.05) -> System:
         ('Exact', 'Direct', 2)
     """
     return System(Exact(), dispatch=Direct(headroom), replica_slots=replica_slots)
+
+
+def two_tier(replica_slots: int = 2, headroom: float = 1.05) -> System:
+    """Moves home experts between domains every so many steps, and levels each microbatch inside them, along relays.
+
+    Use it where ranks form several domains, such as nodes: replicas stay inside a domain, so that no plan alone brings
+    the busiest one below its own mean. Call `MoE.update_loads` in each step, and `nn.relocate` every so many:
+    `docs/systems/two_tier.md`.
+
+    Args:
+        replica_slots: the slots of a rank beyond its home experts; 2 are usual.
+        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
+
+    Examples:
+        >>> system = two_tier()
+        >>> type(system.balancer).__name__, type(system.replicate).__name__, system.relocates
+        ('Exact', 'Relay', True)
+    """
+    return System(Exact(), Relay(), Direct(headroom), replica_slots, relocates=True)
 
 
 def hybridep(replica_slots: int = 2, headroom: float = 1.05) -> System:

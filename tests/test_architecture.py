@@ -29,7 +29,8 @@ LAYERS = [
     ["topology", "experts", "split", "_floor_share", "_plan_file"],
     ["planners"],
     ["plan", "ops", "routing", "hybrid", "streams"],
-    ["legality", "faults", "losses"],
+    ["legality", "faults", "losses", "capacity"],
+    ["routers", "stats"],
     ["relocation", "balancers"],
     [
         "transport.codec",
@@ -41,6 +42,7 @@ LAYERS = [
         "transport.rail_hops",
         "transport.rail_traffic",
         "transport.replicate",
+        "transport.shards",
     ],
     ["transport.gather", "transport.peer_copy", "transport.relay", "transport.rounds"],
     ["transport.dispatch"],
@@ -91,7 +93,9 @@ def test_files_and_functions_stay_short(path):
     assert path.read_text().count("\n") <= 500
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno <= 80, node.name
+            # A docstring takes the lines that it needs.
+            described = node.body[0].end_lineno - node.body[0].lineno + 1 if ast.get_docstring(node) else 0
+            assert node.end_lineno - node.lineno - described <= 65, node.name
 
 
 # What has a clock knows plans and systems, not what runs on devices; only the command line knows it.
@@ -143,7 +147,7 @@ def test_a_balancers_file_is_its_name():
     for path in (PACKAGE / "balancers").glob("*.py"):
         classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
         public = [node.name for node in classes if not node.name.startswith("_")]
-        if path.stem not in {"__init__", "base", "host", "cost", "history", "repacking"}:
+        if path.stem not in {"__init__", "base", "host", "cost", "history", "repacking", "sizes"}:
             assert [name.lower() for name in public] == [path.stem.replace("_", "")]
 
 

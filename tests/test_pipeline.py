@@ -192,8 +192,8 @@ def run_with(router, kernel_scale=1.0):
 
 
 def with_experts(change):
-    def router(logits, bias, first_token):
-        return TopK(2).with_experts(logits, change(TopK(2)(logits).experts, first_token))
+    def router(logits, bias, info):
+        return TopK(2).with_experts(logits, change(TopK(2)(logits).experts, info.first))
 
     return router
 
