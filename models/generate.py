@@ -37,9 +37,7 @@ def main(
         offer_cpu_devices(parallel.num_shards)
         words, trace = Words(checkpoint), CountsTrace()
         balancing = make_system(parallel)
-        model = from_pretrained(
-            checkpoint, make_mesh(parallel), balancing, compute_dtype=dtype, param_dtype=dtype
-        )
+        model = from_pretrained(checkpoint, make_mesh(parallel), balancing, compute_dtype=dtype, param_dtype=dtype)
         tokens = [words.tokens(text) for text in prompt]
         new = generate(model, tokens, max_new_tokens, sampling, end_tokens=words.end_tokens, tell=trace.add)
         for text, line in zip(prompt, new, strict=True):

@@ -83,7 +83,7 @@ def generate(
     """
     _check(model, prompts, max_new_tokens)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.zeros((len(prompts), lengths.max()), np.int32)
+    tokens = np.zeros((len(prompts), np.max(lengths)), np.int32)
     for line, prompt in zip(tokens, prompts, strict=True):
         line[: len(prompt)] = prompt
     graph, state = nnx.split(model)
@@ -99,7 +99,7 @@ def generate(
 
     # The cache is written in place.
     run = jax.jit(extend, donate_argnums=5, compiler_options=options)
-    cache = model.empty_cache(len(prompts), int(lengths.max()) + max_new_tokens)
+    cache = model.empty_cache(len(prompts), int(np.max(lengths)) + max_new_tokens)
     place = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     key, last, found = jax.random.key(sampling.seed), lengths - 1, []
     arguments = (jnp.asarray(tokens), jnp.asarray(place), jnp.asarray(place < lengths[:, None]), jnp.asarray(last))

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from models.architectures import deepseek_v3, glm4_moe, mixtral, qwen3_moe
+from models.architectures import deepseek_v3, glm4_moe, gpt_oss, mixtral, qwen3_moe
 from models.architectures.fields import Fields
 from models.architectures.names import Piece
 from models.decoder.config import DecoderConfig
@@ -26,6 +26,7 @@ class Architecture:
 ARCHITECTURES = {
     "deepseek_v3": Architecture(deepseek_v3.config, deepseek_v3.pieces),
     "glm4_moe": Architecture(glm4_moe.config, glm4_moe.pieces),
+    "gpt_oss": Architecture(gpt_oss.config, gpt_oss.pieces),
     "mixtral": Architecture(mixtral.config, mixtral.pieces),
     "qwen3_moe": Architecture(qwen3_moe.config, qwen3_moe.pieces),
 }

@@ -177,6 +177,8 @@ def _experts(config: DecoderConfig, *, mesh: Mesh, topology: Topology, system: S
         mesh=mesh,
         topology=topology,
         system=system,
+        expert_bias=config.expert_bias,
+        kernel_bias=config.kernel_bias,
         activation=config.activation,
         shared_mlp_dim=config.shared_mlp_dim,
         use_bias=config.use_routing_bias,

@@ -84,6 +84,16 @@ CONFIGS = {
             "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 32.0, "beta_slow": 1.0},
         },
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "num_local_experts": 8,
+            "intermediate_size": 24,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "rope_scaling": YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+        },
+    ),
 }
 """Sizes that use what an architecture has, and no more layers than that needs."""
 

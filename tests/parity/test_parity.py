@@ -11,11 +11,12 @@ from flax import nnx
 
 from jax_moe_lb import raise_fault
 from jax_moe_lb.systems import system_named, system_names
+from models.generation import generate
 from models.parallel import make_mesh
 from models.presets import ParallelConfig
 from models.pretrained.loading import from_pretrained
 from models.pretrained.saving import named_tensors, save_pretrained
-from tests.parity.references import CONFIGS, logits_of, read_tensors
+from tests.parity.references import CONFIGS, NEW_TOKENS, PROMPT, logits_of, read_tensors
 
 MESHES = {"1x8": ParallelConfig(1, 8), "2x4": ParallelConfig(2, 4)}
 LOGITS = 1e-4
@@ -72,6 +73,15 @@ def test_bfloat16_within_its_rounding(reference, name):
     assert logits.dtype == jnp.float32
     ours, theirs = (np.median(np.abs(x - ref.logits).max(-1)) for x in (np.asarray(logits), ref.rounded))
     assert 0 < ours < 2 * theirs
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_generation(reference, name):
+    """Prompts of two lengths at once, of which the shorter are the reference's."""
+    ref = reference(name)
+    prompts = [*ref.tokens[:, :PROMPT].tolist(), ref.tokens[0].tolist()]
+    found = generate(loaded(ref, "2x4", "exact" if name == "mixtral" else "plain"), prompts, NEW_TOKENS)
+    np.testing.assert_array_equal(found[:-1], ref.generated)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
