@@ -104,7 +104,7 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, migrate: Migr
     )
 
 
-def next_byte_loss(model: LanguageModel, tokens: Array) -> tuple[Array, Stats]:
+def next_byte_loss(model: Callable[[Array], tuple[Array, Stats]], tokens: Array) -> tuple[Array, Stats]:
     """Computes the mean cross-entropy in nats per byte of `tokens[:, 1:]` given those before, and statistics."""
     logits, stats = model(tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean(), stats

@@ -30,7 +30,12 @@ KEPT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 
 
 def save_pretrained(
-    model: Decoder, folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES, keep_from: Path | None = None
+    model: Decoder,
+    folder: Path,
+    *,
+    dtype: str | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    keep_from: Path | None = None,
 ) -> None:
     """Writes a model as `transformers` reads it: `config.json` and safetensors, in several files if they are large.
 
@@ -39,6 +44,7 @@ def save_pretrained(
     Args:
         model: what `from_pretrained` returned, trained or not.
         folder: where to; it does not exist yet, or is empty.
+        dtype: that of the tensors in the files; `None`, the default, is that of the parameters, and keeps every bit.
         max_file_bytes: the bytes of tensors of a file, which host memory holds at once.
         keep_from: a folder whose tokenizer and generation settings are copied; `None` copies nothing.
 
@@ -51,8 +57,8 @@ def save_pretrained(
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        _write_tensors(model, aside, max_file_bytes)
-        write_whole(aside / "config.json", config_json(model.config).encode())
+        _write_tensors(model, aside, jnp.dtype(dtype or model.config.param_dtype), max_file_bytes)
+        write_whole(aside / "config.json", config_json(model.config, dtype or model.config.param_dtype).encode())
         for name in KEPT_FILES if keep_from is not None else ():
             if keep_from is not None and (keep_from / name).is_file():
                 shutil.copyfile(keep_from / name, aside / name)
@@ -69,17 +75,23 @@ def check_vacant(folder: Path) -> None:
         raise ValueError(f"out is {str(folder)!r}, which has something in it; expected a new or an empty folder")
 
 
-def config_json(config: DecoderConfig) -> str:
-    """Writes the `config.json` of a model: that which it was made from, with the dtype that parameters have now."""
+def config_json(config: DecoderConfig, dtype: str) -> str:
+    """Writes the `config.json` of a model: that which it was made from, with the dtype that its tensors have now."""
     raw = json.loads(config.source)
     raw.pop("torch_dtype", None)
-    return json.dumps(raw | {"dtype": config.param_dtype}, indent=2) + "\n"
+    return json.dumps(raw | {"dtype": dtype}, indent=2) + "\n"
 
 
-def _write_tensors(model: Decoder, folder: Path, max_file_bytes: int) -> None:
+def _write_tensors(model: Decoder, folder: Path, dtype: Any, max_file_bytes: int) -> None:
     groups = _by_tensor(pieces_of(model.config))
     values = by_path(nnx.state(model))
-    sizes = {name: math.prod(pieces[0].shape) * _dtype(values, pieces).itemsize for name, pieces in groups.items()}
+
+    def dtype_of(name: str) -> Any:
+        # Biases of the choice stay wide in whatever model: `transformers` keeps them so, too.
+        is_param = values[groups[name][0].path].dtype == jnp.dtype(model.config.param_dtype)
+        return dtype if is_param and not name.endswith("e_score_correction_bias") else np.dtype(np.float32)
+
+    sizes = {name: math.prod(pieces[0].shape) * dtype_of(name).itemsize for name, pieces in groups.items()}
     files: list[list[str]] = [[]]
     for name in groups:
         if files[-1] and sum(sizes[other] for other in files[-1]) + sizes[name] > max_file_bytes:
@@ -88,7 +100,8 @@ def _write_tensors(model: Decoder, folder: Path, max_file_bytes: int) -> None:
     names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     names = names if len(files) > 1 else [SINGLE]
     for file, held in zip(names, files, strict=True):
-        save_file({name: assembled(groups[name], values) for name in held}, folder / file, {"format": "pt"})
+        tensors = {name: assembled(groups[name], values, dtype_of(name)) for name in held}
+        save_file(tensors, folder / file, {"format": "pt"})
     if len(files) > 1:
         places = {name: file for file, held in zip(names, files, strict=True) for name in held}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
@@ -112,16 +125,12 @@ def named_tensors(config: DecoderConfig, state: Any) -> Iterator[tuple[str, np.n
     values = by_path(state)
     for name, pieces in _by_tensor(pieces_of(config)).items():
         if all(piece.path in values for piece in pieces):
-            yield name, assembled(pieces, values)
+            yield name, assembled(pieces, values, values[pieces[0].path].dtype)
 
 
-def _dtype(values: dict[str, Any], pieces: list[Piece]) -> Any:
-    return jnp.dtype(values[pieces[0].path].dtype)
-
-
-def assembled(pieces: list[Piece], values: dict[str, Any]) -> np.ndarray:
-    """Makes a tensor of a checkpoint of its pieces."""
-    whole = np.empty(pieces[0].shape, _dtype(values, pieces))
+def assembled(pieces: list[Piece], values: dict[str, Any], dtype: Any) -> np.ndarray:
+    """Makes a tensor of a checkpoint, in that dtype, of its pieces."""
+    whole = np.empty(pieces[0].shape, dtype)
     for piece in pieces:
         value = _on_host(values[piece.path], piece.expert)
         whole[piece.index] = np.swapaxes(value, -1, -2) if piece.transposed else value
