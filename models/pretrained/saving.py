@@ -2,9 +2,9 @@
 
 import json
 import math
-import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,21 +52,41 @@ def save_pretrained(
         ValueError: the folder has something in it.
         OSError: it cannot be written.
     """
+    with vacant(folder) as aside:
+        _write_model(model, aside, jnp.dtype(dtype or model.config.param_dtype), max_file_bytes)
+        write_whole(aside / "config.json", config_json(model.config, dtype or model.config.param_dtype).encode())
+        if keep_from is not None:
+            copy_files(KEPT_FILES, keep_from, aside)
+
+
+@contextmanager
+def vacant(folder: Path) -> Iterator[Path]:
+    """Gives a folder to write into, which takes the name of another when all is written, and is removed otherwise.
+
+    Args:
+        folder: does not exist yet, or is empty.
+
+    Raises:
+        ValueError: it has something in it.
+    """
     check_vacant(folder)
     aside = part(folder)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        _write_tensors(model, aside, jnp.dtype(dtype or model.config.param_dtype), max_file_bytes)
-        write_whole(aside / "config.json", config_json(model.config, dtype or model.config.param_dtype).encode())
-        for name in KEPT_FILES if keep_from is not None else ():
-            if keep_from is not None and (keep_from / name).is_file():
-                shutil.copyfile(keep_from / name, aside / name)
+        yield aside
         # A rename replaces an empty folder, and no other.
-        os.replace(aside, folder)
+        aside.replace(folder)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def copy_files(names: Iterable[str], source: Path, to: Path) -> None:
+    """Copies those of the files that exist."""
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, to / name)
 
 
 def check_vacant(folder: Path) -> None:
@@ -82,7 +102,7 @@ def config_json(config: DecoderConfig, dtype: str) -> str:
     return json.dumps(raw | {"dtype": dtype}, indent=2) + "\n"
 
 
-def _write_tensors(model: Decoder, folder: Path, dtype: Any, max_file_bytes: int) -> None:
+def _write_model(model: Decoder, folder: Path, dtype: Any, max_file_bytes: int) -> None:
     groups = _by_tensor(pieces_of(model.config))
     values = by_path(nnx.state(model))
 
@@ -92,16 +112,29 @@ def _write_tensors(model: Decoder, folder: Path, dtype: Any, max_file_bytes: int
         return dtype if is_param and not name.endswith("e_score_correction_bias") else np.dtype(np.float32)
 
     sizes = {name: math.prod(pieces[0].shape) * dtype_of(name).itemsize for name, pieces in groups.items()}
+    write_tensors(folder, sizes, lambda name: assembled(groups[name], values, dtype_of(name)), max_file_bytes)
+
+
+def write_tensors(
+    folder: Path, sizes: dict[str, int], make: Callable[[str], np.ndarray], max_file_bytes: int = MAX_FILE_BYTES
+) -> None:
+    """Writes tensors into one file, or into several with an index.
+
+    Args:
+        folder: where to.
+        sizes: the bytes of each tensor, by name.
+        make: returns a tensor; it is called when its file is written.
+        max_file_bytes: the bytes of tensors of a file, unless one tensor has more.
+    """
     files: list[list[str]] = [[]]
-    for name in groups:
+    for name in sizes:
         if files[-1] and sum(sizes[other] for other in files[-1]) + sizes[name] > max_file_bytes:
             files.append([])
         files[-1].append(name)
     names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     names = names if len(files) > 1 else [SINGLE]
     for file, held in zip(names, files, strict=True):
-        tensors = {name: assembled(groups[name], values, dtype_of(name)) for name in held}
-        save_file(tensors, folder / file, {"format": "pt"})
+        save_file({name: make(name) for name in held}, folder / file, {"format": "pt"})
     if len(files) > 1:
         places = {name: file for file, held in zip(names, files, strict=True) for name in held}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}

@@ -159,6 +159,17 @@ def make_model(name: str) -> torch.nn.Module:
     return model
 
 
+def make_dense(name: str, folder: Path) -> torch.nn.Module:
+    """Makes a dense model, and its checkpoint."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**USUAL, intermediate_size=40, head_dim=8)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     with safe_open(folder / "model.safetensors", framework="numpy") as file:
         return dict(zip(file.keys(), map(file.get_tensor, file.keys()), strict=True))

@@ -16,7 +16,8 @@ from models.parallel import make_mesh
 from models.presets import ParallelConfig
 from models.pretrained.loading import from_pretrained
 from models.pretrained.saving import named_tensors, save_pretrained
-from tests.parity.references import CONFIGS, NEW_TOKENS, PROMPT, logits_of, read_tensors
+from models.upcycle import upcycle
+from tests.parity.references import CONFIGS, NEW_TOKENS, PROMPT, logits_of, make_dense, read_tensors
 
 MESHES = {"1x8": ParallelConfig(1, 8), "2x4": ParallelConfig(2, 4)}
 LOGITS = 1e-4
@@ -95,3 +96,15 @@ def test_saved_checkpoints_are_read_by_transformers(reference, name, tmp_path):
     assert ours.keys() == theirs.keys()
     for tensor, value in theirs.items():
         np.testing.assert_array_equal(ours[tensor], value, err_msg=tensor)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_a_mixture_of_copies_computes_what_the_dense_model_does(name, tmp_path):
+    make_dense(name, tmp_path / "dense")
+    upcycle(tmp_path / "dense", tmp_path / "mixture", num_experts=8, experts_per_token=2)
+    model = from_pretrained(tmp_path / "mixture", make_mesh(MESHES["2x4"]))
+    tokens = np.arange(24).reshape(2, 12) + 1
+    logits, stats = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(tokens, jnp.int32))
+    assert (np.asarray(stats.counts).sum((0, 1, 2)) > 0).sum() > 2, "one expert alone was used"
+    np.testing.assert_allclose(logits, logits_of(tmp_path / "dense", tokens), rtol=0, atol=LOGITS)
+    np.testing.assert_allclose(logits_of(tmp_path / "mixture", tokens), np.asarray(logits), rtol=0, atol=LOGITS)
