@@ -16,6 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     [
         "_pytree",
+        "_first_order",
         "_varying",
         "_unvarying_call",
         "_custom_calls",

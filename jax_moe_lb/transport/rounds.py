@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_moe_lb._first_order import first_order
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
 from jax_moe_lb.ops.ragged_all_to_all import unwritten
@@ -257,7 +258,7 @@ def _backward(
     def pull_back(saved: Saved, upstream: Tokens) -> tuple[Tokens, Weights, Experts]:
         return _gradients(replicate, exchange, topology, saved, upstream)
 
-    return *pull_back(saved, upstream), None, None
+    return *first_order(pull_back)(saved, upstream), None, None
 
 
 def _gradients(
