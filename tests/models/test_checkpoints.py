@@ -20,6 +20,7 @@ from models.presets import ParallelConfig
 from models.pretrained.header import read_header
 from models.pretrained.loading import by_path, from_pretrained
 from models.pretrained.saving import save_pretrained
+from models.published import PUBLISHED, num_params, published_config
 from models.tiny_checkpoint import tiny_config, write_tiny
 
 NAME = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
@@ -201,11 +202,13 @@ def test_an_index_that_lies(mixtral, tmp_path, places, expected):
     ("field", "value", "expected"),
     [
         ("model_type", "llama4", "model_type is 'llama4'; expected one of"),
-        ("hidden_size", "64", "hidden_size is '64'; expected an integer"),
+        ("hidden_size", "64", "hidden_size is '64'; expected an integer, 0 to"),
         ("num_key_value_heads", 3, "num_kv_heads is 3; expected a divisor"),
         ("rope_scaling", {"rope_type": "longrope"}, "rope_type is 'longrope'"),
         ("hidden_act", "gelu", "hidden_act is 'gelu'; expected 'silu'"),
         ("num_local_experts", 6, "not of this model"),
+        ("num_hidden_layers", 10**12, "num_hidden_layers is '1000000000000'; expected an integer, 0 to 1024"),
+        ("num_local_experts", -1, "num_local_experts is '-1'"),
     ],
 )
 def test_configs_that_are_not_supported(mixtral, tmp_path, field, value, expected):
@@ -271,3 +274,16 @@ def test_tuning_from_the_command_line(tmp_path, all_devices):
     again = CliRunner().invoke(finetune.app, options)
     assert again.exit_code == 2
     assert "something in it" in again.output
+
+
+def test_published_sizes():
+    """Billions of parameters, those of a token too, as their makers say; GLM-4.5's 355 are with a layer that is not read."""
+    counted = {name: num_params(published_config(name)) for name in PUBLISHED}
+    found = {name: (round(total / 1e9, 1), round(active / 1e9, 1)) for name, (total, active) in counted.items()}
+    assert found == {
+        "Mixtral-8x7B": (46.7, 12.9),
+        "Qwen3-30B-A3B": (30.5, 3.4),
+        "DeepSeek-V3": (671.0, 37.6),
+        "GLM-4.5": (352.8, 33.6),
+        "gpt-oss-120b": (116.8, 5.7),
+    }
