@@ -277,7 +277,7 @@ def test_tuning_from_the_command_line(tmp_path, all_devices):
 
 
 def test_published_sizes():
-    """Billions of parameters, those of a token too, as their makers say; GLM-4.5's 355 are with a layer that is not read."""
+    """In billions: all parameters, and those of a token, with embedding and output."""
     counted = {name: num_params(published_config(name)) for name in PUBLISHED}
     found = {name: (round(total / 1e9, 1), round(active / 1e9, 1)) for name, (total, active) in counted.items()}
     assert found == {
