@@ -23,7 +23,8 @@ from jax_moe_lb.transport.peer_copy import PeerCopy
 from jax_moe_lb.transport.relay import Relay
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.spray import Spray
-from jax_moe_lb.transport.staged import Staged
+from jax_moe_lb.transport.two_phase import TwoPhase
+from jax_moe_lb.transport.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,18 @@ class System:
             1
         """
         return replace(self, dispatch=replace(self.dispatch, max_rounds=max_rounds))
+
+    def with_wire(self, wire: Wire | None) -> "System":
+        """Returns the same system with rows in low precision while they travel forward.
+
+        Args:
+            wire: see `Wire`; `None` leaves rows as they are.
+
+        Examples:
+            >>> exact(2).with_wire(Wire()).dispatch.wire.block
+            128
+        """
+        return replace(self, dispatch=replace(self.dispatch, wire=wire))
 
 
 def system_names() -> list[str]:
@@ -221,21 +234,22 @@ def hybridep(replica_slots: int = 2, headroom: float = 1.05) -> System:
     return System(HybridEP(), dispatch=Direct(headroom), replica_slots=replica_slots)
 
 
-def feplb(replica_slots: int = 4, headroom: float = 1.05) -> System:
+def feplb(replica_slots: int = 4, headroom: float = 1.5) -> System:
     """Moves the busiest experts, whole, to idle ranks of their domain, while the others are served: FEPLB.
 
-    Use it inside one NVLink domain, where copy engines move weights.
+    Use it inside one NVLink domain, where copy engines move weights. Where memory is short, make the system with
+    `Direct()` instead: its receive buffer takes the balanced load, and nothing hides its copies.
 
     Args:
         replica_slots: the slots of a rank beyond its home experts, and so the experts that it can take; 4 are usual.
-        headroom: the rows that a rank can receive in one round of either wave, over the mean; 1.05 is usual.
+        headroom: the rows that a rank can receive in one round, over the mean, before balancing; 1.5 is usual.
 
     Examples:
         >>> system = feplb()
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
-        ('FEPLB', 'Staged', 4)
+        ('FEPLB', 'TwoPhase', 4)
     """
-    return System(FEPLB(), PeerCopy(), Staged(headroom), replica_slots)
+    return System(FEPLB(), PeerCopy(), TwoPhase(headroom), replica_slots)
 
 
 def fastermoe(replica_slots: int = 2, headroom: float = 1.05) -> System:

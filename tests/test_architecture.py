@@ -44,12 +44,13 @@ LAYERS = [
         "transport.rail_traffic",
         "transport.replicate",
         "transport.shards",
+        "transport.wire",
     ],
     ["transport.gather", "transport.peer_copy", "transport.relay", "transport.rounds"],
     ["transport.dispatch"],
     ["transport.direct", "transport.spray"],
-    ["transport.wave_receipts", "transport.waves"],
-    ["transport.staged"],
+    ["transport.phase_receipts", "transport.phases"],
+    ["transport.two_phase"],
     ["systems"],
     ["pipeline"],
     ["nn"],
@@ -164,7 +165,18 @@ def test_nothing_reads_the_environment_or_keeps_globals():
 
 def test_no_strategy_is_known_by_its_class():
     """Executor and simulator ask strategies what they need; the executor makes no exception for one of them."""
-    strategies = {"Staged", "Direct", "Spray", "Gather", "PeerCopy", "Relay", "HybridEP", "Plain", "Chain", "RailS"}
+    strategies = {
+        "TwoPhase",
+        "Direct",
+        "Spray",
+        "Gather",
+        "PeerCopy",
+        "Relay",
+        "HybridEP",
+        "Plain",
+        "Chain",
+        "RailS",
+    }
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":

@@ -88,7 +88,7 @@ class Balancer(abc.ABC):
     def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
         """Says which experts `rebalance` may take from home, before it runs; all, unless a balancer says otherwise.
 
-        The others are static: all their tokens are served at home, and `Staged` needs no plan to send those.
+        The others are static: all their tokens are served at home, and `TwoPhase` needs no plan to serve those.
 
         Args:
             plan: the plan that `rebalance` will be given.
