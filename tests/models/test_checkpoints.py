@@ -263,11 +263,23 @@ def test_generating_from_the_command_line(mixtral, tmp_path):
     assert counts.sum((2, 3)).tolist() == [[20, 20], [4, 4], [4, 4]]
 
 
-def test_a_missing_tokenizer_is_one_line(mixtral, tmp_path):
-    folder = copied(mixtral, tmp_path / "bad")
-    result = CliRunner().invoke(generate.app, ["--checkpoint", str(folder), "--prompt", "a"])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--checkpoint", "nowhere"], "tokenizer.json cannot be read"),
+        (["--expert-parallel", "3"], "num_experts is 16; expected a positive multiple of the 3 ranks"),
+        (["--dtype", "int8"], "compute_dtype is 'int8'"),
+        (["--system", "best"], "system is 'best'"),
+        (["--prompt", ""], "prompt has no tokens"),
+        (["--top-p", "0"], "top_p is 0.0"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+    ],
+)
+def test_what_generate_refuses_is_one_line(mixtral, options, expected):
+    result = CliRunner().invoke(generate.app, ["--checkpoint", str(mixtral), "--prompt", "a", *options])
     assert result.exit_code == 2
-    assert "tokenizer.json" in result.output
+    assert expected in result.output
+    assert result.output.count("\n") == 1
 
 
 @pytest.mark.slow
