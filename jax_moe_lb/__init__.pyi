@@ -89,6 +89,7 @@ from .transport.replicate import Replicate as Replicate
 from .transport.shards import Shards as Shards
 from .transport.spray import Spray as Spray
 from .transport.two_phase import TwoPhase as TwoPhase
+from .transport.wire import Wire as Wire
 from .virtual_devices import use_virtual_cpu_devices as use_virtual_cpu_devices
 
 __version__: str

@@ -24,6 +24,7 @@ from jax_moe_lb.transport.relay import Relay
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.spray import Spray
 from jax_moe_lb.transport.two_phase import TwoPhase
+from jax_moe_lb.transport.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,18 @@ class System:
             1
         """
         return replace(self, dispatch=replace(self.dispatch, max_rounds=max_rounds))
+
+    def with_wire(self, wire: Wire | None) -> "System":
+        """Returns the same system with rows in low precision while they travel forward.
+
+        Args:
+            wire: see `Wire`; `None` leaves rows as they are.
+
+        Examples:
+            >>> exact(2).with_wire(Wire()).dispatch.wire.block
+            128
+        """
+        return replace(self, dispatch=replace(self.dispatch, wire=wire))
 
 
 def system_names() -> list[str]:

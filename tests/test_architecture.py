@@ -44,6 +44,7 @@ LAYERS = [
         "transport.rail_traffic",
         "transport.replicate",
         "transport.shards",
+        "transport.wire",
     ],
     ["transport.gather", "transport.peer_copy", "transport.relay", "transport.rounds"],
     ["transport.dispatch"],
