@@ -58,7 +58,7 @@ def _option(kind: type[Balancer], name: str, pair: str) -> tuple[str, Any]:
     )
     if type(value) not in kinds:
         raise ValueError(f"--balancer {name}:{key} is {shown(text)}; expected a value like {wanted!r}, the default")
-    return key, float(value) if isinstance(wanted, float) else value
+    return key, float(value) if isinstance(wanted, float) and isinstance(value, int) else value
 
 
 def balancer_names() -> list[str]:

@@ -56,6 +56,8 @@ class TwoPhase(Direct):
         super().__post_init__()
         if not 0 < self.moved_headroom < math.inf:
             raise ValueError(f"moved_headroom is {self.moved_headroom}; expected a finite number above 0")
+        if self.wire is not None:
+            raise ValueError(f"wire is {self.wire}; expected None: peer copies carry rows as they are")
 
     def room(self, num_copies: int) -> int:
         """Computes how many rows of other ranks' experts a rank can take.

@@ -260,7 +260,7 @@ def test_a_balancer_takes_options_and_others_behind_it():
         ("exact:epsilon=1", "--balancer exact has no option 'epsilon'; expected one of eps, max_fan_out"),
         ("exact:eps=much", "--balancer exact:eps is 'much'; expected a value like 0.01, the default"),
         ("exact:localize=1", "--balancer exact:localize is '1'; expected a value like True, the default"),
-        ("exact:eps=2", "eps is 2.0; expected"),
+        ("exact:eps=-1", "eps is -1.0; expected"),
         ("hybridep+exact", "--balancer is 'hybridep+exact'; expected exact first"),
         ("exact+", "--balancer is ''; expected one of"),
     ],

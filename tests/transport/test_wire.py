@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Direct, Greedy, RailS, Spray, System, Topology, Wire, greedy
+from jax_moe_lb import Direct, Greedy, RailS, Spray, System, Topology, TwoPhase, Wire, greedy
 from tests.layer import Case, make_mesh, sharded_moe
 
 E4M3, INT8 = jnp.float8_e4m3fn, jnp.int8
@@ -79,3 +79,5 @@ def test_what_cannot_travel_so_is_refused():
         Wire(block=6)
     with pytest.raises(ValueError, match=r"Wire.block is 128; expected a divisor of the width, 64"):
         Wire().encode(jnp.ones((2, 64)))
+    with pytest.raises(ValueError, match="expected None: peer copies carry rows as they are"):
+        TwoPhase(wire=Wire())
