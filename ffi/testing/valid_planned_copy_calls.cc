@@ -42,6 +42,7 @@ class Planned {
     call.attributes["chunk_bytes"] = Int(random.Between(1, 100));
     call.attributes["timeout_s"] = Double(30);
     call.attributes["site"] = Text("post");
+    call.attributes["processes"] = IntArray({});
     call.attributes["plan_size"] = Int(static_cast<int64_t>(placement_.array.size() + quota_.size()));
     call.attributes["num_kinds"] = Int(static_cast<int64_t>(experts_.size()));
     for (int64_t device = 0; device < placement_.ranks / ranks_here_; ++device) {
