@@ -19,6 +19,7 @@ LAYERS = [
         "_varying",
         "_unvarying_call",
         "_custom_calls",
+        "_neighbours",
         "activations",
         "checks",
         "types",
