@@ -9,21 +9,34 @@ import dataclasses
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.timing import summary
-from jax_moe_lb import use_virtual_cpu_devices
+from jax_moe_lb import System, Wire, use_virtual_cpu_devices
 from jax_moe_lb.systems import system_named, system_names
 from models.data import Corpus, default_corpus
 from models.parallel import make_mesh, place_batch
 from models.presets import TrainConfig, preset
 from models.training import make_programs
 
+WIRES = {"rows in fp8": jnp.float8_e4m3fn, "rows in int8": jnp.int8}
+
+BLOCK = 32
+"""The numbers that share a scale; the model is 128 wide."""
+
+
+def system_of(name: str) -> System:
+    """The system of a name, behind which the precision of travelling rows may stand."""
+    name, _, wire = name.partition(", ")
+    system = system_named(name)
+    return system.with_wire(Wire(WIRES[wire], BLOCK)) if wire else system
+
 
 def train(config: TrainConfig, corpus: Corpus, system: str) -> dict[str, np.ndarray]:
     """Of each step: loss, mean imbalance over layers before and after, most rounds of a layer, seconds, and counts."""
     mesh = make_mesh(config.parallel)
-    programs = make_programs(config, mesh, system_named(system))
+    programs = make_programs(config, mesh, system_of(system))
     state, rows, counts = programs.init(), [], []
     for step in range(1, config.steps + 1):
         tokens = place_batch(corpus.batch(config.seed, step, config.batch_size, config.sequence_length), mesh)
@@ -46,14 +59,16 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=50)
-    config = dataclasses.replace(preset("tiny"), steps=parser.parse_args().steps)
+    parser.add_argument("--systems", nargs="+", default=[*system_names(), *(f"exact, {wire}" for wire in WIRES)])
+    args = parser.parse_args()
+    config = dataclasses.replace(preset("tiny"), steps=args.steps)
     use_virtual_cpu_devices(config.parallel.num_shards)
     corpus = default_corpus(config.max_corpus_bytes)
     plain = train(config, corpus, "plain")
     print("| system | last loss | steps within 1e-6 | with the same counts | largest difference ", end="")
     print("| imbalance | most rounds | step ms |")
     print("|---|---|---|---|---|---|---|---|")
-    for name in ["plain", *(name for name in system_names() if name != "plain")]:
+    for name in ["plain", *(name for name in args.systems if name != "plain")]:
         run = plain if name == "plain" else train(config, corpus, name)
         apart = np.abs(run["loss"] / plain["loss"] - 1)
         other = (run["counts"] != plain["counts"]).reshape(len(apart), -1).any(1)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType
 
-from jax_moe_lb import Stats, System, TopK, Topology, greedy, plain, use_virtual_cpu_devices
+from jax_moe_lb import Stats, System, TopK, Topology, greedy, plain, router_loss, use_virtual_cpu_devices
 from jax_moe_lb.nn import MoE
 
 jax.config.update("jax_platforms", "cpu")
@@ -30,7 +30,7 @@ def train_step(system: System) -> tuple[jax.Array, jax.Array, Stats]:
 
     def loss(params: nnx.State) -> tuple[jax.Array, Stats]:
         y, stats = nnx.merge(graph, params, rest)(x)
-        return jnp.square(y - jnp.roll(x, 1, axis=1)).mean() + stats.loss.sum(), stats
+        return jnp.square(y - jnp.roll(x, 1, axis=1)).mean() + router_loss(stats), stats
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (before, stats), gradients = step(params)

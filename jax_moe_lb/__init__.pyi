@@ -21,6 +21,7 @@ from .balancers.plain import Plain as Plain
 from .balancers.rails import RailS as RailS
 from .balancers.rails import interface_rows as interface_rows
 from .balancers.repacking import rebalance_experts as rebalance_experts
+from .balancers.sizes import LayerSizes as LayerSizes
 from .balancers.ultraep import UltraEP as UltraEP
 from .compiler_options import compiler_options as compiler_options
 from .experts import Experts as Experts
@@ -30,10 +31,7 @@ from .legality import check_plan as check_plan
 from .losses import Losses as Losses
 from .measure import measured_s as measured_s
 from .pipeline import CHECKPOINT_NAMES as CHECKPOINT_NAMES
-from .pipeline import Stats as Stats
 from .pipeline import moe as moe
-from .pipeline import needs_more_rounds as needs_more_rounds
-from .pipeline import raise_fault as raise_fault
 from .plan import Plan as Plan
 from .plan import imbalance as imbalance
 from .plan import load as load
@@ -45,11 +43,21 @@ from .relocation import domain_floor as domain_floor
 from .relocation import homes_after as homes_after
 from .relocation import moved_experts as moved_experts
 from .relocation import plan_relocation as plan_relocation
+from .routers import ExpertChoice as ExpertChoice
+from .routers import HashRouter as HashRouter
+from .routers import NoisyTopK as NoisyTopK
 from .routing import ForceBalanced as ForceBalanced
 from .routing import GroupLimit as GroupLimit
+from .routing import Routing as Routing
+from .routing import TokenInfo as TokenInfo
 from .routing import TopK as TopK
+from .routing import updated_bias as updated_bias
 from .split import Split as Split
 from .split import nearest_first as nearest_first
+from .stats import Stats as Stats
+from .stats import needs_more_rounds as needs_more_rounds
+from .stats import raise_fault as raise_fault
+from .stats import router_loss as router_loss
 from .streams import ExpertDomainChoice as ExpertDomainChoice
 from .streams import Work as Work
 from .streams import choose_expert_domains as choose_expert_domains
@@ -64,6 +72,7 @@ from .systems import hybridep as hybridep
 from .systems import lplb as lplb
 from .systems import plain as plain
 from .systems import rails as rails
+from .systems import two_tier as two_tier
 from .systems import ultraep as ultraep
 from .topology import Level as Level
 from .topology import Topology as Topology
@@ -77,8 +86,10 @@ from .transport.peer_copy import PeerCopy as PeerCopy
 from .transport.prefetch import scan_prefetched as scan_prefetched
 from .transport.relay import Relay as Relay
 from .transport.replicate import Replicate as Replicate
+from .transport.shards import Shards as Shards
 from .transport.spray import Spray as Spray
-from .transport.staged import Staged as Staged
+from .transport.two_phase import TwoPhase as TwoPhase
+from .transport.wire import Wire as Wire
 from .virtual_devices import use_virtual_cpu_devices as use_virtual_cpu_devices
 
 __version__: str

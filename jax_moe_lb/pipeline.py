@@ -1,17 +1,19 @@
 """`moe` is the one executor: it goes from routing to counts to plan to weights to tokens to experts and back."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from jax_moe_lb._pytree import pytree
 from jax_moe_lb._varying import varying_axes
+from jax_moe_lb.balancers.sizes import LayerSizes
+from jax_moe_lb.capacity import capacity, within_capacity
 from jax_moe_lb.experts import Experts
-from jax_moe_lb.faults import Checks, Fault, fault_code, is_of_rounds, raise_first
+from jax_moe_lb.faults import Checks, Fault, fault_code
 from jax_moe_lb.legality import check_homes, check_routed, ensure
 from jax_moe_lb.losses import Losses
 from jax_moe_lb.plan import Plan, imbalance, load, plain_plan, straggler, traffic
@@ -19,9 +21,11 @@ from jax_moe_lb.routing import (
     NO_EXPERT,
     Router,
     Routing,
+    TokenInfo,
     mask_tokens,
     tokens_per_expert,
 )
+from jax_moe_lb.stats import Stats
 from jax_moe_lb.systems import System
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.copies import Weights
@@ -39,100 +43,6 @@ to keep a few integers per token, so that a layer inside `jax.checkpoint` neithe
 """
 
 
-@pytree
-class Stats:
-    """Reports what happened in one layer and microbatch; equal on all ranks of the group.
-
-    `moe` returns it without the leading dimensions, over which callers stack groups and layers.
-
-    Args:
-        counts: `[R, E]` int32, the token copies that each rank routed to each expert.
-        quota: `[E, R]` int32, the token copies of each expert that each rank served.
-        load_before: `[R]` int32, the token copies that each rank would serve under plain expert parallelism.
-        load_after: `[R]` int32, the token copies that each rank served.
-        imbalance_before: `max / mean` of `load_before`; 1 is level.
-        imbalance_after: `max / mean` of `load_after`; up to the dispatch's headroom one round suffices.
-        straggler_before: `max - mean` of `load_before`, in token copies.
-        straggler_after: `max - mean` of `load_after`, in token copies.
-        rounds: int32, how often the receive buffer was filled; 1 is usual, and more shows as time.
-        rows_moved: int32, the token copies that were served by another rank than their own, one way.
-        weight_bytes_moved: the bytes of expert weights that were copied into slots of other ranks.
-        loss: the weighted sum of the router losses; add it to the model's.
-        fault: what was wrong, for `raise_fault`; nothing, where checks stop the program.
-    """
-
-    counts: Int[Array, "*D R E"]
-    quota: Int[Array, "*D E R"]
-    load_before: Int[Array, "*D R"]
-    load_after: Int[Array, "*D R"]
-    imbalance_before: Float[Array, "*D"]
-    imbalance_after: Float[Array, "*D"]
-    straggler_before: Float[Array, "*D"]
-    straggler_after: Float[Array, "*D"]
-    rounds: Int[Array, "*D"]
-    rows_moved: Int[Array, "*D"]
-    weight_bytes_moved: Float[Array, "*D"]
-    loss: Float[Array, "*D"]
-    fault: Fault
-
-
-def raise_fault(stats: Stats) -> None:
-    """Raises on the host what was wrong in a step under `checks="deferred"`; does nothing where all was well.
-
-    Call it once per step, on statistics that the step returned; it waits for the device. It reads one integer per layer
-    and group, unless there is a fault.
-
-    Args:
-        stats: what one or several layers returned, also stacked over layers or steps.
-
-    Raises:
-        ValueError: there is a fault; the message is that of `checks="callback"`.
-
-    Examples:
-        >>> import jax
-        >>> from jax.sharding import AxisType
-        >>> from flax import nnx
-        >>> from jax_moe_lb import TopK, Topology
-        >>> from jax_moe_lb.nn import MoE
-        >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-        >>> layer = MoE(
-        ...     8, 16, 4, TopK(2), mesh=mesh, topology=Topology.from_mesh(mesh), checks="deferred", rngs=nnx.Rngs(0)
-        ... )
-        >>> raise_fault(layer(jnp.ones((6, 8)))[1])
-        >>> raise_fault(layer(jnp.full((6, 8), jnp.nan))[1])
-        Traceback (most recent call last):
-        ...
-        ValueError: router logits of rank 0 give weights that are not finite; expected finite logits
-    """
-    raise_first(stats.fault)
-
-
-def needs_more_rounds(stats: Stats) -> bool:
-    """Says on the host whether a step must be served again by a program with more rounds, and nothing else is wrong.
-
-    Use it where a system has `max_rounds`, with a second program that has none: `examples/one_round.py`. It waits for
-    the device, and reads one integer per layer and group.
-
-    Args:
-        stats: what one or several layers returned, also stacked over layers or steps.
-
-    Examples:
-        >>> import jax
-        >>> from flax import nnx
-        >>> from jax.sharding import AxisType
-        >>> from jax_moe_lb import Direct, System, TopK, Topology
-        >>> from jax_moe_lb.nn import MoE
-        >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-        >>> layer = MoE(
-        ...     8, 16, 4, TopK(1), mesh=mesh, topology=Topology.from_mesh(mesh), checks="deferred",
-        ...     system=System(dispatch=Direct(max_rounds=1)), rngs=nnx.Rngs(0)
-        ... )
-        >>> needs_more_rounds(layer(jnp.ones((8, 8)))[1])  # equal tokens all go to one rank
-        True
-    """
-    return is_of_rounds(stats.fault)
-
-
 def moe(
     x: Tokens,
     kernel: Float[Array, "H E"],
@@ -142,11 +52,15 @@ def moe(
     topology: Topology,
     *,
     state: State = (),
+    kernel_bias: Float[Array, "E"] | None = None,
     bias: Float[Array, "E"] | None = None,
     homes: Int[Array, "E"] | None = None,
     mask: TokenMask | None = None,
     losses: Losses = Losses(),
     sequence_length: int | None = None,
+    capacity_factor: float | None = None,
+    token_ids: Int[Array, "T"] | None = None,
+    key: Key[Array, ""] | None = None,
     checks: Checks = "callback",
 ) -> tuple[Tokens, Stats, State]:
     """Computes a mixture-of-experts layer on one rank; call it inside `jax.shard_map`.
@@ -157,17 +71,23 @@ def moe(
     Args:
         x: `[T, H]`, this rank's tokens.
         kernel: `[H, E]`, the router's weights, equal on all ranks; they map tokens to logits.
-        experts: the `L` home experts of this rank.
+        experts: the `L` home experts of this rank; over `tensor_axes` of the topology a shard of their inner width.
         router: `TopK`, `ForceBalanced` or a callable like them.
         system: the strategies; the functions of `systems.py` make the usual ones.
         topology: what `Topology.from_mesh` returned, with the axes that `x` varies over.
         state: what `system.balancer.init` or the last call returned; `()` for balancers without history.
+        kernel_bias: `[E]`, added to the logits, and learned; `None`, which is usual: nothing is.
         bias: `[E]`, added to the router's scores when it chooses experts; not learned.
         homes: `[E]`, the place of each of the router's experts: slot `p % L` of rank `p // L`; `None`: expert `e` is at
             place `e`. What follows the router, statistics included, numbers experts by their place.
         mask: `[T]`, false for padding tokens, which no expert serves and whose output is 0.
         losses: the coefficients of the router losses; none by default.
         sequence_length: how many consecutive tokens make a sequence, for the sequence-wise loss.
+        capacity_factor: drops copies, as GShard does: an expert takes that many times the mean of its copies from each
+            rank, first choices first. `None`, the default, drops nothing; see `capacity.py`.
+        token_ids: `[T]` int32, for routers that look at them, such as `HashRouter`.
+        key: random numbers for routers that want some, such as `NoisyTopK`; other ones in each step and layer. Equal on
+            all ranks.
         checks: what to do about bad values (a logit that is not finite, an illegal plan). "callback", the default,
             stops the program on all ranks, by a call of the host. "deferred", usual on accelerators, calls nobody and
             goes on with what is right; then call `raise_fault` in each step. `docs/pipeline.md` says more.
@@ -190,39 +110,62 @@ def moe(
         (8, 4)
     """
     _check_arguments(x, kernel, experts, topology)
-    routing = route(x, kernel, router, topology, bias, mask)
-    counted = count(routing, kernel.shape[1], topology, checks)
+    info = token_info(x.shape[0], topology, mask, token_ids, key)
+    routing = route(x, kernel, router, info, bias, kernel_bias)
+    limit = None if capacity_factor is None else capacity(capacity_factor, routing.experts.size, kernel.shape[1])
+    counted = count(routing, kernel.shape[1], topology, checks, limit)
     routed, is_homed = at_homes(counted, routing.weights, homes, checks)
     # One rank alone has all experts at home.
     num_slots = experts.up.shape[0] + (system.replica_slots if topology.num_ranks > 1 else 0)
     start = plain_plan(routed.counts, topology, num_slots)
+    tokens, weights, shards = on_tensor_shards(x, routed.weights, vary_like_tokens(experts, topology), topology)
     served, state = system.dispatch.serve(
-        x,
-        routed,
-        vary_like_tokens(experts, topology),
+        tokens,
+        routed._replace(weights=weights),
+        shards,
         start,
         state,
-        balancer=system.balancer,
+        balancer=system.balancer.sized(_sizes(tokens, weights, shards)),
         replicate=system.replicate,
         topology=topology,
         checks=checks,
     )
-    y = served.outputs
-    if checks == "deferred" and (homes is not None or system.dispatch.max_rounds is not None):
-        # Copies that were not served, or by other experts, are no outputs, and nobody shall take them for such.
-        y = jnp.where(served.is_whole & is_homed, y, jnp.nan)
-    loss = losses(routing, counted.counts, topology.expert_axes, sequence_length)
+    y = _outputs(served, homes, is_homed, system.dispatch.max_rounds, topology, checks)
+    loss = losses(routing, counted.asked, topology.expert_axes, sequence_length)
     fault = _fault(counted, routed.counts, homes, is_homed, served, system.dispatch.max_rounds)
-    return y, _stats(routed.counts, start, served.plan, served.rounds, experts, loss, fault), state
+    dropped = (counted.asked - counted.counts).sum(dtype=jnp.int32)
+    return y, _stats(routed.counts, dropped, start, served.plan, served.rounds, experts, loss, fault), state
+
+
+def token_info(
+    num_tokens: int,
+    topology: Topology,
+    mask: TokenMask | None = None,
+    token_ids: Int[Array, "T"] | None = None,
+    key: Key[Array, ""] | None = None,
+) -> TokenInfo:
+    """Says what a router may know about this rank's tokens.
+
+    Args:
+        num_tokens: `T`.
+        topology: its expert axes say which of all tokens are this rank's.
+        mask: as `moe` was given it.
+        token_ids: likewise.
+        key: likewise.
+    """
+    if key is not None:
+        # Or all ranks would draw the same.
+        key = jax.random.fold_in(key, jax.lax.axis_index(topology.data_axes + topology.expert_axes))
+    return TokenInfo(jax.lax.axis_index(topology.expert_axes) * num_tokens, mask, token_ids, key)
 
 
 def route(
     x: Tokens,
     kernel: Float[Array, "H E"],
     router: Router,
-    topology: Topology,
+    info: TokenInfo,
     bias: Float[Array, "E"] | None = None,
-    mask: TokenMask | None = None,
+    kernel_bias: Float[Array, "E"] | None = None,
 ) -> Routing:
     """Asks the router for the experts and weights of this rank's tokens, in float32 at least.
 
@@ -230,20 +173,21 @@ def route(
         x: `[T, H]`, this rank's tokens.
         kernel: `[H, E]`, the router's weights, equal on all ranks.
         router: `TopK`, `ForceBalanced` or a callable like them.
-        topology: its expert axes say which of all tokens are this rank's.
+        info: what else the router may know. Padding tokens, where its mask is false, get `NO_EXPERT`.
         bias: `[E]`, added to the scores when experts are chosen.
-        mask: `[T]`, false for padding tokens, which get `NO_EXPERT`.
+        kernel_bias: `[E]`, added to the logits.
     """
-    if mask is not None:
+    if info.mask is not None:
         # Padding may hold anything: NaN times the zero gradient of its logits would be NaN in the kernel's gradient.
-        x = jnp.where(mask[:, None], x, 0)
+        x = jnp.where(info.mask[:, None], x, 0)
     # Logits that differ in their last bits choose other experts, so they are computed wide and at full precision,
     # which accelerators do not give by default.
     dtype = wide_dtype(x)
     logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision=jax.lax.Precision.HIGHEST)
-    first_token = jax.lax.axis_index(topology.expert_axes) * x.shape[0]
-    routing = router(logits, bias, first_token)
-    routing = routing if mask is None else mask_tokens(routing, mask)
+    if kernel_bias is not None:
+        logits += kernel_bias.astype(dtype)[None]
+    routing = router(logits, bias, info)
+    routing = routing if info.mask is None else mask_tokens(routing, info.mask)
     return checkpoint_name(routing, "moe_routing")
 
 
@@ -253,17 +197,21 @@ class Counted(NamedTuple):
     Args:
         experts: `[T, K]` int32, the expert of each copy of this rank; tokens whose routing is wrong get `NO_EXPERT`.
         counts: `[R, E]` int32, the copies that each rank routes to each expert; equal on all ranks.
+        asked: `[R, E]` int32, the same before any were dropped.
         wrong: `[R, 4]` int32, what `legality.check_routed` reads; equal on all ranks.
         ok: whether nothing is wrong; always, under checks that stop the program.
     """
 
     experts: Int[Array, "T K"]
     counts: Counts
+    asked: Counts
     wrong: Int[Array, "R 4"]
     ok: Bool[Array, ""]
 
 
-def count(routing: Routing, num_experts: int, topology: Topology, checks: Checks) -> Counted:
+def count(
+    routing: Routing, num_experts: int, topology: Topology, checks: Checks, capacity: int | None = None
+) -> Counted:
     """Gathers the counts of this microbatch, equal on all ranks.
 
     Every rank also tells what its router got wrong, so that all of them stop or none does.
@@ -274,6 +222,7 @@ def count(routing: Routing, num_experts: int, topology: Topology, checks: Checks
         num_experts: `E`.
         topology: its expert axes are the ranks that count together.
         checks: what to do where something is wrong.
+        capacity: how many copies an expert takes from a rank; `None`: all.
     """
     valid = (routing.experts >= NO_EXPERT) & (routing.experts < num_experts)
     finite = jnp.isfinite(routing.weights)
@@ -285,12 +234,14 @@ def count(routing: Routing, num_experts: int, topology: Topology, checks: Checks
     mine = jnp.concatenate([tokens_per_expert(experts.reshape(1, -1), num_experts)[0], wrong])
     # One all-gather for counts and errors: a second collective would cost as much again, for four integers.
     table = jax.lax.all_gather(mine, topology.expert_axes, to="invarying")
-    counts, wrong = table[:, :num_experts], table[:, num_experts:]
+    asked, wrong = table[:, :num_experts], table[:, num_experts:]
     ok = (wrong[:, 0] == 0).all() & (wrong[:, 3] == 0).all()
     if checks == "callback":
         # `ensure` returns 0 or stops the program. Added to the counts, it is neither dropped as unused nor late.
-        counts = counts + ensure(ok, check_routed, wrong, np.int32(num_experts))
-    return Counted(experts, counts, wrong, ok)
+        asked = asked + ensure(ok, check_routed, wrong, np.int32(num_experts))
+    if capacity is None:
+        return Counted(experts, asked, asked, wrong, ok)
+    return Counted(within_capacity(experts, num_experts, capacity), jnp.minimum(asked, capacity), asked, wrong, ok)
 
 
 def at_homes(
@@ -336,8 +287,59 @@ def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:
     return jax.tree.map(vary, experts)
 
 
+def _sizes(x: Tokens, weights: Weights, experts: Experts) -> LayerSizes:
+    # All of it is static: shapes and dtypes.
+    expert_bytes = experts.nbytes // experts.up.shape[0]
+    return LayerSizes(
+        num_copies=weights.size,
+        expert_bytes=expert_bytes,
+        gradient_bytes=expert_bytes,
+        token_bytes=x.shape[1] * x.dtype.itemsize,
+        token_flops=2 * expert_bytes // experts.up.dtype.itemsize,
+    )
+
+
+def _outputs(
+    served: Served,
+    homes: Int[Array, "E"] | None,
+    is_homed: Bool[Array, ""],
+    max_rounds: int | None,
+    topology: Topology,
+    checks: Checks,
+) -> Tokens:
+    # Every tensor shard has served all copies by its part of the hidden activations. Outputs are summed where they are
+    # fewest, after a token's copies have become one.
+    y = jax.lax.psum(served.outputs, topology.tensor_axes) if topology.tensor_axes else served.outputs
+    if checks == "deferred" and (homes is not None or max_rounds is not None):
+        # Copies that were not served, or by other experts, are no outputs, and nobody shall take them for such.
+        y = jnp.where(served.is_whole & is_homed, y, jnp.nan)
+    return y
+
+
+def on_tensor_shards(
+    x: Tokens, weights: Weights, experts: Experts, topology: Topology
+) -> tuple[Tokens, Weights, Experts]:
+    """Returns what a tensor shard serves by: the transpose sums gradients of tokens and weights over the shards.
+
+    Args:
+        x: `[T, H]`, the tokens, equal on all tensor shards.
+        weights: `[T, K]`, likewise.
+        experts: this shard's part of the home experts.
+        topology: its tensor axes are the shards.
+    """
+    if not topology.tensor_axes:
+        return x, weights, experts
+    if experts.down_bias is not None:
+        # Outputs are summed over the shards, and their bias shall be in the sum once.
+        first = jax.lax.axis_index(topology.tensor_axes) == 0
+        experts = replace(experts, down_bias=jnp.where(first, experts.down_bias, 0))
+    x, weights = (jax.lax.pcast(array, topology.tensor_axes, to="varying") for array in (x, weights))
+    return x, weights, experts
+
+
 def _stats(
     counts: Counts,
+    dropped: Int[Array, ""],
     before: Plan,
     after: Plan,
     rounds: Int[Array, ""],
@@ -350,6 +352,7 @@ def _stats(
     expert_bytes = experts.nbytes // after.num_home
     return Stats(
         counts=counts,
+        dropped=dropped,
         quota=after.quota,
         load_before=load_before,
         load_after=load_after,

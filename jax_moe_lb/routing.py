@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb.types import TokenMask, iota
@@ -28,6 +28,18 @@ class Routing:
         weights: `[T, K]`, the factors of the experts' outputs; gradients flow through them.
         logits: `[T, E]`, the router's logits, for the z-loss.
         scores: `[T, E]`, non-negative affinities that sum to 1 over the experts, for the other losses.
+
+    Examples:
+        A router of one's own, which sends all tokens to the first expert:
+
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from jax_moe_lb import Routing
+        >>> def to_the_first(logits, bias, info):
+        ...     first = jnp.zeros((logits.shape[0], 1), jnp.int32)
+        ...     return Routing(first, jnp.ones_like(logits[:, :1]), logits, jax.nn.softmax(logits, -1))
+        >>> to_the_first(jnp.zeros((2, 4)), None, None).experts.tolist()
+        [[0], [0]]
     """
 
     experts: Int[Array, "T K"]
@@ -36,9 +48,33 @@ class Routing:
     scores: Logits
 
 
-Router = Callable[[Logits, Float[Array, "E"] | None, Int[Array, ""]], Routing]
-"""A router is a hashable value that turns logits into a `Routing`, given the bias of each expert (or `None`) and the
-number, in the group, of the first token."""
+@pytree
+class TokenInfo:
+    """Says what a router may know about the tokens of a rank beside their logits.
+
+    `moe` makes one for each call of the router; without arguments it is that of a first rank without padding.
+
+    Args:
+        first: int32, the number of this rank's first token in the group.
+        mask: `[T]`, false for padding tokens; `None` if there are none.
+        ids: `[T]` int32, what the caller gave as `token_ids`, for `HashRouter`; `None` if nothing.
+        key: random numbers of this rank, other ones on each, from the `key` that the caller gave; `None` without.
+
+    Examples:
+        >>> from jax_moe_lb import TokenInfo
+        >>> TokenInfo().first
+        0
+    """
+
+    first: Int[Array, ""] | int = 0
+    mask: TokenMask | None = None
+    ids: Int[Array, "T"] | None = None
+    key: Key[Array, ""] | None = None
+
+
+Router = Callable[[Logits, Float[Array, "E"] | None, TokenInfo], Routing]
+"""A router is a hashable value that turns logits into a `Routing`, given the bias of each expert (or `None`) and what
+else is known of the tokens. `docs/how-to/routers.md` shows how to write one."""
 
 
 @dataclass(frozen=True)
@@ -127,20 +163,18 @@ class TopK:
         if self.num_experts_per_tok < 1:
             raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; expected at least 1")
 
-    def __call__(
-        self, logits: Logits, bias: Float[Array, "E"] | None = None, first_token: Int[Array, ""] | int = 0
-    ) -> Routing:
+    def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
         """Chooses by score and bias.
 
         Args:
             logits: `[T, E]`, in float32 or wider.
             bias: `[E]`, added to the scores for the choice alone; `None` adds nothing.
-            first_token: the number of this rank's first token in the group, which this router does not need.
+            info: what else is known of the tokens, which this router does not need.
 
         Raises:
             ValueError: there are fewer experts to choose from than `K`.
         """
-        del first_token
+        del info
         scores = self.score(logits)
         # The bias is float32 and the scores may be float64, which strict promotion does not mix.
         choice = scores if bias is None else scores + bias[None].astype(scores.dtype)
@@ -208,15 +242,13 @@ class ForceBalanced:
         """Counts the experts of a token, `K`."""
         return self.router.num_experts_per_tok
 
-    def __call__(
-        self, logits: Logits, bias: Float[Array, "E"] | None = None, first_token: Int[Array, ""] | int = 0
-    ) -> Routing:
+    def __call__(self, logits: Logits, bias: Float[Array, "E"] | None = None, info: TokenInfo = TokenInfo()) -> Routing:
         """Chooses by the number of the token copy in the group.
 
         Args:
             logits: `[T, E]`.
             bias: it is not used: there is nothing left to balance.
-            first_token: the number of this rank's first token in the group, so that ranks go on where others end.
+            info: it says the number of this rank's first token, so that ranks go on where others end.
 
         Raises:
             ValueError: there are fewer experts than `K`.
@@ -226,7 +258,7 @@ class ForceBalanced:
         per_tok = self.num_experts_per_tok
         if per_tok > num_experts:
             raise ValueError(f"num_experts_per_tok is {per_tok}; expected at most {num_experts}")
-        copy = iota(num_tokens * per_tok) + first_token * per_tok
+        copy = iota(num_tokens * per_tok) + info.first * per_tok
         return self.router.with_experts(logits, (copy % num_experts).reshape(num_tokens, per_tok))
 
 
@@ -252,6 +284,12 @@ def updated_bias(bias: Float[Array, "E"], load: Int[Array, "E"], rate: float = 1
 
     Returns:
         The bias for the next step, `[E]`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax_moe_lb import updated_bias
+        >>> [round(b, 3) for b in updated_bias(jnp.zeros(3), jnp.array([2, 4, 3])).tolist()]
+        [0.001, -0.001, 0.0]
     """
     load = load.astype(bias.dtype)
     # The paper takes the sign alone: an expert far off the mean moves no faster than one near to it.

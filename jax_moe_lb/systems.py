@@ -15,6 +15,7 @@ from jax_moe_lb.balancers.lplb import LPLB
 from jax_moe_lb.balancers.plain import Plain
 from jax_moe_lb.balancers.rails import RailS
 from jax_moe_lb.balancers.ultraep import UltraEP
+from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.gather import Gather
@@ -22,7 +23,8 @@ from jax_moe_lb.transport.peer_copy import PeerCopy
 from jax_moe_lb.transport.relay import Relay
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.spray import Spray
-from jax_moe_lb.transport.staged import Staged
+from jax_moe_lb.transport.two_phase import TwoPhase
+from jax_moe_lb.transport.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class System:
         replica_slots: `S - L`, the slots of a rank beyond those of its home experts; at most `E - L`. Two are usual;
             every one costs the memory of an expert's weights and gradients, once for all layers. One rank alone has
             none.
+        relocates: whether home experts shall move every so many steps, too: `nn.MoE` then keeps what that needs.
 
     Examples:
         >>> from jax_moe_lb import Chain, Exact, RailS, Spray
@@ -50,10 +53,28 @@ class System:
     replicate: Replicate = field(default_factory=Gather)
     dispatch: Dispatch = field(default_factory=Direct)
     replica_slots: int = 0
+    relocates: bool = False
 
     def __post_init__(self) -> None:
         if self.replica_slots < 0:
             raise ValueError(f"replica_slots is {self.replica_slots}; expected at least 0")
+
+    def why_idle(self, topology: Topology, num_experts: int) -> str | None:
+        """Says why its balancer cannot change anything in a layer; `None` if it can. `nn.MoE` warns of it.
+
+        Args:
+            topology: the ranks of the layer. On one rank alone there is nothing to balance, and nothing is said.
+            num_experts: `E`.
+
+        Examples:
+            >>> from jax_moe_lb import Topology
+            >>> hybridep(replica_slots=2).why_idle(Topology.flat(8), num_experts=64)
+            'expert domains have one rank each; expected replica_slots of at least 8'
+        """
+        if topology.num_ranks == 1:
+            return None
+        num_home = num_experts // topology.num_ranks
+        return self.balancer.why_idle(topology, num_home, num_home + self.replica_slots)
 
     def with_rounds(self, max_rounds: int | None) -> "System":
         """Returns the same system with as many rounds in its program.
@@ -66,6 +87,18 @@ class System:
             1
         """
         return replace(self, dispatch=replace(self.dispatch, max_rounds=max_rounds))
+
+    def with_wire(self, wire: Wire | None) -> "System":
+        """Returns the same system with rows in low precision while they travel forward.
+
+        Args:
+            wire: see `Wire`; `None` leaves rows as they are.
+
+        Examples:
+            >>> exact(2).with_wire(Wire()).dispatch.wire.block
+            128
+        """
+        return replace(self, dispatch=replace(self.dispatch, wire=wire))
 
 
 def system_names() -> list[str]:
@@ -165,6 +198,25 @@ def exact(replica_slots: int = 2, headroom: float = 1.05) -> System:
     return System(Exact(), dispatch=Direct(headroom), replica_slots=replica_slots)
 
 
+def two_tier(replica_slots: int = 2, headroom: float = 1.05) -> System:
+    """Moves home experts between domains every so many steps, and levels each microbatch inside them, along relays.
+
+    Use it where ranks form several domains, such as nodes: replicas stay inside a domain, so that no plan alone brings
+    the busiest one below its own mean. Call `MoE.update_loads` in each step, and `nn.relocate` every so many:
+    `docs/systems/two_tier.md`.
+
+    Args:
+        replica_slots: the slots of a rank beyond its home experts; 2 are usual.
+        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
+
+    Examples:
+        >>> system = two_tier()
+        >>> type(system.balancer).__name__, type(system.replicate).__name__, system.relocates
+        ('Exact', 'Relay', True)
+    """
+    return System(Exact(), Relay(), Direct(headroom), replica_slots, relocates=True)
+
+
 def hybridep(replica_slots: int = 2, headroom: float = 1.05) -> System:
     """Makes every rank hold the experts of its expert domain, as large as the slots allow: HybridEP's plan on any mesh.
 
@@ -182,21 +234,22 @@ def hybridep(replica_slots: int = 2, headroom: float = 1.05) -> System:
     return System(HybridEP(), dispatch=Direct(headroom), replica_slots=replica_slots)
 
 
-def feplb(replica_slots: int = 4, headroom: float = 1.05) -> System:
+def feplb(replica_slots: int = 4, headroom: float = 1.5) -> System:
     """Moves the busiest experts, whole, to idle ranks of their domain, while the others are served: FEPLB.
 
-    Use it inside one NVLink domain, where copy engines move weights.
+    Use it inside one NVLink domain, where copy engines move weights. Where memory is short, make the system with
+    `Direct()` instead: its receive buffer takes the balanced load, and nothing hides its copies.
 
     Args:
         replica_slots: the slots of a rank beyond its home experts, and so the experts that it can take; 4 are usual.
-        headroom: the rows that a rank can receive in one round of either wave, over the mean; 1.05 is usual.
+        headroom: the rows that a rank can receive in one round, over the mean, before balancing; 1.5 is usual.
 
     Examples:
         >>> system = feplb()
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
-        ('FEPLB', 'Staged', 4)
+        ('FEPLB', 'TwoPhase', 4)
     """
-    return System(FEPLB(), PeerCopy(), Staged(headroom), replica_slots)
+    return System(FEPLB(), PeerCopy(), TwoPhase(headroom), replica_slots)
 
 
 def fastermoe(replica_slots: int = 2, headroom: float = 1.05) -> System:

@@ -60,6 +60,7 @@ class Topology:
         rails_per_node: `N`, network interfaces of a node, which `ranks_per_node` ranks share; usually one per GPU.
         expert_axes: the mesh axes that make up the group, outermost first; empty for a topology that only plans.
         data_axes: the mesh axes over which tokens, but not experts, are split.
+        tensor_axes: the mesh axes over which the inner width `F` of every expert is split (expert tensor parallelism).
         flops_per_s: what one rank computes, in floating-point operations per second; `None` if unknown.
         ranks_per_process: how many consecutive ranks are always devices of one process, which can reach each other's
             memory; `None` if unknown, and then only a program of one process takes them for such.
@@ -80,6 +81,7 @@ class Topology:
     rails_per_node: int = 1
     expert_axes: tuple[str, ...] = ()
     data_axes: tuple[str, ...] = ()
+    tensor_axes: tuple[str, ...] = ()
     flops_per_s: float | None = None
     ranks_per_process: int | None = None
     processes: tuple[int, ...] = ()
@@ -141,6 +143,7 @@ class Topology:
         expert_axis: str | tuple[str, ...] = "expert",
         *,
         data_axes: str | tuple[str, ...] | None = None,
+        tensor_axes: str | tuple[str, ...] = (),
         ranks_per_domain: int | None = None,
         rails_per_node: int = 1,
         bytes_per_s: tuple[float, ...] | None = None,
@@ -154,7 +157,9 @@ class Topology:
             expert_axis: one name, or up to three, outermost first: they become the innermost of the levels dc, node and
                 gpu.
             data_axes: the axes over which tokens are split beside the group, such as `("data", "fsdp")`. Over further
-                ones (tensor, context) all devices do the same. `None`, the default: all axes but the group's.
+                ones all devices do the same. `None`, the default: all axes but those of the group and of tensors.
+            tensor_axes: the axes over which the inner width of every expert is split, which have the same tokens;
+                usually none, since a group of more ranks makes larger products.
             ranks_per_domain: `M`; `None` takes the size of the innermost axis.
             rails_per_node: `N`, network interfaces of a node; only `RailS` and `Spray` need more than 1.
             bytes_per_s: what a rank sends along each axis, in bytes per second, in the order of `expert_axis`.
@@ -175,7 +180,8 @@ class Topology:
         axes = (expert_axis,) if isinstance(expert_axis, str) else tuple(expert_axis)
         if not 1 <= len(set(axes)) == len(axes) <= len(LEVEL_NAMES):
             raise ValueError(f"expert_axis is {expert_axis!r}; expected one to three different mesh axes")
-        others = tuple(axis for axis in mesh.axis_names if axis not in axes)
+        tensor = (tensor_axes,) if isinstance(tensor_axes, str) else tuple(tensor_axes)
+        others = tuple(axis for axis in mesh.axis_names if axis not in axes + tensor)
         data = others if data_axes is None else (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
         for axis in axes:
             if axis not in mesh.axis_names:
@@ -183,6 +189,11 @@ class Topology:
         if len(set(data)) < len(data) or not set(data) <= set(others):
             raise ValueError(
                 f"data_axes is {data_axes!r}; expected different ones of {others}, beside those of experts"
+            )
+        beside = tuple(axis for axis in mesh.axis_names if axis not in axes)
+        if len(set(tensor)) < len(tensor) or not set(tensor) <= set(beside):
+            raise ValueError(
+                f"tensor_axes is {tensor_axes!r}; expected different ones of {beside}, beside those of experts"
             )
         rates = _per_axis("bytes_per_s", bytes_per_s, axes)
         latencies = _per_axis("latency_s", latency_s, axes)
@@ -196,6 +207,7 @@ class Topology:
             rails_per_node=rails_per_node,
             expert_axes=axes,
             data_axes=data,
+            tensor_axes=tensor,
             flops_per_s=flops_per_s,
             ranks_per_process=(
                 _ranks_per_process(mesh.devices, mesh.axis_names, axes) if isinstance(mesh, Mesh) else None

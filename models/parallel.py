@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_moe_lb import System, use_virtual_cpu_devices
+from jax_moe_lb.nn.moe import BalancerState
 from jax_moe_lb.systems import system_named
 from models.presets import ParallelConfig
 
@@ -49,6 +52,20 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def place_batch(batch: np.ndarray, mesh: Mesh) -> jax.Array:
     """Splits a batch that every process holds by sequence over all devices."""
     return jax.make_array_from_callback(batch.shape, batch_sharding(mesh), lambda index: batch[index])
+
+
+def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
+    """Says where the arrays of a state lie, or those of its shapes."""
+    return jax.tree.map(
+        lambda variable: _shardings(variable, mesh), state, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+
+
+def _shardings(variable: nnx.Variable, mesh: Mesh) -> nnx.Variable:
+    if isinstance(variable, BalancerState):
+        # The state may be any pytree, of which Flax knows no placement: every device has all of it.
+        return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), variable)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), nnx.get_partition_spec(variable))
 
 
 def make_system(parallel: ParallelConfig) -> System:

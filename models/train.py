@@ -30,6 +30,9 @@ from models.refusal import REFUSED, Refused, say
 from models.stopping import StopRequest
 from models.store import Store, agree
 
+RELOCATE_INTERVAL = 50
+"""The steps between moves of a system that relocates, where nobody says."""
+
 RUN_DIR = "Where files go. [default: runs/PRESET, then runs/PRESET-2, ...; the last of them to resume or overwrite]"
 COORDINATOR = "Where process 0 listens. [default: this and the next two are detected, as jax.distributed does]"
 DRY_RUN = "Train nothing: compile the step for a machine that need not be here, h100:1x8 or the like."
@@ -74,6 +77,8 @@ def train(
     parallel |= {"replica_slots": replica_slots, "headroom": headroom, "ranks_per_domain": ranks_per_domain}
     sizes: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "sequence_length": sequence_length}
     sizes |= {"learning_rate": learning_rate, "seed": seed}
+    if relocate_interval is None and system in system_names() and system_named(system).relocates:
+        relocate_interval = RELOCATE_INTERVAL
     sizes |= {"relocate_interval": relocate_interval, "relocate_min_gain": relocate_min_gain}
     how = {"resume": resume, "overwrite": overwrite}
 

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
 from jax_moe_lb import Migrate, Stats, System, Topology, compiler_options
-from jax_moe_lb.nn.moe import BalancerState
 from models.common import LanguageModel
+from models.parallel import state_shardings
 from models.presets import TrainConfig
 from models.relocation import moved_state
 
@@ -74,9 +74,7 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, migrate: Migr
         return model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)
 
     graphdef, shapes = nnx.split(nnx.eval_shape(create))
-    shardings = jax.tree.map(
-        lambda variable: _shardings(variable, mesh), shapes, is_leaf=lambda node: isinstance(node, nnx.Variable)
-    )
+    shardings = state_shardings(shapes, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def step(state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
@@ -106,15 +104,7 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, migrate: Migr
     )
 
 
-def _shardings(variable: nnx.Variable, mesh: Mesh) -> nnx.Variable:
-    """Says where the arrays of a variable lie."""
-    if isinstance(variable, BalancerState):
-        # The state may be any pytree, of which Flax knows no placement: every device has all of it.
-        return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), variable)
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), nnx.get_partition_spec(variable))
-
-
-def next_byte_loss(model: LanguageModel, tokens: Array) -> tuple[Array, Stats]:
+def next_byte_loss(model: Callable[[Array], tuple[Array, Stats]], tokens: Array) -> tuple[Array, Stats]:
     """Computes the mean cross-entropy in nats per byte of `tokens[:, 1:]` given those before, and statistics."""
     logits, stats = model(tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean(), stats

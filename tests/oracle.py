@@ -4,21 +4,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_moe_lb import Experts
+from jax_moe_lb import Experts, TokenInfo
 
 
 def dense_moe(x, kernel, experts: Experts, router, mask=None, bias=None):
     """Every token through every expert; `[T, H]` tokens of all ranks, `[E, ...]` experts of all ranks."""
     wide = x.dtype if x.dtype == jnp.float64 else jnp.float32
     logits = jnp.matmul(x.astype(wide), kernel.astype(wide), precision="highest")
-    routing = router(logits, bias, jnp.int32(0))
-    up = jnp.einsum("th,ehf->etf", x, experts.up)
-    gated = experts.gate is not None
-    hidden = jax.nn.silu(jnp.einsum("th,ehf->etf", x, experts.gate)) * up if gated else jax.nn.gelu(up)
-    by_expert = jnp.einsum("etf,efh->teh", hidden, experts.down)
+    routing = router(logits, bias, TokenInfo(mask=mask))
+    up = biased(jnp.einsum("th,ehf->etf", x, experts.up), experts.up_bias)
+    gate = None if experts.gate is None else biased(jnp.einsum("th,ehf->etf", x, experts.gate), experts.gate_bias)
+    hidden = jax.nn.gelu(up) if gate is None else jax.nn.silu(gate) * up
+    by_expert = biased(jnp.einsum("etf,efh->eth", hidden, experts.down), experts.down_bias).swapaxes(0, 1)
     chosen = jnp.take_along_axis(by_expert, routing.experts[:, :, None], axis=1)
     y = (chosen.astype(wide) * routing.weights[:, :, None]).sum(1).astype(x.dtype)
     return y if mask is None else jnp.where(mask[:, None], y, 0)
+
+
+def biased(products, bias):
+    """Products `[E, T, F]`, and the bias of each expert."""
+    return products if bias is None else products + bias[:, None]
 
 
 def split(counts, quota, domain):

@@ -16,6 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     [
         "_pytree",
+        "_first_order",
         "_varying",
         "_unvarying_call",
         "_custom_calls",
@@ -30,7 +31,8 @@ LAYERS = [
     ["topology", "experts", "split", "_floor_share", "_plan_file"],
     ["planners"],
     ["plan", "ops", "routing", "hybrid", "streams"],
-    ["legality", "faults", "losses"],
+    ["legality", "faults", "losses", "capacity"],
+    ["routers", "stats"],
     ["relocation", "balancers"],
     [
         "transport.codec",
@@ -42,12 +44,14 @@ LAYERS = [
         "transport.rail_hops",
         "transport.rail_traffic",
         "transport.replicate",
+        "transport.shards",
+        "transport.wire",
     ],
     ["transport.gather", "transport.peer_copy", "transport.relay", "transport.rounds"],
     ["transport.dispatch"],
     ["transport.direct", "transport.spray"],
-    ["transport.wave_receipts", "transport.waves"],
-    ["transport.staged"],
+    ["transport.phase_receipts", "transport.phases"],
+    ["transport.two_phase"],
     ["systems"],
     ["pipeline"],
     ["nn"],
@@ -92,7 +96,9 @@ def test_files_and_functions_stay_short(path):
     assert path.read_text().count("\n") <= 500
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno <= 80, node.name
+            # A docstring takes the lines that it needs.
+            described = node.body[0].end_lineno - node.body[0].lineno + 1 if ast.get_docstring(node) else 0
+            assert node.end_lineno - node.lineno - described <= 65, node.name
 
 
 # What has a clock knows plans and systems, not what runs on devices; only the command line knows it.
@@ -144,7 +150,7 @@ def test_a_balancers_file_is_its_name():
     for path in (PACKAGE / "balancers").glob("*.py"):
         classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
         public = [node.name for node in classes if not node.name.startswith("_")]
-        if path.stem not in {"__init__", "base", "host", "cost", "history", "repacking"}:
+        if path.stem not in {"__init__", "base", "host", "cost", "history", "repacking", "sizes"}:
             assert [name.lower() for name in public] == [path.stem.replace("_", "")]
 
 
@@ -160,7 +166,18 @@ def test_nothing_reads_the_environment_or_keeps_globals():
 
 def test_no_strategy_is_known_by_its_class():
     """Executor and simulator ask strategies what they need; the executor makes no exception for one of them."""
-    strategies = {"Staged", "Direct", "Spray", "Gather", "PeerCopy", "Relay", "HybridEP", "Plain", "Chain", "RailS"}
+    strategies = {
+        "TwoPhase",
+        "Direct",
+        "Spray",
+        "Gather",
+        "PeerCopy",
+        "Relay",
+        "HybridEP",
+        "Plain",
+        "Chain",
+        "RailS",
+    }
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":

@@ -34,6 +34,11 @@ PRINTED = {
         r"skew 0\.0: one round, 1 needed, finite: True",
         r"skew 8\.0: a loop, [3-6] needed, finite: True",
     ),
+    "checkpoints": (r"exact: 8 ranks -> 16, difference [0-9]e-0[6-9]",),
+    "maxtext_block": (
+        r"gate\.kernel \(32, 8\)\nwi_0 \(8, 32, 64\)\nwi_1 \(8, 32, 64\)\nwo \(8, 64, 32\)",
+        r"outputs differ by \de-0[6-9]\ngradients differ by \de-0[6-9] of the largest",
+    ),
     "replay_trace": (rf"mean +1\.[4-9]\d+ +{BALANCED}",),
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Direct, Gather, Greedy, Staged, System, TopK, Topology
+from jax_moe_lb import Direct, Gather, Greedy, System, TopK, Topology, TwoPhase
 from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
@@ -35,7 +35,7 @@ def test_the_program_runs_and_moves_rows(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatch", [Direct(0.6), Staged(0.6)], ids=["one wave", "two waves"])
+@pytest.mark.parametrize("dispatch", [Direct(0.6), TwoPhase(0.6)], ids=["one wave", "two phases"])
 def test_a_replication_from_outside_serves_in_every_wave(dispatch):
     """Values, and gradients by its `add_at_home`, equal those of a dense layer."""
     system = System(Greedy(), program()["AllGather"](), dispatch, replica_slots=2)

@@ -14,10 +14,10 @@ from jax_moe_lb import (
     Direct,
     PeerCopy,
     Spray,
-    Staged,
     System,
     TopK,
     Topology,
+    TwoPhase,
     feplb,
     greedy,
     moe,
@@ -108,7 +108,7 @@ def message_of(layer, *args):
     ("spoil", "replicate", "dispatch"),
     [
         *((spoil, None, Direct()) for spoil in BROKEN),
-        (loses_a_token, PeerCopy(), Staged()),
+        (loses_a_token, PeerCopy(), TwoPhase()),
         (relays_from_nowhere, PeerCopy(), Direct()),
         (sprays_rows_that_are_not_there, None, Spray()),
     ],
@@ -129,9 +129,9 @@ def test_an_illegal_plan_gives_way_to_plain_expert_parallelism(spoil, replicate,
     assert str(deferred.value) == message_of(sharded_moe(mesh, topology, system), *args[:4])
 
 
-def out_of_range(logits, bias, first_token):
-    routing = TopK(2)(logits, bias, first_token)
-    bad = (jnp.arange(logits.shape[0]) + first_token == 30)[:, None]
+def out_of_range(logits, bias, info):
+    routing = TopK(2)(logits, bias, info)
+    bad = (jnp.arange(logits.shape[0]) + info.first == 30)[:, None]
     return replace(routing, experts=jnp.where(bad, 99, routing.experts))
 
 

@@ -192,8 +192,8 @@ def run_with(router, kernel_scale=1.0):
 
 
 def with_experts(change):
-    def router(logits, bias, first_token):
-        return TopK(2).with_experts(logits, change(TopK(2)(logits).experts, first_token))
+    def router(logits, bias, info):
+        return TopK(2).with_experts(logits, change(TopK(2)(logits).experts, info.first))
 
     return router
 
@@ -365,3 +365,19 @@ def test_no_tokens_at_all(system):
     assert y.shape == x.shape
     assert int(stats.rounds[0]) == 0
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(gradients))
+
+
+def test_derivatives_that_are_not_there_are_refused_in_one_line():
+    mesh = make_mesh((2,), ("expert",))
+    run = sharded_moe(mesh, Topology.from_mesh(mesh), greedy(1))
+    case = Case(num_tokens=4, num_experts=4)
+    kernel, experts = case.params(jnp.float32)
+    x, mask = jnp.ones((8, case.width)), jnp.ones(8, bool)
+
+    def total(x):
+        return run(x, mask, kernel, experts)[0].sum()
+
+    with pytest.raises(NotImplementedError, match="moe has no second derivatives"):
+        jax.eval_shape(jax.grad(lambda x: jax.grad(total)(x).sum()), x)
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        jax.jit(lambda x: jax.jvp(total, (x,), (x,))).lower(x)

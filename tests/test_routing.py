@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_moe_lb import ForceBalanced, GroupLimit, TopK
+from jax_moe_lb import ForceBalanced, GroupLimit, TokenInfo, TopK
 from jax_moe_lb.routing import NO_EXPERT, mask_tokens, tokens_per_expert, updated_bias
 
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(32, 8)), jnp.float32)
@@ -49,7 +49,7 @@ def test_group_limit_against_a_loop(experts_per_score):
 @pytest.mark.slow
 def test_force_balanced_is_balanced_and_keeps_weights_differentiable():
     router = ForceBalanced(TopK(2))
-    routing = router(LOGITS, None, jnp.int32(3))
+    routing = router(LOGITS, None, TokenInfo(jnp.int32(3)))
     assert (tokens_per_expert(routing.experts.reshape(1, -1), 8) == 8).all()
     assert routing.experts[0].tolist() == [6, 7]
     gradient = jax.grad(lambda logits: (router(logits).weights[:, 0]).sum())(LOGITS)

@@ -10,11 +10,19 @@
 
 namespace moe_lb {
 
+// Arrays of rows that travel beside weights, see peer_rows.h.
+struct PeerRows {
+  size_t row_bytes = 0;  // of one row; 0: there are none
+  size_t at_home = 0;    // rows of the array at home
+  size_t room = 0;       // rows of the array that takes them
+};
+
 // The kinds of weights that travel together (up, gate, down), and how they are cut.
 struct PeerWeights {
   size_t num_home;                   // L, home experts of a rank
   std::vector<size_t> expert_bytes;  // of one expert, one entry per kind
   size_t chunk_bytes;                // what a relay forwards at once, at least 1
+  PeerRows rows = {};
 };
 
 enum class PeerSource { kNothing, kHome, kSlot };

@@ -39,7 +39,7 @@ void Copy(View<Brought> brought, Meeting::Finish finish) {
   // itself.
   if (Status bad = CheckEqualTables(shares)) return finish(bad);
   std::vector<PeerTask> tasks;
-  if (Status bad = PlanPeerTasks(shares[0].wanted, shares[0].relay, shares[0].weights, &tasks)) return finish(bad);
+  if (Status bad = PlanTasks(shares[0], &tasks)) return finish(bad);
   RunPeerTasks(std::move(tasks), PeerTable(shares), [finish] { finish(Ok()); });
 }
 

@@ -87,6 +87,18 @@ inline Arrival ArrivalOf(xf::RunId run, int64_t device, const int32_t* place) {
   return {run.run_id, device, place[1], place[0]};
 }
 
+inline Status ReadRows(const xf::AnyBuffer& rows, const xf::AnyBuffer& taken, PeerRows* read) {
+  const auto at_home = rows.dimensions(), room = taken.dimensions();
+  if (at_home.size() != 2 || room.size() != 2 || at_home[0] < 1 || at_home[1] < 1 || room[1] != at_home[1] ||
+      rows.element_type() != taken.element_type()) {
+    return Refuse("rows and room for them have ", at_home.size(), " and ", room.size(),
+                  " dimensions; expected [A, H] and [B, H] of one dtype, and A and H at least 1");
+  }
+  const auto num_rows = static_cast<size_t>(at_home[0]);
+  *read = {rows.size_bytes() / num_rows, num_rows, static_cast<size_t>(room[0])};
+  return Ok();
+}
+
 // Fills a share with arrays that hold the home experts and the slots of its ranks, one pair per kind of weights.
 class PeerShareBuilder {
  public:
@@ -132,6 +144,22 @@ class PeerShareBuilder {
     share_.weights.expert_bytes.push_back(home.size_bytes() / static_cast<size_t>(of_home[0]));
     share_.home.push_back(static_cast<std::byte*>(home.untyped_data()));
     share_.slots.push_back(static_cast<std::byte*>(slots.untyped_data()));
+    return Ok();
+  }
+
+  // Rows [at home, H] and room for some of others [room, H], after all kinds of weights.
+  //   first, size: [R, P], as TakeRows fills them, maybe later.
+  Status Rows(const xf::AnyBuffer& rows, const xf::AnyBuffer& taken, MatrixView<const int32_t> first,
+              MatrixView<const int32_t> size) {
+    if (share_.wanted.rows() != static_cast<size_t>(attributes_.num_participants)) {
+      return Refuse("rows come with ", share_.wanted.rows(), " ranks on ", attributes_.num_participants,
+                    " devices; expected a device for each rank");
+    }
+    if (Status bad = ReadRows(rows, taken, &share_.weights.rows)) return bad;
+    share_.first = first;
+    share_.size = size;
+    share_.home.push_back(static_cast<std::byte*>(rows.untyped_data()));
+    share_.slots.push_back(static_cast<std::byte*>(taken.untyped_data()));
     return Ok();
   }
 

@@ -25,21 +25,24 @@ namespace peer_cuda {
 namespace {
 
 constexpr size_t kPlaceWords = 2;
+constexpr size_t kPlanArrays = 2;
 
 // One per call site of `copy_post`. What was posted keeps the site: its program may be gone before it is used.
 struct PostSite {
   static xf::TypeId id;
   static xf::TypeInfo info;
 
-  PostSite(PeerAttributes attributes, int64_t size, int64_t kinds, PlanFunction given)
+  PostSite(PeerAttributes attributes, int64_t size, int64_t kinds, bool rows, PlanFunction given)
       : site(std::make_shared<Site>(std::move(attributes))),
         plan_size(static_cast<size_t>(size)),
         num_kinds(kinds),
+        has_rows(rows),
         plan(std::move(given)) {}
 
   const std::shared_ptr<Site> site;
   const size_t plan_size;
   const int64_t num_kinds;
+  const bool has_rows;
   const PlanFunction plan;
 };
 xf::TypeId PostSite::id = {};
@@ -57,7 +60,9 @@ struct Post {
   xf::RunId run = {};
   int32_t device = 0;
   std::vector<Shape> shapes;  // of the planner's operands; its results have the same
-  size_t words = 0;           // of all operands
+  size_t plan_words = 0;      // of these
+  size_t words = 0;           // of all operands: with rows, where they start, too
+  bool has_rows = false;
   Addresses home;
   std::shared_ptr<Turn> turn;  // pinned: place, the operands, the plan
   PeerShare share;             // its tables show those below
@@ -109,10 +114,14 @@ Status Plan(Post* post) {
   const PlannerCall call = {"planner of copy_post", {}, {}, post->plan};
   if (Status bad = Attempt(call, Lay<const int32_t>(post->shapes, post->operands()), plan)) return bad;
   const auto num_home = static_cast<size_t>(post->site->attributes.num_home);
-  if (Status bad = PlannedTables(plan, num_home, &post->tables)) return bad;
-  const size_t ranks = plan[0].rows(), slots = plan[0].columns() - num_home;
-  post->share.wanted = {post->tables.data(), ranks, slots};
-  post->share.relay = {post->tables.data() + ranks * slots, ranks, slots};
+  const View<const int32_t> first_row(post->operands() + post->plan_words, post->words - post->plan_words);
+  const size_t room = post->share.weights.rows.room;
+  if (Status bad = PlannedTables(plan, num_home, post->has_rows, first_row, room, &post->tables)) return bad;
+  const PeerTables tables = TablesIn(plan, num_home, post->has_rows, post->tables);
+  post->share.wanted = tables.wanted;
+  post->share.relay = tables.relay;
+  post->share.first = tables.first;
+  post->share.size = tables.size;
   return Ok();
 }
 
@@ -161,12 +170,17 @@ Status ReadPost(const PostSite& site, const PostedArrays& arrays, int32_t device
   for (size_t i = 0; i < arrays.operands.size(); ++i) {
     MatrixView<const int32_t> matrix{nullptr, 0, 0};
     if (Status bad = AsMatrix("operand of the planner", arrays.operands[i], &matrix)) return bad;
+    const size_t words = matrix.rows() * matrix.columns();
+    post->words += words;
+    // Placement and quota, in and out.
+    if (i >= kPlanArrays) continue;
     post->shapes.push_back({matrix.rows(), matrix.columns()});
-    post->words += matrix.rows() * matrix.columns();
+    post->plan_words += words;
   }
-  // Placement and quota, in and out.
-  if (Status bad = CheckSame("operands of the planner", post->shapes.size(), 2)) return bad;
-  if (Status bad = CheckSame("numbers of the plan", site.plan_size, post->words)) return bad;
+  const size_t expected = kPlanArrays + (site.has_rows ? 1 : 0);
+  if (Status bad = CheckSame("operands of the planner", arrays.operands.size(), expected)) return bad;
+  if (Status bad = CheckSame("numbers of the plan", site.plan_size, post->plan_words)) return bad;
+  post->has_rows = site.has_rows;
   const auto num_home = static_cast<size_t>(site.site->attributes.num_home);
   const Shape placement = post->shapes[0];
   if (placement.columns < num_home) {
@@ -174,11 +188,7 @@ Status ReadPost(const PostSite& site, const PostedArrays& arrays, int32_t device
   }
   PeerShareBuilder builder(site.site->attributes, device);
   const MatrixView<const int32_t> later{nullptr, placement.rows, placement.columns - num_home};
-  if (Status bad = builder.Tables(later, later)) return bad;
-  if (Status bad = CheckSame("kinds of home weights", arrays.home.size(), arrays.slots.size())) return bad;
-  for (size_t kind = 0; kind < arrays.home.size(); ++kind) {
-    if (Status bad = builder.Weights(arrays.home[kind], arrays.slots[kind])) return bad;
-  }
+  if (Status bad = ReadShare({later, later, later, later}, site.has_rows, arrays, &builder)) return bad;
   post->share = builder.Take();
   post->home = AddressesOf(arrays.home);
   return Ok();

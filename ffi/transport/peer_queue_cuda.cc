@@ -114,7 +114,7 @@ Status CopyAll(View<Brought> brought) {
   for (const Brought& one : brought) shares.push_back(one.share);
   if (Status bad = CheckEqualTables(shares)) return bad;
   std::vector<PeerTask> tasks;
-  if (Status bad = PlanPeerTasks(shares[0].wanted, shares[0].relay, shares[0].weights, &tasks)) return bad;
+  if (Status bad = PlanTasks(shares[0], &tasks)) return bad;
   const PeerTable table(std::move(shares));
   return Queue(brought, table, tasks).Run();
 }

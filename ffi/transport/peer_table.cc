@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "ffi/transport/peer_rows.h"
+
 namespace moe_lb {
 namespace {
 
@@ -34,6 +36,12 @@ Status CheckEqualWeights(size_t participant, const PeerWeights& here, const Peer
     return Refuse("home of kind ", kind, " has ", here.expert_bytes[kind], " bytes an expert on rank ", participant,
                   " and ", first.expert_bytes[kind], " on rank 0; expected equally many");
   }
+  if (here.rows.row_bytes != first.rows.row_bytes || here.rows.at_home != first.rows.at_home ||
+      here.rows.room != first.rows.room) {
+    return Refuse("rows are ", here.rows.at_home, " of ", here.rows.row_bytes, " bytes at home on rank ", participant,
+                  ", with room for ", here.rows.room, "; expected ", first.rows.at_home, " of ", first.rows.row_bytes,
+                  " and room for ", first.rows.room, " as on rank 0");
+  }
   return Ok();
 }
 
@@ -65,7 +73,15 @@ Status CheckEqualTables(const std::vector<PeerShare>& shares) {
     if (Status bad = CheckEqualWeights(i, shares[i].weights, shares[0].weights)) return bad;
     if (Status bad = CheckEqual("wanted", i, shares[i].wanted, shares[0].wanted)) return bad;
     if (Status bad = CheckEqual("relay", i, shares[i].relay, shares[0].relay)) return bad;
+    if (Status bad = CheckEqual("first row", i, shares[i].first, shares[0].first)) return bad;
+    if (Status bad = CheckEqual("rows", i, shares[i].size, shares[0].size)) return bad;
   }
+  return Ok();
+}
+
+Status PlanTasks(const PeerShare& share, std::vector<PeerTask>* tasks) {
+  if (Status bad = PlanPeerTasks(share.wanted, share.relay, share.weights, tasks)) return bad;
+  if (share.weights.rows.row_bytes > 0) AddRowTasks(share.wanted, share.first, share.size, share.weights, tasks);
   return Ok();
 }
 

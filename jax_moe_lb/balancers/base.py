@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Bool
 
+from jax_moe_lb.balancers.sizes import LayerSizes
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.planners.native import NativePlanner
 from jax_moe_lb.topology import Topology
@@ -43,6 +44,31 @@ class Balancer(abc.ABC):
         del counts_shape
         return ()
 
+    def sized(self, sizes: LayerSizes) -> "Balancer":
+        """Returns the balancer for a layer: what the user left to be derived has a value in it; itself by default.
+
+        `moe` asks for it once, when a program is traced.
+
+        Args:
+            sizes: those of the layer.
+        """
+        del sizes
+        return self
+
+    def why_idle(self, topology: Topology, num_home: int, slots: int) -> str | None:
+        """Says why it cannot change anything on these ranks; `None` if it can. `nn.MoE` warns of it.
+
+        By default a balancer needs slots for replicas.
+
+        Args:
+            topology: the ranks and domains.
+            num_home: `L`, the home experts of a rank.
+            slots: `S`, the slots of a rank.
+        """
+        if topology.ranks_per_domain == 1:
+            return "domains have one rank each, so that no expert may move"
+        return "replica_slots is 0" if slots == num_home else None
+
     @abc.abstractmethod
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Edits the plan for this microbatch.
@@ -62,7 +88,7 @@ class Balancer(abc.ABC):
     def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
         """Says which experts `rebalance` may take from home, before it runs; all, unless a balancer says otherwise.
 
-        The others are static: all their tokens are served at home, and `Staged` needs no plan to send those.
+        The others are static: all their tokens are served at home, and `TwoPhase` needs no plan to serve those.
 
         Args:
             plan: the plan that `rebalance` will be given.
@@ -116,6 +142,15 @@ class Chain(Balancer):
     def init(self, counts_shape: tuple[int, int]) -> tuple[State, ...]:
         """Returns one state per balancer, in their order."""
         return tuple(balancer.init(counts_shape) for balancer in self.balancers)
+
+    def sized(self, sizes: LayerSizes) -> "Chain":
+        """Returns the chain of all of them for this layer."""
+        return Chain(tuple(balancer.sized(sizes) for balancer in self.balancers))
+
+    def why_idle(self, topology: Topology, num_home: int, slots: int) -> str | None:
+        """Says why the first of them that cannot change anything cannot."""
+        reasons = (balancer.why_idle(topology, num_home, slots) for balancer in self.balancers)
+        return next((reason for reason in reasons if reason), None)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Asks every balancer in turn, each for an edit of the plan that the last one left."""

@@ -2,12 +2,13 @@
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Bool
 
+from jax_moe_lb.balancers.sizes import LayerSizes
 from jax_moe_lb.checks import INT32_MAX
 from jax_moe_lb.plan import IntScalar, Plan, load
 from jax_moe_lb.topology import Level, Topology
@@ -37,9 +38,10 @@ class Cost:
 
     Args:
         expert_bytes: what one replica moves, in bytes: the weights of an expert, and in training its gradients, and the
-            weights once more if they travel again for the backward pass.
+            weights once more if they travel again for the backward pass. `None`, the default, takes these three for the
+            experts of the layer.
         token_flops: what one token copy costs the rank that serves it, in floating-point operations: twice the expert's
-            parameters forward, and in training, forward and backward, three times that.
+            parameters forward, and in training, forward and backward, three times that, which `None`, the default, is.
         planner_s: the seconds that the layer waits for the planner; 0, the default, if it plans beside other work.
 
     Examples:
@@ -56,16 +58,25 @@ class Cost:
         [10000 10000 10000 10000]
     """
 
-    expert_bytes: float
-    token_flops: float
+    expert_bytes: float | None = None
+    token_flops: float | None = None
     planner_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in (("expert_bytes", self.expert_bytes), ("token_flops", self.token_flops)):
-            if not 0 < value < math.inf:
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; expected a finite number above 0")
         if not 0 <= self.planner_s < math.inf:
             raise ValueError(f"planner_s is {self.planner_s}; expected a finite number, at least 0")
+
+    def sized(self, sizes: LayerSizes) -> "Cost":
+        """Returns the costs of training a layer, where none were given."""
+        expert_bytes, token_flops = self.expert_bytes, self.token_flops
+        if expert_bytes is None and sizes.expert_bytes is not None:
+            expert_bytes = float(2 * sizes.expert_bytes + (sizes.gradient_bytes or sizes.expert_bytes))
+        if token_flops is None and sizes.token_flops is not None:
+            token_flops = float(3 * sizes.token_flops)
+        return replace(self, expert_bytes=expert_bytes, token_flops=token_flops)
 
     def may_pay(self, plan: Plan, topology: Topology) -> Answer:
         """Says whether to plan at all: whether a plan at the mean, with one replica, would make up for its planner.
@@ -104,8 +115,10 @@ class Cost:
 
     def _min_saved(self, replicas: IntScalar, plan: Plan, topology: Topology, once_s: float = 0.0) -> IntScalar:
         """The fewest token copies that are worth more than so many replicas and a time."""
-        replica_s = self.expert_bytes / slowest_bytes_per_s(topology, plan.domain)
-        token_s = self.token_flops / _rate("Topology.flops_per_s", topology.flops_per_s)
+        expert_bytes = _known("expert_bytes", self.expert_bytes)
+        token_flops = _known("token_flops", self.token_flops)
+        replica_s = expert_bytes / slowest_bytes_per_s(topology, plan.domain)
+        token_s = token_flops / _rate("Topology.flops_per_s", topology.flops_per_s)
         most = plan.domain * (plan.slots - plan.num_home)  # all replicas of a domain, sent by one rank
         # Worked out here in Python, once, and looked up in the program: floating point there may round differently on
         # different devices, and ranks that decided differently would wait for each other.
@@ -153,6 +166,12 @@ def lowest_max_load(plan: Plan) -> IntScalar:
     """Returns what no plan of these domains gets below: the mean of the busiest domain, rounded up."""
     tokens = load(plan).reshape(-1, plan.domain).sum(1, dtype=np.int32).max()
     return (tokens - np.int32(1)) // np.int32(plan.domain) + np.int32(1)
+
+
+def _known(name: str, value: float | None) -> float:
+    if value is None:
+        raise ValueError(f"Cost.{name} is None; expected a number off any layer, which would say it")
+    return value
 
 
 def _name(level: Level) -> str:

@@ -4,11 +4,17 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.balancers.cost import min_saved
+from jax_moe_lb.balancers.cost import min_saved, slowest_bytes_per_s
+from jax_moe_lb.balancers.sizes import LayerSizes
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.planners.fastermoe import fastermoe
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import Counts, State
+
+GLM5_WIDTH, GLM5_NUMBERS = 6144, 3 * 6144 * 2048
+"""The model width of GLM-5, and the parameters of one of its experts."""
+
+NVLINK_BYTES_PER_S, H100_FLOPS_PER_S = 360e9, 500e12
 
 
 @dataclass(frozen=True)
@@ -16,7 +22,7 @@ class FasterMoE(Balancer):
     """Shadows hot experts: every rank of the domain gets a replica and serves its own tokens of it.
 
     Use it as FEPLB's baseline, or where few experts are hot on all ranks alike and dispatch is dear, since tokens of a
-    copied expert do not travel. Give it the sizes and rates of your own experts and machine.
+    copied expert do not travel. In a layer it takes the sizes of its experts, and the rates of its topology.
 
     As long as it pays, the busiest expert of the busiest rank is copied. A step takes the time of the rank with the
     highest load, in the model of FasterMoE: three grouped FFNs (one forward, two backward) and four exchanges of its
@@ -30,12 +36,13 @@ class FasterMoE(Balancer):
     Only experts that their home serves alone are copied; replicas of another balancer (`Chain`) stay as they are. A
     copy needs an empty slot on every other rank of the domain. Tokens of other domains are served at home.
 
-    The defaults are GLM-5's experts (6144 x 2048) in bfloat16 with float32 gradients on H100: 500 TFLOP/s in the
-    grouped FFN, and four fifths of NVLink's 450 GB/s in one direction. Both rates are assumptions.
+    Sizes that are left out are those of the layer, and off any layer GLM-5's: experts of 6144 x 2048 in bfloat16 with
+    float32 gradients. Rates that are left out are those of the topology, and where it has none H100's: 500 TFLOP/s in
+    the grouped FFN, and four fifths of NVLink's 450 GB/s in one direction. Both are assumptions.
 
     Args:
-        expert_bytes: the weights of one expert, in bytes; 72 MiB for GLM-5's in bfloat16.
-        gradient_bytes: the gradients of one expert, in bytes; twice that in float32.
+        expert_bytes: the weights of one expert, in bytes; `None`, the usual choice, see above, as in what follows.
+        gradient_bytes: the gradients of one expert, in bytes.
         token_bytes: one token copy as it travels, in bytes: the model width times the size of a number.
         token_flops: what one token copy costs in its expert forward, in floating-point operations: twice the expert's
             parameters.
@@ -48,43 +55,71 @@ class FasterMoE(Balancer):
         >>> from jax_moe_lb import FasterMoE, Topology, load, plain_plan
         >>> counts = np.tile(np.array([4000, 800, 700, 500], np.int32), (4, 1))
         >>> topology = Topology.flat(num_ranks=4)
-        >>> FasterMoE().min_saved  # token copies that one replica must save
+        >>> FasterMoE().min_saved(topology, 4)  # token copies that one replica must save in a domain of 4
         1068
         >>> plan, _ = FasterMoE().rebalance(counts, plain_plan(counts, topology, slots=2), topology, ())
         >>> print(load(plan))  # of 16000, 3200, 2800 and 2000
         [4000 7200 6800 6000]
     """
 
-    expert_bytes: float = 3 * 6144 * 2048 * 2
-    gradient_bytes: float = 3 * 6144 * 2048 * 4
-    token_bytes: float = 6144 * 2
-    token_flops: float = 2 * 3 * 6144 * 2048
-    bytes_per_s: float = 360e9
-    flops_per_s: float = 500e12
+    expert_bytes: float | None = None
+    gradient_bytes: float | None = None
+    token_bytes: float | None = None
+    token_flops: float | None = None
+    bytes_per_s: float | None = None
+    flops_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not 0 < value < math.inf:
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{field.name} is {value}; expected a finite number above 0")
 
-    @property
-    def copy_s(self) -> float:
-        """Seconds that a copy costs: its weights go out, and its gradients come back."""
-        return (self.expert_bytes + self.gradient_bytes) / self.bytes_per_s
+    def sized(self, sizes: LayerSizes) -> "FasterMoE":
+        """Returns it with the sizes of a layer, where none were given."""
+        return replace(
+            self,
+            expert_bytes=_first(self.expert_bytes, sizes.expert_bytes),
+            gradient_bytes=_first(self.gradient_bytes, sizes.gradient_bytes),
+            token_bytes=_first(self.token_bytes, sizes.token_bytes),
+            token_flops=_first(self.token_flops, sizes.token_flops),
+        )
 
-    @property
-    def token_s(self) -> float:
-        """Seconds that a token copy costs the rank that serves it, forward and backward."""
-        return 3 * self.token_flops / self.flops_per_s + 4 * self.token_bytes / self.bytes_per_s
+    def copy_s(self, topology: Topology, domain: int) -> float:
+        """Returns the seconds that a copy costs: its weights go out, and its gradients come back.
 
-    @property
-    def min_saved(self) -> int:
-        """The fewest token copies that are worth more than a copy, as a number of int32."""
-        return min_saved(self.copy_s, self.token_s)
+        Args:
+            topology: its rates count where none were given.
+            domain: how many ranks a domain has.
+        """
+        weights = 2 * GLM5_NUMBERS if self.expert_bytes is None else self.expert_bytes
+        gradients = 4 * GLM5_NUMBERS if self.gradient_bytes is None else self.gradient_bytes
+        return (weights + gradients) / self._bytes_per_s(topology, domain)
+
+    def token_s(self, topology: Topology, domain: int) -> float:
+        """Returns the seconds that a token copy costs the rank that serves it, forward and backward; see `copy_s`."""
+        flops = 2 * GLM5_NUMBERS if self.token_flops is None else self.token_flops
+        nbytes = 2 * GLM5_WIDTH if self.token_bytes is None else self.token_bytes
+        flops_per_s = _first(self.flops_per_s, topology.flops_per_s) or H100_FLOPS_PER_S
+        return 3 * flops / flops_per_s + 4 * nbytes / self._bytes_per_s(topology, domain)
+
+    def min_saved(self, topology: Topology, domain: int) -> int:
+        """Returns the fewest token copies that are worth more than a copy, as a number of int32; see `copy_s`."""
+        return min_saved(self.copy_s(topology, domain), self.token_s(topology, domain))
+
+    def _bytes_per_s(self, topology: Topology, domain: int) -> float:
+        if self.bytes_per_s is not None:
+            return self.bytes_per_s
+        known = all(level.bytes_per_s is not None for level in topology.levels)
+        return slowest_bytes_per_s(topology, domain) if known else NVLINK_BYTES_PER_S
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Makes one plan for all domains, each of which is planned for itself; see `Balancer.rebalance`."""
-        del topology
-        placement, quota = fastermoe(plan.placement, plan.quota, counts, plan.domain, self.min_saved)
+        least = self.min_saved(topology, plan.domain)
+        placement, quota = fastermoe(plan.placement, plan.quota, counts, plan.domain, least)
         return replace(plan, placement=placement, quota=quota), state
+
+
+def _first(given: float | None, derived: float | int | None) -> float | None:
+    value = derived if given is None else given
+    return None if value is None else float(value)

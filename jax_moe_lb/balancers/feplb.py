@@ -17,7 +17,7 @@ from jax_moe_lb.types import AnyArray, Counts, State, iota
 class FEPLB(Balancer):
     """Moves whole experts from the busiest rank of a domain to the idlest one, as long as that lowers the larger load.
 
-    Use it with `PeerCopy` and `Staged`, as `feplb()` does, where copy engines can move weights beside products and a
+    Use it with `PeerCopy` and `TwoPhase`, as `feplb()` does, where copy engines can move weights beside products and a
     rank has several experts, of which a few busy ones make it slow. One expert that makes its rank hot alone cannot
     move.
 

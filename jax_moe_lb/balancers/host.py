@@ -56,6 +56,9 @@ class HostBalancer(Balancer):
 
     planner: Planner
 
+    def why_idle(self, topology: Topology, num_home: int, slots: int) -> None:
+        """Says nothing: only its function knows."""
+
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Calls the planner, and checks its plan; see `Balancer.rebalance`.
 

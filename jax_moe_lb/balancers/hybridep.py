@@ -46,6 +46,18 @@ class HybridEP(Balancer):
         if self.domain_size is not None and self.domain_size < 1:
             raise ValueError(f"domain_size is {self.domain_size}; expected at least 1")
 
+    def why_idle(self, topology: Topology, num_home: int, slots: int) -> str | None:
+        """Says why expert domains have one rank each; see `Balancer.why_idle`."""
+        if self.domain_size not in (None, 1):
+            return None
+        sizes = _admitted(topology.ranks_per_domain, num_home, slots)
+        if self.domain_size is None and len(sizes) > 1:
+            return None
+        divisors = [m for m in range(2, topology.ranks_per_domain + 1) if topology.ranks_per_domain % m == 0]
+        if not divisors:
+            return "domains have one rank each, so that no expert may move"
+        return f"expert domains have one rank each; expected replica_slots of at least {(divisors[0] - 1) * num_home}"
+
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Makes the same placement for all counts, and the quota that follows; see `Balancer.rebalance`.
 
@@ -69,7 +81,7 @@ class HybridEP(Balancer):
         return False
 
     def _size(self, plan: Plan) -> int:
-        admitted = [m for m in range(1, plan.domain + 1) if plan.domain % m == 0 and m * plan.num_home <= plan.slots]
+        admitted = _admitted(plan.domain, plan.num_home, plan.slots)
         if self.domain_size is None:
             return admitted[-1]
         if self.domain_size not in admitted:
@@ -78,6 +90,11 @@ class HybridEP(Balancer):
                 f"whose {self.domain_size * plan.num_home} experts fit into the {plan.slots} slots of a rank"
             )
         return self.domain_size
+
+
+def _admitted(domain: int, num_home: int, slots: int) -> list[int]:
+    """Sizes of expert domains that divide a domain and whose experts fit into the slots of a rank."""
+    return [m for m in range(1, domain + 1) if domain % m == 0 and m * num_home <= slots]
 
 
 def _placement(plan: Plan, size: int) -> AnyArray:

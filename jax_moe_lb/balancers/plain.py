@@ -27,6 +27,9 @@ class Plain(Balancer):
         [10  2  4  0]
     """
 
+    def why_idle(self, topology: Topology, num_home: int, slots: int) -> None:
+        """Says nothing: nobody expects it to change anything."""
+
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Returns the plan as it is."""
         del counts, topology

@@ -54,6 +54,13 @@ class RailS(Balancer):
         if self.speeds is not None:
             ticks_of(self.speeds)
 
+    def why_idle(self, topology: Topology, num_home: int, slots: int) -> str | None:
+        """Says why there is no choice of rails; see `Balancer.why_idle`."""
+        del num_home, slots
+        if topology.num_ranks == topology.ranks_per_node:
+            return "all ranks are of one node, and no row takes a rail; expected several, by mesh axes or domains"
+        return "rails_per_node is 1, which leaves no choice" if topology.rails_per_node == 1 else None
+
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Puts the rows of all nodes on rails; every rank computes those of all, as it must know what will pass by it.
 

@@ -3,11 +3,18 @@
 from dataclasses import dataclass, replace
 
 from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.balancers.sizes import LayerSizes
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.planners.ultraep import check_eps, ultraep
 from jax_moe_lb.split import Split, Tier
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import Counts, State
+
+PUBLISHED_MIN = 1024
+"""The least that a replica takes in the paper, in tokens."""
+
+COPIES_PER_MIN = 64
+"""So many times that is what its ranks have: 8192 tokens, of which each goes to 8 experts."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,8 @@ class UltraEP(Balancer):
 
     Args:
         eps: what the first limit is above the mean, as a fraction, 0 to 1; 0.01 by default.
-        min_tokens: the least that a replica takes in the search, in tokens. 1024, the default, is the paper's for 8192
-            tokens on a rank: scale it with yours.
+        min_tokens: the least that a replica takes in the search, in token copies. `None`, the default, is a 64th of a
+            rank's in a layer, which is the paper's 1024 for 8192 tokens of 8 experts each, and 1024 off any layer.
         tier: how tokens are split over the ranks that serve their expert. `"proportional"`, the default, is in
             proportion to what they serve, as the authors do; `"nearest"` sends most of a source's tokens to one rank.
             See `Split`.
@@ -52,18 +59,24 @@ class UltraEP(Balancer):
     """
 
     eps: float = 0.01
-    min_tokens: int = 1024
+    min_tokens: int | None = None
     tier: Tier = "proportional"
     locality: bool = True
 
     def __post_init__(self) -> None:
         check_eps(self.eps)
-        if self.min_tokens < 1:
+        if self.min_tokens is not None and self.min_tokens < 1:
             raise ValueError(f"min_tokens is {self.min_tokens}; expected at least 1")
         Split(self.tier, self.locality)
+
+    def sized(self, sizes: LayerSizes) -> "UltraEP":
+        """Returns it with the `min_tokens` of a layer."""
+        if self.min_tokens is not None:
+            return self
+        return replace(self, min_tokens=max(1, sizes.num_copies // COPIES_PER_MIN))
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Makes one plan for all domains, each of which is planned for itself; see `Balancer.rebalance`."""
         del counts, topology
-        placement, quota = ultraep(plan.placement, plan.quota, plan.domain, self.eps, self.min_tokens)
+        placement, quota = ultraep(plan.placement, plan.quota, plan.domain, self.eps, self.min_tokens or PUBLISHED_MIN)
         return replace(plan, placement=placement, quota=quota, split=Split(self.tier, self.locality)), state

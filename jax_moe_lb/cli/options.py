@@ -11,7 +11,12 @@ import typer
 from jax_moe_lb.sim.limits import shown
 
 Balancer = Annotated[
-    str, typer.Option("--balancer", metavar="NAME", help="It plans: plain, greedy or another file of balancers/.")
+    str,
+    typer.Option(
+        "--balancer",
+        metavar="NAME[:KEY=VALUE,...]",
+        help="It plans: plain, greedy, exact:eps=0.05, ultraep+rails or another file of balancers/.",
+    ),
 ]
 RanksPerDomain = Annotated[
     str | None,

@@ -29,8 +29,8 @@ class Effect:
         straggler_after: `max - mean` of the load under the plan, in token copies.
         replicas: the slots that hold an expert of another rank.
         max_fan_out: the most copies of expert weights that one rank sends.
-        planner_us: the wall-clock time of the planner, in microseconds: in C++ on the host, or, where that was not
-            built, of the compiled loop on the default device.
+        planner_us: the wall-clock time of the planner once it is warm, in microseconds: in C++ on the host, or, where
+            that was not built, of the compiled loop on the default device.
     """
 
     imbalance_before: float
@@ -77,8 +77,8 @@ class Planner:
         state = self.balancer.init(tuple(counts_shape))
         if not has_planning_module():
             state = jax.device_put(state)
-            # It compiles here, outside what is reported.
-            self._timed(counts[0, 0], plain_plan(counts[0, 0], self.topology, self.slots), state)
+        # Outside what is reported: what is compiled or loaded only once.
+        self._timed(counts[0, 0], plain_plan(counts[0, 0], self.topology, self.slots), state)
         states = [state] * num_layers
         for step in counts:
             planned = [self._plan(layer, state) for layer, state in zip(step, states, strict=True)]

@@ -18,10 +18,12 @@ from jax_moe_lb.cli.report import print_json, print_table, print_text, with_prog
 from jax_moe_lb.cli.tables import advice_table, layer_table, report_json, verdict_lines
 from jax_moe_lb.sim import Cluster, Migration, ModelShape, Report, mean_report, replay, skewed_counts
 from jax_moe_lb.sim.advise import Outcome, outcomes, verdict
-from jax_moe_lb.sim.config import Config, load_config
+from jax_moe_lb.sim.config import Config, load_config, preset_names
 from jax_moe_lb.sim.limits import shown
 from jax_moe_lb.sim.trace import write_png, write_trace
 from jax_moe_lb.transport.codec import Codec
+
+PRESETS = ", ".join(preset_names())
 
 Counts = Int[np.ndarray, "steps layers R E"]
 
@@ -36,7 +38,10 @@ Imbalance = Annotated[
 
 
 def simulate(
-    config: Annotated[str, typer.Argument(metavar="CONFIG.yaml|PRESET", help="A machine, a model and a system.")],
+    config: Annotated[
+        str,
+        typer.Argument(metavar="CONFIG.yaml|PRESET", help=f"A machine, a model and a system; presets are {PRESETS}."),
+    ],
     system: Annotated[
         str | None, typer.Option("--system", metavar="NAME", help="plain, ultraep, hybridep+exact, ultraep+rails ...")
     ] = None,
@@ -76,7 +81,9 @@ def simulate(
 
 
 def advise(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset or a file with a model.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help=f"A preset or a file with a model; presets are {PRESETS}.")
+    ],
     cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="A preset or a file with a cluster.")],
     trace: TraceFile = None,
     imbalance: Imbalance = None,

@@ -12,6 +12,14 @@ from rich.table import Table
 from jax_moe_lb.sim import Report
 from jax_moe_lb.sim.advise import SWEPT_TOKENS, WORTH_IT, Outcome, Verdict
 
+UNITS = (("ms", 1e3, 10.0), ("s", 1.0, 600.0), ("min", 1 / 60, 7200.0), ("h", 1 / 3600, float("inf")))
+"""Each with how many there are in a second, and up to how many seconds it is used."""
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+    """Chooses the unit in which a step of so many seconds reads well, for all times of a table."""
+    return next((name, per_s) for name, per_s, most_s in UNITS if seconds < most_s)
+
 
 def report_json(report: Report) -> dict[str, Any]:
     """Collects all numbers of a report, without its timeline."""
@@ -38,15 +46,16 @@ def layer_table(head: dict[str, Any], report: Report) -> Table:
     )
     table = Table(title=escape(title), title_justify="left", caption=caption, caption_justify="left", box=SIMPLE_HEAD)
     table.add_column("stage", no_wrap=True)
-    for header in ("busy ms", "exposed ms", "hidden ms", "of the step", "sent"):
+    unit, per_s = _unit(report.step_s)
+    for header in (f"busy {unit}", f"exposed {unit}", f"hidden {unit}", "of the step", "sent"):
         table.add_column(header, justify="right", no_wrap=True)
     for name, stage in report.stages.items():
-        times = (f"{value * 1e3:.3f}" for value in (stage.busy_s, stage.exposed_s, stage.hidden_s))
+        times = (f"{value * per_s:.3f}" for value in (stage.busy_s, stage.exposed_s, stage.hidden_s))
         # Of a step that takes no time there are no shares.
         share = f"{stage.exposed_s / report.step_s:.1%}" if report.step_s else "-"
         table.add_row(name, *times, share, decimal(round(stage.bytes)) if stage.bytes else "-")
     table.add_section()
-    table.add_row("step", "", f"{report.step_s * 1e3:.3f}", "", "", decimal(round(sum(report.level_bytes.values()))))
+    table.add_row("step", "", f"{report.step_s * per_s:.3f}", "", "", decimal(round(sum(report.level_bytes.values()))))
     return table
 
 
@@ -54,9 +63,10 @@ def advice_table(title: str, found: Sequence[Outcome]) -> Table:
     """Makes a table with a line for every candidate."""
     # `verdict` has refused before if plain could not run.
     plain = next(one.report.step_s for one in found if one.candidate.name == "plain" and one.report)
+    unit, per_s = _unit(plain)
     table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD)
     table.add_column("system", no_wrap=True)
-    for header in ("step ms", "of plain", "imbalance", "experts ms", "rounds", "sent", "memory"):
+    for header in (f"step {unit}", "of plain", "imbalance", f"experts {unit}", "rounds", "sent", "memory"):
         table.add_column(header, justify="right", no_wrap=True)
     for one in found:
         if one.report is None:
@@ -65,10 +75,10 @@ def advice_table(title: str, found: Sequence[Outcome]) -> Table:
         experts_s = sum(stage.exposed_s for name, stage in one.report.stages.items() if name.startswith("experts"))
         table.add_row(
             one.candidate.name,
-            f"{one.report.step_s * 1e3:.2f}",
+            f"{one.report.step_s * per_s:.2f}",
             f"{one.report.step_s / plain:.3f}",
             f"{one.report.imbalance_after:.3f}",
-            f"{experts_s * 1e3:.2f}",
+            f"{experts_s * per_s:.2f}",
             str(one.report.rounds),
             decimal(round(sum(one.report.level_bytes.values()))),
             decimal(round(one.report.memory.total)),

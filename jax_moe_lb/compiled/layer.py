@@ -17,8 +17,9 @@ from jax_moe_lb.compiled.program import compile_for
 from jax_moe_lb.compiled.report import Report
 from jax_moe_lb.compiled.targets import Target
 from jax_moe_lb.experts import Experts
-from jax_moe_lb.pipeline import Stats, moe
+from jax_moe_lb.pipeline import moe
 from jax_moe_lb.routing import TopK
+from jax_moe_lb.stats import Stats
 from jax_moe_lb.systems import System
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import State, Tokens

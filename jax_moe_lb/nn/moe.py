@@ -1,29 +1,30 @@
 """The Flax layer holds parameters and the balancer's state, and calls `pipeline.moe`."""
 
 import math
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jax_moe_lb.activations import Activation
 from jax_moe_lb.checks import home_experts_per_rank
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.faults import Checks
 from jax_moe_lb.losses import Losses
-from jax_moe_lb.nn.sharded import expert_axes, place, sharded_known, sharded_moe
-from jax_moe_lb.ops.grouped_ffn import dense_ffn
-from jax_moe_lb.pipeline import Stats
+from jax_moe_lb.nn.parameters import LogicalAxisRules, Parameters
+from jax_moe_lb.nn.sharded import Inputs, Layer, expert_axes, place, sharded_known, sharded_moe
+from jax_moe_lb.nn.shared import SharedMix
 from jax_moe_lb.routing import Router, updated_bias
+from jax_moe_lb.stats import Stats
 from jax_moe_lb.systems import System, system_named, system_names
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.migrate import Migrate
+from jax_moe_lb.transport.shards import Shards
 from jax_moe_lb.types import DType
-
-LogicalAxisRules = tuple[tuple[str, tuple[str, ...] | str | None], ...]
 
 
 class BalancerState(nnx.Variable):
@@ -50,10 +51,10 @@ class KnownWeights(nnx.Variable):
 
 
 def logical_axis_rules(topology: Topology, migrate: Migrate | None = None) -> LogicalAxisRules:
-    """Makes the default table of logical axes: experts over the expert axes, their weights whole.
+    """Makes the default table of logical axes: experts over the expert axes, their inner width over tensor axes.
 
-    Replace entries to shard `embed` or `mlp` over further axes (FSDP), and give the table to `MoE` as `rules`: the
-    layer gathers what it needs.
+    Replace `embed` by data axes, such as `("embed", "fsdp")`, and give the table to `MoE` as `rules`, so that
+    parameters, gradients and optimizer state are split over these, too (FSDP): the layer gathers what it needs.
 
     Args:
         topology: the layer's topology.
@@ -66,7 +67,7 @@ def logical_axis_rules(topology: Topology, migrate: Migrate | None = None) -> Lo
         >>> logical_axis_rules(Topology.from_mesh(AbstractMesh((2, 8), ("data", "expert"))))
         (('exp', ('expert',)), ('embed', None), ('mlp', None))
     """
-    return (("exp", expert_axes(topology, migrate)), ("embed", None), ("mlp", None))
+    return (("exp", expert_axes(topology, migrate)), ("embed", None), ("mlp", topology.tensor_axes or None))
 
 
 class MoE(nnx.Module):
@@ -90,16 +91,22 @@ class MoE(nnx.Module):
         migrate: gathers the experts of expert domains first, over a mesh of `hybrid_mesh`. With `None`, the usual
             choice inside one datacenter, experts stay at home.
         gated: whether experts have a gate, which is usual.
+        expert_bias: whether something learned is added to each product of an expert: GPT-OSS. It is not usual.
+        kernel_bias: whether something learned is added to the router's logits: GPT-OSS.
         activation: the function between the projections, see `activations.py`; `None`, the default, is SwiGLU with a
             gate and GELU without one.
         fused: whether rows are multiplied with `up` and `gate` at once, which are two parameters all the same.
             `None`, the usual choice: on accelerators, where `dtype` is not `param_dtype`. That saves memory traffic,
             since the cast writes both side by side; without one they would have to be copied. `True` needs `gated`.
         shared_mlp_dim: the inner width of the shared expert, which every token passes; 0 for none.
+        shared_mix: how its output is added, see `SharedMix`.
         use_bias: whether to keep a `RouterBias` (balancing without an auxiliary loss); then call `update_bias`.
         relocatable: whether to keep `ExpertHomes` and `RunningLoads`, so that experts can move between ranks; then call
-            `update_loads`, and `relocate` every so many steps.
-        losses: coefficients of the router losses, whose sum is `Stats.loss`.
+            `update_loads`, and `relocate` every so many steps. `None`, the default: if the system relocates, as that of
+            `two_tier` does.
+        losses: coefficients of the router losses; add `router_loss` of the statistics to the loss of the model.
+        capacity_factor: drops what experts cannot take, to compare with layers that do, see `moe`; `None`, the default,
+            drops nothing.
         dtype: the dtype of the experts' arithmetic and of replicated weights, usually bfloat16 on accelerators; `None`
             takes that of the input.
         param_dtype: the dtype of the parameters, usually float32.
@@ -108,6 +115,9 @@ class MoE(nnx.Module):
         checks: what to do about bad values, see `moe`; `None`, the usual choice, stops the program on CPUs and defers
             on accelerators: call `raise_fault` on the statistics of each step there.
         rngs: random numbers for the parameters.
+
+    Warns:
+        UserWarning: the system cannot balance anything on this mesh, such as `hybridep()` with too few slots.
 
     Raises:
         ValueError: `num_experts` is no multiple of the ranks, the topology is not the mesh's, or a `relocatable` layer
@@ -142,12 +152,16 @@ class MoE(nnx.Module):
         system: System | str = System(),
         migrate: Migrate | None = None,
         gated: bool = True,
+        expert_bias: bool = False,
+        kernel_bias: bool = False,
         activation: Activation | None = None,
         fused: bool | None = None,
         shared_mlp_dim: int = 0,
+        shared_mix: SharedMix = SharedMix.SUM,
         use_bias: bool = False,
-        relocatable: bool = False,
+        relocatable: bool | None = None,
         losses: Losses = Losses(),
+        capacity_factor: float | None = None,
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
         kernel_init: nnx.Initializer = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=(0,)),
@@ -160,51 +174,82 @@ class MoE(nnx.Module):
         if topology is None:
             topology = migrate.domains.between if migrate else Topology.from_mesh(mesh)
         system = _system(system)
+        relocatable = system.relocates if relocatable is None else relocatable
         _check_domains(topology, migrate)
         home_experts_per_rank(num_experts, topology.num_ranks * (migrate.domains.domain_size if migrate else 1))
         _check_mesh(mesh, topology)
+        if why := system.why_idle(topology, num_experts):
+            warnings.warn(f"the system cannot balance anything: {why}", stacklevel=2)
         self.migrate = migrate
         self.router, self.mesh, self.topology, self.system = router, mesh, topology, system
-        self.losses, self.dtype = losses, dtype
+        self.losses, self.capacity_factor, self.dtype = losses, capacity_factor, dtype
         self.checks = checks_of(mesh) if checks is None else checks
         self.gated, self.activation, self.fused = gated, activation, fused
         rules = logical_axis_rules(topology, migrate) if rules is None else rules
+        self.shards = _shards(rules, topology)
 
-        def param(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
-            # Initializers take the leading axis of a stack of kernels for a batch: give single ones such an axis.
-            value = kernel_init(rngs.params(), (1, *shape) if len(shape) == 2 else shape, param_dtype)
-            return nnx.Param(value.reshape(shape), out_sharding=axes, mesh=mesh, sharding_rules=rules)
-
-        up, down = (embed_dim, mlp_dim), (mlp_dim, embed_dim)
-        self.kernel = param((embed_dim, num_experts), ("embed", None))
-        self.up = param((num_experts, *up), ("exp", "embed", "mlp"))
-        self.down = param((num_experts, *down), ("exp", "mlp", "embed"))
-        self.gate = param((num_experts, *up), ("exp", "embed", "mlp")) if gated else None
-        if shared_mlp_dim:
-            self.shared_up = param((embed_dim, shared_mlp_dim), ("embed", "mlp"))
-            self.shared_down = param((shared_mlp_dim, embed_dim), ("mlp", "embed"))
-            self.shared_gate = param((embed_dim, shared_mlp_dim), ("embed", "mlp")) if gated else None
-        self.has_shared = bool(shared_mlp_dim)
+        parameters = Parameters(mesh, rules, param_dtype, kernel_init, rngs)
+        self._make_experts(parameters, (num_experts, embed_dim, mlp_dim), expert_bias, kernel_bias)
+        self._make_shared(parameters, (embed_dim, shared_mlp_dim), shared_mix)
         self.known: nnx.List[KnownWeights] = nnx.List([])
         if migrate is not None and migrate.codec.remembers:
             self.known = nnx.List(self._known_weights(migrate))
-        self.bias = RouterBias(jnp.zeros((num_experts,), jnp.float32)) if use_bias else None
-        self.homes = ExpertHomes(jnp.arange(num_experts, dtype=jnp.int32)) if relocatable else None
-        self.loads = RunningLoads(jnp.zeros((num_experts,), jnp.float32)) if relocatable else None
+        self._make_states(num_experts, use_bias, relocatable)
+
+    def _make_states(self, num_experts: int, use_bias: bool, relocatable: bool) -> None:
+        everywhere, by_group = PartitionSpec(), PartitionSpec(self.topology.data_axes)
+
+        def on_mesh(tree: Any, spec: PartitionSpec) -> Any:
+            # Where parameters are, so that a checkpoint of both can be restored onto any mesh.
+            return jax.device_put(tree, NamedSharding(self.mesh, spec))
+
+        zeros = jnp.zeros((num_experts,), jnp.float32)
+        self.bias = RouterBias(on_mesh(zeros, everywhere)) if use_bias else None
+        self.homes = ExpertHomes(on_mesh(jnp.arange(num_experts, dtype=jnp.int32), everywhere)) if relocatable else None
+        self.loads = RunningLoads(on_mesh(zeros, everywhere)) if relocatable else None
         # Every group on the data axes has a state of its own, as each plans for its own tokens.
-        state = system.balancer.init((topology.num_ranks, num_experts))
+        state = self.system.balancer.init((self.topology.num_ranks, num_experts))
         if relocatable and jax.tree.leaves(state):
             raise ValueError(
-                f"relocatable is True; expected False with {type(system.balancer).__name__}, "
+                f"relocatable is True; expected False with {type(self.system.balancer).__name__}, "
                 "which remembers the loads of places between steps"
             )
-        groups = self._num_groups()
-        stacked = jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * groups), state)
-        self.state = BalancerState(stacked) if jax.tree.leaves(state) else None
+        stacked = jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * self._num_groups()), state)
+        self.state = BalancerState(on_mesh(stacked, by_group)) if jax.tree.leaves(state) else None
         self.empty_state = None if jax.tree.leaves(state) else state
 
+    def _make_experts(
+        self, parameters: Parameters, sizes: tuple[int, int, int], expert_bias: bool, kernel_bias: bool
+    ) -> None:
+        num_experts, width, inner = sizes
+        into, out = (num_experts, width, inner), (num_experts, inner, width)
+        self.kernel = parameters.kernel((width, num_experts), ("embed", None))
+        self.up = parameters.kernel(into, ("exp", "embed", "mlp"))
+        self.down = parameters.kernel(out, ("exp", "mlp", "embed"))
+        self.gate = parameters.kernel(into, ("exp", "embed", "mlp")) if self.gated else None
+        self.kernel_bias = parameters.bias((num_experts,), (None,)) if kernel_bias else None
+        self.up_bias = parameters.bias((num_experts, inner), ("exp", "mlp")) if expert_bias else None
+        self.down_bias = parameters.bias((num_experts, width), ("exp", "embed")) if expert_bias else None
+        has_gate_bias = expert_bias and self.gated
+        self.gate_bias = parameters.bias((num_experts, inner), ("exp", "mlp")) if has_gate_bias else None
+
+    def _make_shared(self, parameters: Parameters, sizes: tuple[int, int], mix: SharedMix) -> None:
+        width, inner = sizes
+        self.has_shared, self.shared_mix = inner > 0, mix
+        if self.has_shared:
+            self.shared_up = parameters.kernel((width, inner), ("embed", "mlp"))
+            self.shared_down = parameters.kernel((inner, width), ("mlp", "embed"))
+            self.shared_gate = parameters.kernel((width, inner), ("embed", "mlp")) if self.gated else None
+        mixes = self.has_shared and mix.num_logits > 0
+        self.shared_kernel = parameters.kernel((width, mix.num_logits), ("embed", None)) if mixes else None
+
     def __call__(
-        self, x: Float[Array, "*B H"], mask: Bool[Array, "*B"] | None = None
+        self,
+        x: Float[Array, "*B H"],
+        mask: Bool[Array, "*B"] | None = None,
+        *,
+        token_ids: Int[Array, "*B"] | None = None,
+        key: Key[Array, ""] | None = None,
     ) -> tuple[Float[Array, "*B H"], Stats]:
         """Sends tokens through their experts.
 
@@ -213,6 +258,8 @@ class MoE(nnx.Module):
                 Tokens that the `D * R` shards do not divide, such as those of a decode step, are padded inside. Buffers
                 are as large as the tokens need.
             mask: `[...]`, false for padding tokens; `None` if there are none.
+            token_ids: `[...]` integers, for routers that look at them, such as `HashRouter`.
+            key: random numbers for routers that want some, such as `NoisyTopK`; other ones in each call.
 
         Returns:
             The outputs, placed like `x`, and statistics stacked over the `D` groups.
@@ -223,34 +270,42 @@ class MoE(nnx.Module):
             x = place(x, NamedSharding(self.mesh, PartitionSpec()), self.mesh)
         # Weights and tokens are cast before they travel, so that bfloat16 halves what travels.
         x = x if self.dtype is None else x.astype(self.dtype)
-        tokens = x.reshape(num_tokens, x.shape[-1])
         # Without padding nothing is masked: a mask of ones would cost the program passes over the tokens.
-        mask = None if mask is None else mask.reshape(num_tokens)
-        if missing := -num_tokens % (self._num_groups() * self.topology.num_ranks):
-            tokens, mask = _padded(tokens, mask, missing, self.mesh)
+        missing = -num_tokens % (self._num_groups() * self.topology.num_ranks)
+        mask = jnp.ones(x.shape[:-1], bool) if missing and mask is None else mask
+        ids = None if token_ids is None else token_ids.astype(jnp.int32)
+        tokens, mask, ids = (_flat(array, x.ndim - 1, missing, self.mesh) for array in (x, mask, ids))
         state = self.empty_state if self.state is None else self.state.get_value()
         stored = self._experts()
         experts = jax.tree.map(lambda w: w.astype(x.dtype), stored)
         fused = self.gated and _is_accelerated(self.mesh) and stored.up.dtype != x.dtype
-        y, stats, state, known = sharded_moe(
-            tokens,
-            mask,
-            self.kernel[...],
-            experts,
-            None if self.bias is None else self.bias[...],
-            None if self.homes is None else self.homes[...],
-            state,
-            jax.tree.unflatten(jax.tree.structure(stored), [w[...] for w in self.known]) if self.known else None,
+        inputs = Inputs(
+            tokens=tokens,
+            mask=mask,
+            token_ids=ids,
+            key=key,
+            kernel=self.kernel[...],
+            kernel_bias=_value(self.kernel_bias),
+            experts=experts,
+            bias=_value(self.bias),
+            homes=_value(self.homes),
+            state=state,
+            known=jax.tree.unflatten(jax.tree.structure(stored), [w[...] for w in self.known]) if self.known else None,
+        )
+        layer = Layer(
             router=self.router,
             system=self.system,
             migrate=self.migrate,
             topology=self.topology,
             mesh=self.mesh,
+            shards=self.shards,
             losses=self.losses,
             sequence_length=x.shape[-2] if x.ndim > 2 else None,
+            capacity_factor=self.capacity_factor,
             checks=self.checks,
             fused=fused if self.fused is None else self.fused,
         )
+        y, stats, state, known = sharded_moe(inputs, layer=layer)
         if self.state is not None:
             self.state.set_value(state)
         for weights, now in zip(self.known, jax.tree.leaves(known), strict=True):
@@ -260,7 +315,8 @@ class MoE(nnx.Module):
             y = place(y, NamedSharding(self.mesh, PartitionSpec()), self.mesh)[:num_tokens]
         y = place(y.reshape(x.shape), jax.typeof(x).sharding, self.mesh)
         if self.has_shared:
-            y = y + dense_ffn(x, jax.tree.map(lambda w: w.astype(x.dtype), self._shared()))
+            shared, kernel = jax.tree.map(lambda w: w.astype(x.dtype), (self._shared(), _value(self.shared_kernel)))
+            y = self.shared_mix(x, y, shared, kernel)
         return y, stats
 
     def tell_domains(self) -> None:
@@ -310,17 +366,26 @@ class MoE(nnx.Module):
         return load if self.homes is None else load[self.homes[...]]
 
     def _experts(self) -> Experts:
-        gate = None if self.gate is None else self.gate[...]
-        return Experts(self.up[...], self.down[...], gate, self.activation)
+        return Experts(
+            self.up[...],
+            self.down[...],
+            _value(self.gate),
+            self.activation,
+            up_bias=_value(self.up_bias),
+            down_bias=_value(self.down_bias),
+            gate_bias=_value(self.gate_bias),
+        )
 
     def _known_weights(self, migrate: Migrate) -> list[KnownWeights]:
         known = sharded_known(self._experts(), migrate=migrate, mesh=self.mesh)
-        axes = (expert_axes(self.topology, migrate), None, None)
-        return [KnownWeights(leaf, out_sharding=axes, mesh=self.mesh) for leaf in jax.tree.leaves(known)]
+        axes = expert_axes(self.topology, migrate)
+        return [
+            KnownWeights(leaf, out_sharding=(axes, *[None] * (leaf.ndim - 1)), mesh=self.mesh)
+            for leaf in jax.tree.leaves(known)
+        ]
 
     def _shared(self) -> Experts:
-        gate = None if self.shared_gate is None else self.shared_gate[...]
-        return Experts(self.shared_up[...], self.shared_down[...], gate, self.activation)
+        return Experts(self.shared_up[...], self.shared_down[...], _value(self.shared_gate), self.activation)
 
     def _num_groups(self) -> int:
         return math.prod(self.mesh.shape[axis] for axis in self.topology.data_axes)
@@ -356,6 +421,26 @@ def checks_of(mesh: Mesh) -> Checks:
     return "deferred" if _is_accelerated(mesh) else "callback"
 
 
+def _value(variable: nnx.Variable | None) -> Array | None:
+    return None if variable is None else variable[...]
+
+
+def _shards(rules: LogicalAxisRules, topology: Topology) -> Shards:
+    """Which data axes split the experts' matrices, by the table from logical to mesh axes."""
+    table = dict(rules)
+    embed, mlp = (_names(table.get(name)) for name in ("embed", "mlp"))
+    if mlp[len(mlp) - len(topology.tensor_axes) :] != topology.tensor_axes:
+        raise ValueError(f"rules split mlp over {mlp}; expected the topology's tensor_axes {topology.tensor_axes} last")
+    mlp = mlp[: len(mlp) - len(topology.tensor_axes)]
+    if others := [axis for axis in embed + mlp if axis not in topology.data_axes]:
+        raise ValueError(f"rules split experts over {others}; expected data axes, of {topology.data_axes}")
+    return Shards(embed, mlp)
+
+
+def _names(axes: tuple[str, ...] | str | None) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else axes
+
+
 def _is_accelerated(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform != "cpu"
 
@@ -368,15 +453,16 @@ def _system(system: System | str) -> System:
     raise TypeError(f"system is {system!r}; expected a System, or one of {', '.join(system_names())}")
 
 
-def _padded(
-    tokens: Float[Array, "N H"], mask: Bool[Array, "N"] | None, missing: int, mesh: Mesh
-) -> tuple[Float[Array, "C H"], Bool[Array, "C"]]:
-    """Puts `missing` tokens after the others, which no expert serves."""
-    present = jnp.ones(tokens.shape[0], bool) if mask is None else mask
+def _flat(array: Array | None, num_dims: int, missing: int, mesh: Mesh) -> Array | None:
+    """Makes one dimension of the first ones, the tokens, and puts zeros for `missing` ones after them."""
+    if array is None:
+        return None
+    array = array.reshape(-1, *array.shape[num_dims:])
+    if not missing:
+        return array
     # On an Explicit mesh no axis may divide what it does not divide evenly: these are few, and every device has them.
-    whole = NamedSharding(mesh, PartitionSpec())
-    tokens, present = place(tokens, whole, mesh), place(present, whole, mesh)
-    return jnp.pad(tokens, ((0, missing), (0, 0))), jnp.pad(present, (0, missing))
+    array = place(array, NamedSharding(mesh, PartitionSpec()), mesh)
+    return jnp.pad(array, ((0, missing), *[(0, 0)] * (array.ndim - 1)))
 
 
 def _check_domains(topology: Topology, migrate: Migrate | None) -> None:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
+from jax_moe_lb.experts import LOGICAL_AXES
 from jax_moe_lb.legality import checked_permutation
 from jax_moe_lb.types import AnyArray
 
@@ -14,7 +15,7 @@ Params = TypeVar("Params")
 OptState = TypeVar("OptState")
 Path = tuple[str, ...]
 
-WEIGHTS = ("up", "down", "gate")
+WEIGHTS = tuple(LOGICAL_AXES)
 """These parameters of an `MoE` have one line per place; those of its router keep the order of experts."""
 
 HOMES = "homes"
@@ -24,9 +25,9 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
     """Moves the experts to new places, in parameters and optimizer state; what the model computes stays the same.
 
     Call it every so many steps with what `plan_relocation` returned. `MoE` layers are found by their paths: `kernel`
-    `[H, E]` beside `up` and `down` `[E, ...]`. It permutes `up`, `down` and `gate`, and in the optimizer state every
-    leaf whose path ends like that of one of them. `homes` follows, so the router's kernel, bias and running loads stay
-    as they are.
+    `[H, E]` beside `up` and `down` `[E, ...]`. It permutes `up`, `down`, `gate` and their biases, and in the optimizer
+    state every leaf whose path ends like that of one of them. `homes` follows, so the router's kernel, bias and running
+    loads stay as they are.
 
     It is arithmetic on arrays, for `jax.jit`: give it `out_shardings` equal to the shardings of its arguments and
     donate them, and the compiler exchanges the experts between devices.

@@ -1,20 +1,23 @@
 """These functions run `moe` and the gather of expert domains over the arrays of all ranks, compiled."""
 
 import functools
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.faults import Checks
 from jax_moe_lb.losses import Losses
-from jax_moe_lb.pipeline import Stats, moe
+from jax_moe_lb.pipeline import moe
 from jax_moe_lb.routing import Router
+from jax_moe_lb.stats import Stats
 from jax_moe_lb.systems import System
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.migrate import Migrate
+from jax_moe_lb.transport.shards import Shards
 from jax_moe_lb.types import State
 
 
@@ -23,86 +26,118 @@ def expert_axes(topology: Topology, migrate: Migrate | None) -> tuple[str, ...]:
     return topology.expert_axes if migrate is None else migrate.domains.expert_axes
 
 
+@dataclass(frozen=True)
+class Layer:
+    """Holds what is static in a layer; see `nn.MoE` and `moe` for what each says."""
+
+    router: Router
+    system: System
+    migrate: Migrate | None
+    topology: Topology
+    mesh: Mesh
+    shards: Shards
+    losses: Losses
+    sequence_length: int | None
+    capacity_factor: float | None
+    checks: Checks
+    fused: bool
+
+
+class Inputs(NamedTuple):
+    """Holds the arrays of one call, of all ranks, each `None` where there is no such.
+
+    Args:
+        tokens: `[C, H]`, the tokens of all ranks.
+        mask: `[C]` booleans.
+        token_ids: `[C]` int32.
+        key: random numbers, equal on all ranks.
+        kernel: `[H, E]`, the router's.
+        kernel_bias: `[E]`.
+        experts: all home experts.
+        bias: `[E]`, of the choice.
+        homes: `[E]` int32.
+        state: the balancer's, stacked over groups.
+        known: what expert domains know of their experts.
+    """
+
+    tokens: Any
+    mask: Any
+    token_ids: Any
+    key: Any
+    kernel: Any
+    kernel_bias: Any
+    experts: Any
+    bias: Any
+    homes: Any
+    state: Any
+    known: Any
+
+
 # Compiled once for all layers of a kind, also where the caller does not jit.
-@functools.partial(
-    jax.jit,
-    inline=True,
-    static_argnames=("router", "system", "migrate", "topology", "mesh", "losses", "sequence_length", "checks", "fused"),
-)
-def sharded_moe(
-    tokens: Float[Array, "C H"],
-    mask: Bool[Array, "C"] | None,
-    kernel: Float[Array, "H E"],
-    experts: Experts,
-    bias: Float[Array, "E"] | None,
-    homes: Int[Array, "E"] | None,
-    state: State,
-    known: Experts | None,
-    *,
-    router: Router,
-    system: System,
-    migrate: Migrate | None,
-    topology: Topology,
-    mesh: Mesh,
-    losses: Losses,
-    sequence_length: int | None,
-    checks: Checks,
-    fused: bool,
-) -> tuple[Float[Array, "C H"], Stats, State, Experts | None]:
+@functools.partial(jax.jit, inline=True, static_argnames=("layer",))
+def sharded_moe(inputs: Inputs, *, layer: Layer) -> tuple[Float[Array, "C H"], Stats, State, Experts | None]:
     """Runs `moe` over the tokens of all ranks; statistics and state have one entry per group."""
-    by_expert = PartitionSpec(expert_axes(topology, migrate))
+    topology, migrate, mesh = layer.topology, layer.migrate, layer.mesh
+    home_axes = expert_axes(topology, migrate)
+    whole, by_expert = PartitionSpec(), PartitionSpec(home_axes)
     # Data axes stand outermost: tokens of one group lie side by side.
     by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
     by_group = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
-
-    def one_rank(
-        tokens: Array,
-        mask: Array | None,
-        kernel: Array,
-        experts: Experts,
-        bias: Array | None,
-        homes: Array | None,
-        state: State,
-        known: Experts | None,
-    ) -> tuple[Array, Stats, State, Experts | None]:
-        # A balancer knows nothing of other groups: inside, its state has no dimension for them.
-        state = jax.tree.map(lambda leaf: leaf[0], state)
-        if migrate is not None and known is not None:
-            experts, known = migrate.update(experts, known)
-        elif migrate is not None:
-            experts = migrate(experts)
-        y, stats, state = moe(
-            tokens,
-            kernel,
-            experts.fused() if fused else experts,
-            router,
-            system,
-            topology,
-            state=state,
-            bias=bias,
-            homes=homes,
-            mask=mask,
-            losses=losses,
-            sequence_length=sequence_length,
-            checks=checks,
-        )
-        return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state)), known
-
-    specs = (by_token, by_token, PartitionSpec(), by_expert, PartitionSpec(), PartitionSpec(), by_group, by_expert)
+    specs = Inputs(
+        tokens=by_token,
+        mask=by_token,
+        token_ids=by_token,
+        key=whole,
+        kernel=whole,
+        kernel_bias=whole,
+        experts=layer.shards.specs(inputs.experts, home_axes, topology.tensor_axes),
+        bias=whole,
+        homes=whole,
+        state=by_group,
+        known=by_expert,
+    )
     # Some axes may be manual already, such as the stages of a pipeline. Over those that are neither the group's nor the
     # data's all devices do the same: no compiler divides custom calls.
     around = jax.sharding.get_abstract_mesh().manual_axes
-    if taken := sorted(set(around) & set(expert_axes(topology, migrate) + topology.data_axes)):
+    if taken := sorted(set(around) & set(home_axes + topology.data_axes + topology.tensor_axes)):
         raise ValueError(f"topology has the axes {taken}, which are manual already; expected others: see `data_axes`")
-    args = (tokens, mask, kernel, experts, bias, homes, state, known)
-    placed = [place(arg, NamedSharding(mesh, spec), mesh) for arg, spec in zip(args, specs, strict=True)]
     return jax.shard_map(
-        one_rank,
+        functools.partial(_one_rank, layer=layer),
         mesh=None if around else mesh,
-        in_specs=specs,
+        in_specs=(specs,),
         out_specs=(by_token, by_group, by_group, by_expert),
         axis_names=set(mesh.axis_names) - set(around),
-    )(*placed)
+    )(Inputs(*(_place_by(array, spec, mesh) for array, spec in zip(inputs, specs, strict=True))))
+
+
+def _one_rank(inputs: Inputs, layer: Layer) -> tuple[Array, Stats, State, Experts | None]:
+    # A balancer knows nothing of other groups: inside, its state has no dimension for them.
+    state = jax.tree.map(lambda leaf: leaf[0], inputs.state)
+    experts, known = layer.shards(inputs.experts), inputs.known
+    if layer.migrate is not None and known is not None:
+        experts, known = layer.migrate.update(experts, known)
+    elif layer.migrate is not None:
+        experts = layer.migrate(experts)
+    y, stats, state = moe(
+        inputs.tokens,
+        inputs.kernel,
+        experts.fused() if layer.fused else experts,
+        layer.router,
+        layer.system,
+        layer.topology,
+        state=state,
+        kernel_bias=inputs.kernel_bias,
+        bias=inputs.bias,
+        homes=inputs.homes,
+        mask=inputs.mask,
+        losses=layer.losses,
+        sequence_length=layer.sequence_length,
+        capacity_factor=layer.capacity_factor,
+        token_ids=inputs.token_ids,
+        key=inputs.key,
+        checks=layer.checks,
+    )
+    return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state)), known
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("migrate", "mesh"))
@@ -111,6 +146,12 @@ def sharded_known(experts: Experts, *, migrate: Migrate, mesh: Mesh) -> Experts:
     spec = PartitionSpec(migrate.domains.expert_axes)
     placed = place(experts, NamedSharding(mesh, spec), mesh)
     return jax.shard_map(migrate.known, mesh=mesh, in_specs=spec, out_specs=spec)(placed)
+
+
+def _place_by(tree: Any, specs: Any, mesh: Mesh) -> Any:
+    if isinstance(specs, PartitionSpec):
+        return place(tree, NamedSharding(mesh, specs), mesh)
+    return jax.tree.map(lambda leaf, spec: place(leaf, NamedSharding(mesh, spec), mesh), tree, specs)
 
 
 def place(tree: Any, sharding: jax.sharding.Sharding, mesh: Mesh) -> Any:

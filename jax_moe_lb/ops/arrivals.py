@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_moe_lb._varying import vary_alike
+from jax_moe_lb._varying import vary_alike, vary_like
 from jax_moe_lb.types import iota, wide_dtype
 
 Weights = Float[Array, "..."]
@@ -69,7 +69,7 @@ def add_in_turns(
                 for so_far, kind, came in zip(total, sums, landed(i), strict=True)
             )
             sums = tuple(kind.at[e].set(so_far.astype(kind.dtype)) for kind, so_far in zip(sums, total, strict=True))
-            return sums, total, e
+            return sums, total, vary_like(e, last)
 
         return jax.lax.fori_loop(0, mine.sum(dtype=jnp.int32), add_one, carry)
 

@@ -1,6 +1,7 @@
 """The experts' feed-forward network over rows sorted by slot, out of products of groups of rows."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float
 from jax_moe_lb._varying import vary_like
 from jax_moe_lb.activations import swiglu
 from jax_moe_lb.experts import Experts
+from jax_moe_lb.ops.grouped_bias import bias_rows, bias_sums
 from jax_moe_lb.ops.grouped_kernels import clear_tail
 from jax_moe_lb.ops.grouped_matmul import grouped_matmul, grouped_outer
 from jax_moe_lb.types import DType, GroupSizes, Rows, wide_dtype
@@ -32,7 +34,17 @@ def grouped_ffn(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
     """
     # All hidden activations at once, in `O(A F)` memory. A row meets no other, so what stands beyond the groups reaches
     # nothing, and nothing is masked.
-    return dense_ffn(rows, experts, lambda x, weights: grouped_matmul(x, weights, group_sizes))
+    hidden = activate(experts, _inner_products(rows, experts, group_sizes))
+    return _with_bias(grouped_matmul(hidden, experts.down, group_sizes), experts.down_bias, group_sizes)
+
+
+def _inner_products(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> tuple[Array, ...]:
+    pairs = zip(inner_weights(experts), inner_biases(experts), strict=True)
+    return tuple(_with_bias(grouped_matmul(rows, matrix, group_sizes), bias, group_sizes) for matrix, bias in pairs)
+
+
+def _with_bias(products: Array, bias: Array | None, group_sizes: GroupSizes) -> Array:
+    return products if bias is None else products + bias_rows(bias, group_sizes, products.shape[0])
 
 
 def _save(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> tuple[Rows, tuple[Rows, Experts, GroupSizes]]:
@@ -68,13 +80,16 @@ def grouped_ffn_gradients(
     # Gradients of weights sum over rows, and there what stands beyond the groups would count.
     rows, upstream = clear_tail(rows, group_sizes), clear_tail(upstream, group_sizes)
     inner = inner_weights(experts)
-    products = tuple(grouped_matmul(rows, matrix, group_sizes) for matrix in inner)
+    products = _inner_products(rows, experts, group_sizes)
     hidden, pull_back = jax.vjp(partial(activate, experts), products)
     # With `y = hidden down`, the gradient of the weight, `y upstream`, is `hidden (upstream down^T)`: of the outputs,
     # which this pass does not have, only what they are made of is needed. The weights are multiplied with hidden
     # activations for the same reason, and because these are narrower.
     of_hidden = grouped_matmul(upstream, experts.down, group_sizes, transposed=True).astype(weights.dtype)
     of_weights = (hidden.astype(weights.dtype) * of_hidden).sum(1, keepdims=True)
+    if experts.down_bias is not None:
+        bias = bias_rows(experts.down_bias, group_sizes, rows.shape[0]).astype(weights.dtype)
+        of_weights += (bias * upstream.astype(weights.dtype)).sum(1, keepdims=True)
     (upstreams,) = pull_back((of_hidden * weights).astype(rows.dtype))
     hidden = (hidden.astype(weights.dtype) * weights).astype(rows.dtype)
     hidden, *upstreams = (clear_tail(array, group_sizes) for array in (hidden, *upstreams))
@@ -82,11 +97,20 @@ def grouped_ffn_gradients(
         grouped_matmul(part, matrix, group_sizes, transposed=True)
         for part, matrix in zip(upstreams, inner, strict=True)
     ]
-    inner_gradients = [grouped_outer(rows, part, group_sizes, sums_dtype) for part in upstreams]
-    down = grouped_outer(hidden, upstream, group_sizes, sums_dtype)
-    of_gate = None if experts.gate is None else inner_gradients[1]
-    of_experts = Experts(inner_gradients[0], down, of_gate, experts.activation)
+    up, gate = _of_up_and_gate(lambda part: grouped_outer(rows, part, group_sizes, sums_dtype), upstreams)
+    of_experts = Experts(up, grouped_outer(hidden, upstream, group_sizes, sums_dtype), gate, experts.activation)
+    if experts.up_bias is not None:
+        up_bias, gate_bias = _of_up_and_gate(lambda part: bias_sums(part, group_sizes, sums_dtype), upstreams)
+        of_experts = replace(of_experts, up_bias=up_bias, gate_bias=gate_bias)
+    if experts.down_bias is not None:
+        weighted = upstream.astype(weights.dtype) * weights
+        of_experts = replace(of_experts, down_bias=bias_sums(weighted, group_sizes, sums_dtype))
     return sum(back[1:], start=back[0]), of_weights, of_experts
+
+
+def _of_up_and_gate(gradient: Callable[[Array], Array], upstreams: list[Array]) -> tuple[Array, Array | None]:
+    up, *gate = (gradient(part) for part in upstreams)
+    return up, gate[0] if gate else None
 
 
 def _backward(saved: tuple[Rows, Experts, GroupSizes], upstream: Rows) -> tuple[Rows, Experts, None]:
@@ -99,24 +123,31 @@ def _backward(saved: tuple[Rows, Experts, GroupSizes], upstream: Rows) -> tuple[
 grouped_ffn.defvjp(_save, _backward)
 
 
-def dense_ffn(
-    rows: Float[Array, "*B H"], expert: Experts, matmul: Callable[[Array, Array], Array] = jnp.matmul
-) -> Array:
+def dense_ffn(rows: Float[Array, "*B H"], expert: Experts) -> Array:
     """Sends all rows through one expert: the reference that `grouped_ffn` is held against.
 
     Args:
         rows: `[..., H]`, none of which is left out.
         expert: the weights of one expert, without the leading dimension of experts.
-        matmul: the product that is used, of rows and a matrix. Another one than `jnp.matmul` may read weights that do
-            have a leading dimension, as `grouped_matmul` does.
     """
-    products = tuple(matmul(rows, weights) for weights in inner_weights(expert))
-    return matmul(activate(expert, products), expert.down)
+
+    def product(rows: Array, weights: Array, bias: Array | None) -> Array:
+        out = jnp.matmul(rows, weights)
+        return out if bias is None else out + jnp.broadcast_to(bias, out.shape)
+
+    pairs = zip(inner_weights(expert), inner_biases(expert), strict=True)
+    hidden = activate(expert, tuple(product(rows, *pair) for pair in pairs))
+    return product(hidden, expert.down, expert.down_bias)
 
 
 def inner_weights(experts: Experts) -> tuple[Array, ...]:
     """Returns the weights that rows are multiplied with first: `up`, and `gate` where it is beside that."""
     return (experts.up,) if experts.gate is None else (experts.up, experts.gate)
+
+
+def inner_biases(experts: Experts) -> tuple[Array | None, ...]:
+    """Returns what is added to the products with `inner_weights`."""
+    return (experts.up_bias,) if experts.gate is None else (experts.up_bias, experts.gate_bias)
 
 
 def activate(experts: Experts, products: tuple[Array, ...]) -> Array:

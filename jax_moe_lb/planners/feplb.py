@@ -45,7 +45,7 @@ def feplb(
 
 
 def feplb_planner(domain: int, num_dynamic: int, max_num_dyn: int, tau: int, skip: bool) -> NativePlanner:
-    """Returns `feplb` as a value, which `Staged` can run beside its first wave. The arguments are those of `feplb`."""
+    """Returns `feplb` as a value, which `TwoPhase` can run beside its static wave; it takes the same arguments."""
     options = {
         "domain": domain,
         "num_dynamic": num_dynamic,
@@ -66,7 +66,7 @@ def dynamic_experts(served: Int[AnyArray, "*B L"], num_dynamic: int) -> Bool[Any
     Returns:
         `[..., L]` booleans.
     """
-    # Stable, so that of equal ones the lower expert is dynamic, as in the C++ planner: `Staged` sends the others by
+    # Stable, so that of equal ones the lower expert is dynamic, as in the C++ planner: `TwoPhase` serves the others by
     # this answer, and a planner that disagreed would move an expert whose tokens are at home already.
     order = jnp.argsort(served, axis=-1, descending=True, stable=True)
     # Sorting the order gives each expert's position in it.

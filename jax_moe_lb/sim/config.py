@@ -208,8 +208,11 @@ def _of_preset(argument: str, source: str, section: str, name: str) -> Any:
 def _read(argument: str, source: str) -> dict[str, Any]:
     is_file = source.endswith((".yaml", ".yml")) or "/" in source
     if not is_file and source not in preset_names():
-        near = difflib.get_close_matches(source[:MOST_NAME], preset_names(), 3, 0.4) or preset_names()
-        raise ValueError(f"{argument} is {shown(source)}, no preset and no .yaml file; near ones are {', '.join(near)}")
+        near = difflib.get_close_matches(source[:MOST_NAME], preset_names(), 3, 0.4)
+        hint = f"near ones are {', '.join(near)}, " if near else ""
+        raise ValueError(
+            f"{argument} is {shown(source)}, no preset and no .yaml file; {hint}presets are {', '.join(preset_names())}"
+        )
     try:
         if is_file:
             data = read_yaml(Path(source))

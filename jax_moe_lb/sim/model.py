@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jax_moe_lb.balancers.sizes import LayerSizes
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.transport.codec import Codec
@@ -98,6 +99,17 @@ class ModelShape:
     def expert_gradient_bytes(self) -> int:
         """Counts the bytes of one expert's gradients."""
         return self.matrices * self.hidden * self.inner * self.gradient_itemsize
+
+    @property
+    def sizes(self) -> LayerSizes:
+        """Returns what a layer of the model tells its balancer."""
+        return LayerSizes(
+            num_copies=self.tokens * self.per_token,
+            expert_bytes=self.expert_bytes,
+            gradient_bytes=self.expert_gradient_bytes,
+            token_bytes=self.row_bytes,
+            token_flops=self.row_flops,
+        )
 
     def encoded_bytes(self, codec: Codec, num_experts: int) -> int:
         """Counts the bytes of experts as they travel through a codec, which is asked with shapes alone.

@@ -17,7 +17,7 @@ from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import level_bytes
 from jax_moe_lb.sim.schedule import Scheduler, Step
 from jax_moe_lb.sim.uniform import uniform_work
-from jax_moe_lb.sim.work import LayerWork, Migration, layer_work, receive_capacity
+from jax_moe_lb.sim.work import LayerWork, Migration, layer_work
 from jax_moe_lb.systems import System
 from jax_moe_lb.types import State
 
@@ -280,7 +280,7 @@ def _report(
         level_bytes=dict(zip((level.name for level in cluster.levels), totals.tolist(), strict=True)),
         imbalance_before=imbalance_before,
         imbalance_after=float(np.mean([imbalance(work.load) for work in layers])),
-        rounds=max(sum(wave.rounds for wave in work.waves) for work in layers),
+        rounds=max(work.rounds for work in layers),
         memory=memory,
         timeline=timeline,
         states=states,
@@ -298,7 +298,7 @@ def _memory(system: System, model: ModelShape, cluster: Cluster, migration: Migr
     return Memory(
         weights=float(model.layers * home),
         replicas=float(held + slots),
-        buffers=float(2 * receive_capacity(system, model) * model.row_bytes),
+        buffers=float(2 * system.dispatch.buffer_rows(model.tokens * model.per_token) * model.row_bytes),
         kept=float(model.layers * model.tokens * model.per_token * model.row_bytes),
     )
 

@@ -3,7 +3,9 @@
 Forward, each layer has these stages: `attention` (with the router), `counts` (their exchange), `plan`, `weights` (into
 slots), `dispatch` (token copies to the ranks that serve them), `experts`, `combine` (outputs back). `gather`, that of
 expert domains, begins with the layer and hides under attention. With two waves the first starts without plan and
-weights, which hide under it.
+weights, which hide under it. In two phases `dispatch` brings all copies home without a plan, and `rows` brings some of
+them on from there, beside weights and the first wave's experts; `return` brings their outputs home, and then `combine`
+all outputs to their tokens.
 
 Backward, from the last layer to the first, their names end with ` (backward)`: weights again, upstream gradients to the
 ranks, experts, gradients of tokens back, then attention, under which the `gradients` of replicas and of gathered
@@ -13,8 +15,10 @@ Tasks run on the streams `compute`, `host` (the planner), `copy` (copy engines),
 `gpu links`, one for each level that there is.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+import numpy as np
 
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.events import Task, Timeline
@@ -89,6 +93,8 @@ class Scheduler:
             self.timeline.add("other", ("compute",), self.model.other_s, (*ready, *self.timeline.tasks[-1:]))
 
     def _forward(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
+        if work.passes_home:
+            return self._forward_in_phases(work, at, ready)
         before_s = self.model.before_experts_s(self.cluster)
         routed = self.timeline.add("attention", ("compute",), before_s, ready, layer=at)
         held = self._exchanges("gather", work.gather, at, ready)
@@ -111,7 +117,49 @@ class Scheduler:
         sent = self._dispatch("dispatch", work.waves[-1], at, (*planned, *served, *told))
         return self._serve("", work.waves[-1], at, (*sent, *held), 1.0).back
 
+    def _forward_in_phases(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
+        before_s = self.model.before_experts_s(self.cluster)
+        routed = self.timeline.add("attention", ("compute",), before_s, ready, layer=at)
+        held = self._exchanges("gather", work.gather, at, ready)
+        counted = (routed, *self._exchanges("counts", self._if_counted(work.counts), at, (routed,)))
+        # Where rows are at home follows from the counts, so nothing but the copies waits for the plan.
+        told = self._exchanges("counts", self._if_counted(work.address), at, counted)
+        planned = (self.timeline.add("plan", ("host",), work.planner_s, counted, layer=at),)
+        first, second = work.waves
+        sent = self._dispatch("dispatch", first, at, (*counted, *told))
+        held += self._weights("weights", work, at, (*planned, *sent))
+        held += self._exchanges("rows", second.dispatch, at, (*planned, *sent), work.engine, second.rounds)
+        static = self._experts("", first, at, sent, 1.0)
+        return self._home_and_back("", work, at, self._experts("", second, at, (*static, *held), 1.0))
+
+    def _backward_in_phases(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
+        held = self._exchanges("gather" + BACKWARD, work.gather if work.gather_again else (), at, ready)
+        factor, sends = (3.0, 2) if self.step.recompute else (2.0, 1)
+        first, second = work.waves
+        sent = self._dispatch("dispatch" + BACKWARD, first, at, ready, sends)
+        held += self._weights("weights" + BACKWARD, work, at, ready)
+        onward = tuple(flow.times(float(sends)) for flow in second.dispatch)
+        held += self._exchanges("rows" + BACKWARD, onward, at, sent, work.engine, sends * second.rounds)
+        # The plan is known, so all that stays at home is computed beside the copies.
+        is_home = np.arange(second.rows.shape[1]) < work.num_home
+        staying = replace(first, rows=first.rows + np.where(is_home, second.rows, 0))
+        moved = replace(second, rows=np.where(is_home, 0, second.rows))
+        at_home = self._experts(BACKWARD, staying, at, sent, factor)
+        served = self._experts(BACKWARD, moved, at, (*at_home, *held), factor)
+        back = self._home_and_back(BACKWARD, work, at, served)
+        return self._after_experts(work, at, _Served(served, back))
+
+    def _home_and_back(self, mark: str, work: LayerWork, at: int, served: tuple[Task, ...]) -> tuple[Task, ...]:
+        """Adds the way of what moved rows have become to their homes, and of all from there to their tokens."""
+        first, second = work.waves
+        home = tuple(flow.reversed for flow in reversed(second.dispatch))
+        at_home = self._exchanges("return" + mark, home, at, served, work.engine, second.rounds) or served
+        back = tuple(flow.reversed for flow in reversed(first.dispatch))
+        return self._exchanges("combine" + mark, back, at, (*served, *at_home), messages=first.rounds) or at_home
+
     def _backward(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
+        if work.passes_home:
+            return self._backward_in_phases(work, at, ready)
         held = self._exchanges("gather" + BACKWARD, work.gather if work.gather_again else (), at, ready)
         # With token copies sent again, gradients of their outputs come beside them.
         factor, sends = (3.0, 2) if self.step.recompute else (2.0, 1)
@@ -123,7 +171,10 @@ class Scheduler:
         if len(work.waves) == 1:
             held += self._weights("weights" + BACKWARD, work, at, ready)
         sent = self._dispatch("dispatch" + BACKWARD, work.waves[-1], at, back, sends)
-        served = self._serve(BACKWARD, work.waves[-1], at, (*sent, *held), factor)
+        return self._after_experts(work, at, self._serve(BACKWARD, work.waves[-1], at, (*sent, *held), factor))
+
+    def _after_experts(self, work: LayerWork, at: int, served: _Served) -> tuple[Task, ...]:
+        """Adds attention backward, and the gradients of replicas and gathered experts that go home under it."""
         home: tuple[Task, ...] = ()
         if work.return_home is not None:
             home = self._exchanges("gradients" + BACKWARD, (work.return_home,), at, served.experts, work.engine)
@@ -146,12 +197,15 @@ class Scheduler:
 
     def _serve(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> _Served:
         """Adds experts, and what they put out on its way back."""
-        experts_s = self.cluster.gemm.seconds(wave.rows, factor * self.model.row_flops, max(wave.rounds, 1))
-        computed = (self.timeline.add("experts" + mark, ("compute",), experts_s, after, layer=at),)
+        computed = self._experts(mark, wave, at, after, factor)
         back = tuple(flow.reversed for flow in reversed(wave.dispatch))
         return _Served(
             computed, self._exchanges("combine" + mark, back, at, computed, messages=wave.rounds) or computed
         )
+
+    def _experts(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> tuple[Task, ...]:
+        experts_s = self.cluster.gemm.seconds(wave.rows, factor * self.model.row_flops, max(wave.rounds, 1))
+        return (self.timeline.add("experts" + mark, ("compute",), experts_s, after, layer=at),)
 
     def _exchanges(
         self,

@@ -109,6 +109,9 @@ class LayerWork:
         engine: whether weights are copied by copy engines, which have a stream of their own.
         early: whether weights travel before counts are known, as the placement does not depend on them.
         waves: the waves of tokens, in order. With two, the first needs no plan.
+        passes_home: whether the second wave's rows come from the homes of their experts, and their outputs return
+            there; see `Dispatch.passes_home`.
+        num_home: `L`, the home experts of a rank, which have its first slots.
         load: `[R]`, the token copies that each rank serves.
     """
 
@@ -123,7 +126,15 @@ class LayerWork:
     engine: bool
     early: bool
     waves: tuple[Wave, ...]
+    passes_home: bool
+    num_home: int
     load: Int[np.ndarray, "R"]
+
+    @property
+    def rounds(self) -> int:
+        """Counts how often the receive buffer is filled."""
+        # Rows that go on from home are in it already.
+        return self.waves[0].rounds if self.passes_home else sum(wave.rounds for wave in self.waves)
 
 
 def layer_work(
@@ -150,6 +161,7 @@ def layer_work(
         The work, and the new states.
     """
     sizes = migration.sizes(cluster)
+    system = replace(system, balancer=system.balancer.sized(model.sizes))
     parts, after = [], []
     found = groups(cluster, sizes)
     for group, state in zip(found, states or [None] * len(found), strict=True):
@@ -173,15 +185,21 @@ class _Part:
 
 
 def _part(system: System, model: ModelShape, group: Group, plan: Plan, waves: list[tuple[Counts, Plan]]) -> _Part:
-    topology, moved = group.cluster.topology(group.sizes), []
-    for wave_counts, wave_plan in waves:
+    topology, load_after = group.cluster.topology(group.sizes), np.zeros(len(group.ranks), np.int64)
+    moved: list[tuple[tuple[np.ndarray, ...], np.ndarray, int]] = []
+    for at, (wave_counts, wave_plan) in enumerate(waves):
         # In 64 bits, because these rows times their bytes exceed 32.
         rows = rows_between(wave_counts, wave_plan).astype(np.int64)
         matrices = system.dispatch.hops(rows, wave_plan, topology)
-        moved.append((tuple(map(group.spread, matrices)), rows_per_slot(wave_plan), _rounds(system, model, wave_plan)))
-    return _Part(
-        group.ranks, moved, group.spread(replicas_between(plan)), group.spread(gradients_between(plan)), load(plan)
-    )
+        # As many rounds as there are at home.
+        rounds = moved[0][2] if moved and system.dispatch.passes_home else _rounds(system, model, wave_plan)
+        if system.dispatch.passes_home and at == 0:
+            # What is at home for the second wave is not served in this one.
+            wave_plan = replace(wave_plan, quota=wave_plan.quota - sum(later.T for later, _ in waves[1:]))
+        moved.append((tuple(map(group.spread, matrices)), rows_per_slot(wave_plan), rounds))
+        load_after += load(wave_plan)
+    weights, gradients = group.spread(replicas_between(plan)), group.spread(gradients_between(plan))
+    return _Part(group.ranks, moved, weights, gradients, load_after)
 
 
 def _rounds(system: System, model: ModelShape, plan: Plan) -> int:
@@ -228,6 +246,8 @@ def _merged(
         engine=system.replicate.uses_copy_engines,
         early=not system.balancer.needs_counts,
         waves=tuple(waves),
+        passes_home=system.dispatch.passes_home,
+        num_home=counts.shape[1] // len(parts[0].ranks),
         load=loads,
     )
 
@@ -265,6 +285,8 @@ def shared_work(
         engine=False,
         early=False,
         waves=(),
+        passes_home=False,
+        num_home=num_home,
         load=np.zeros(1, np.int64),
     )
 

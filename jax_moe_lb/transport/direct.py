@@ -52,8 +52,8 @@ class DirectReceipt(Receipt):
 class Direct(Dispatch[DirectReceipt]):
     """Sends token copies straight to the rank that serves them.
 
-    It is the default. Take `Spray` where nodes have several network interfaces, and `Staged` where tokens shall not
-    wait for the plan.
+    It is the default. Take `Spray` where nodes have several network interfaces, and `TwoPhase` where tokens shall
+    not wait for the plan.
 
     Examples:
         >>> Direct(headroom=1.05).capacity(4096 * 8)  # rows of the receive buffer, for 4096 tokens of 8 experts each

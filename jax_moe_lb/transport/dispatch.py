@@ -96,13 +96,13 @@ def stopping_unless(
 class Dispatch(Exchange[ReceiptT]):
     """Serves tokens. Write the methods of an `Exchange`; then this serves in rounds of it.
 
-    Take `Direct`, `Spray` or `Staged`, or write one when rows can travel in a better way than theirs. A dispatch that
-    computes before there is a plan overrides `serve`, as `Staged` does, and `waves` with it. The other methods tell the
-    simulator what moves, so that it needs to know no dispatch by name.
+    Take `Direct`, `Spray` or `TwoPhase`, or write one when rows can travel in a better way than theirs. A dispatch that
+    computes before there is a plan overrides `serve`, as `TwoPhase` does, and `waves` with it. The other methods tell
+    the simulator what moves, so that it needs to know no dispatch by name.
 
     Examples:
-        >>> from jax_moe_lb import Direct, Spray, Staged
-        >>> [issubclass(kind, Dispatch) for kind in (Direct, Spray, Staged)]
+        >>> from jax_moe_lb import Direct, Spray, TwoPhase
+        >>> [issubclass(kind, Dispatch) for kind in (Direct, Spray, TwoPhase)]
         [True, True, True]
     """
 
@@ -197,6 +197,25 @@ class Dispatch(Exchange[ReceiptT]):
         """
         del plan, topology
         return (rows,)
+
+    @property
+    def passes_home(self) -> bool:
+        """Says whether rows of the second wave come from the homes of their experts, where the first exchange brought
+        all rows, and whether their outputs return there before all outputs go back; false by default.
+
+        The simulator asks for it. Override it together with `waves`, whose second counts are then those of homes.
+        """
+        return False
+
+    def buffer_rows(self, num_copies: int) -> int:
+        """Counts the rows that a rank has room for: those that it can receive in one round, by default.
+
+        The simulator asks for it.
+
+        Args:
+            num_copies: `T * K`, the copies of every rank.
+        """
+        return self.capacity(num_copies)
 
     @property
     def address_bytes(self) -> int:

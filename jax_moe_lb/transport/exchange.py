@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
+from jax_moe_lb.transport.wire import Wire
 from jax_moe_lb.types import Counts, GroupSizes, Rows
 
 Copies = Float[Array, "C H"]
@@ -58,10 +59,12 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
         max_rounds: how many rounds a program has. `None`, the default: as many as a plan needs, in a loop, before each
             round of which the host of a GPU waits. A number: exactly so many, without a loop; a plan that needs more is
             a fault. 1 is usual behind balancers that promise a load below the headroom.
+        wire: a low precision for rows while they travel forward; `None`, the default, leaves them as they are.
     """
 
     headroom: float = 1.05
     max_rounds: int | None = None
+    wire: Wire | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.headroom < math.inf:

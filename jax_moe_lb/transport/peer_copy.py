@@ -20,9 +20,9 @@ from jax_moe_lb.transport.replicate import Replicate
 class PeerCopy(Replicate):
     """Copies the expert of every slot from home, or from the rank that `plan.relay` names, on copy engines.
 
-    Take it inside one NVLink domain, above all with `Staged`, whose first wave hides the copies. All kinds of weights
-    travel in one call; `ops/copy_expert_weights.py` says how. Copies equal those of `Gather`. Gradients are added by
-    rank, then by slot.
+    Take it inside one NVLink domain, above all with `TwoPhase`, whose static wave hides the copies. All kinds of
+    weights travel in one call; `ops/copy_expert_weights.py` says how. Copies equal those of `Gather`. Gradients are
+    added by rank, then by slot.
 
     It works where the ranks of a domain are devices of one process, of one for the whole group or of one for each node;
     and on GPUs where they are processes of one machine with one GPU each, whose memory CUDA can share. Elsewhere, and
@@ -36,8 +36,8 @@ class PeerCopy(Replicate):
         site: what messages call these copies; give another name where one program has several kinds.
 
     Examples:
-        >>> from jax_moe_lb import FEPLB, Staged, System
-        >>> System(FEPLB(), PeerCopy(timeout_s=60.0), Staged(), replica_slots=4).replicate.uses_copy_engines
+        >>> from jax_moe_lb import FEPLB, System, TwoPhase
+        >>> System(FEPLB(), PeerCopy(timeout_s=60.0), TwoPhase(), replica_slots=4).replicate.uses_copy_engines
         True
     """
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.transport.migrate import Migrate, Packed
+from jax_moe_lb.transport.shards import Shards
 
 Carry = TypeVar("Carry")
 
@@ -21,17 +22,17 @@ def scan_prefetched(
     x: Carry,
     layers: Any,
     experts: Experts,
-    migrate: Migrate,
+    migrate: Migrate | Shards,
     packed: Packed | None = None,
     *,
     gather_again: bool = False,
 ) -> tuple[Carry, Any]:
     """Runs `jax.lax.scan` over layers, and gathers each layer's experts during the layer before.
 
-    Use it for a stack of equal layers with `Migrate`, inside `jax.shard_map`. The gather of a layer stands in the loop
-    body of the one before and depends on nothing that is computed there: a backend whose collectives are asynchronous
-    runs it beside that layer's attention and experts. Only the first layer's gather, before the loop, has nothing to
-    hide under. Two layers' experts of an expert domain are held at a time.
+    Use it for a stack of equal layers with `Migrate` or `Shards`, inside `jax.shard_map`. The gather of a layer stands
+    in the loop body of the one before and depends on nothing that is computed there: a backend whose collectives are
+    asynchronous runs it beside that layer's attention and experts. Only the first layer's gather, before the loop, has
+    nothing to hide under. Two layers' gathered experts are held at a time.
 
     Args:
         block: a layer, `(x, layer, held) -> (x, out)`.
@@ -92,18 +93,18 @@ def scan_prefetched(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _forgetful(
-    block: Block, migrate: Migrate, x: Carry, layer: Any, home: Experts, sent: Packed | None, held: Experts
+    block: Block, migrate: Migrate | Shards, x: Carry, layer: Any, home: Experts, sent: Packed | None, held: Experts
 ) -> tuple[Carry, Any]:
     """`block`, whose backward pass has `held` gathered again from `home`."""
     del home, sent, migrate
     return block(x, layer, held)
 
 
-def _keep_home(block: Block, migrate: Migrate, *args: Any) -> tuple[tuple[Carry, Any], tuple]:
+def _keep_home(block: Block, migrate: Migrate | Shards, *args: Any) -> tuple[tuple[Carry, Any], tuple]:
     return _forgetful(block, migrate, *args), args[:4]
 
 
-def _through_home(block: Block, migrate: Migrate, saved: tuple, upstream: tuple) -> tuple:
+def _through_home(block: Block, migrate: Migrate | Shards, saved: tuple, upstream: tuple) -> tuple:
     x, layer, home, sent = saved
     # Or XLA sees that the forward pass gathered the same, and keeps that.
     home, sent, upstream = jax.lax.optimization_barrier((home, sent, upstream))

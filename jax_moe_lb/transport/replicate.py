@@ -20,7 +20,7 @@ class Replicate(abc.ABC):
     Write one when weights can travel in a better way than `Gather`'s. It is a frozen dataclass, because it is a static
     argument of `jax.jit`, and consists of three methods. `start` begins to copy, `join` waits for the copies, and
     `add_at_home` is the transpose of the two. Home experts never travel. With these three it serves every dispatch:
-    one that plans and copies first (`Direct`), and one that computes between `start` and `join` (`Staged`).
+    one that plans and copies first (`Direct`), and one that computes between `start` and `join` (`TwoPhase`).
     `docs/extending.md` shows a whole one.
 
     Examples:
@@ -109,7 +109,7 @@ class Replicate(abc.ABC):
     def route(self, topology: Topology) -> Route | None:
         """Says between whom a planner in C++ may copy as soon as it has a plan; `None`, the default: it may not.
 
-        `Staged` asks for it, to plan and copy beside its first wave.
+        `TwoPhase` asks for it, to plan and copy beside its static wave.
 
         Args:
             topology: its expert axes are the ranks that weights travel between.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_moe_lb._first_order import first_order
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
 from jax_moe_lb.ops.ragged_all_to_all import unwritten
@@ -24,11 +25,15 @@ from jax_moe_lb.transport.copies import (
 )
 from jax_moe_lb.transport.exchange import Copies, Exchange, Receipt
 from jax_moe_lb.transport.replicate import Replicate, joined
+from jax_moe_lb.transport.wire import packed, unpacked
 from jax_moe_lb.types import GroupSizes, Rows, Tokens, wide_dtype
 
 Carry = TypeVar("Carry")
 
 Saved = tuple[Tokens, Weights, Experts, Plan, Receipt]
+
+Travelling = Float[Array, "C W"]
+"""Copies as they travel, which are narrower than tokens where there is a `Wire`."""
 
 OfCopies = tuple[Copies, CopyWeights]
 """The gradients of copies and of their weights, in the sending order."""
@@ -127,9 +132,9 @@ def in_rounds(
         def ffn(rows: Rows, group_sizes: GroupSizes) -> Rows:
             return grouped_ffn(rows, slots.weights(group_sizes), group_sizes)
 
-        nothing = unwritten(tokens, weights.size)
+        nothing = unwritten(packed(exchange.wire, tokens), weights.size)
         out = serve_rounds(tokens, weights.shape[1], receipt, ffn, nothing, exchange, topology)
-        return combine(out, weights, receipt)
+        return combine(unpacked(exchange.wire, out, tokens), weights, receipt)
 
     return serve(tokens, weights, experts, plan, receipt)
 
@@ -139,10 +144,10 @@ def serve_rounds(
     per_token: int,
     receipt: Receipt,
     ffn: Callable[[Rows, GroupSizes], Rows],
-    out: Copies,
+    out: Travelling,
     exchange: Exchange,
     topology: Topology,
-) -> Copies:
+) -> Travelling:
     """Writes the outputs of all copies that a receipt addresses into `out`, round by round.
 
     Args:
@@ -150,15 +155,20 @@ def serve_rounds(
         per_token: `K`, the experts of each token.
         receipt: what `exchange.address` returned.
         ffn: sends the rows of a round through their experts.
-        out: `[T * K, H]`, in the sending order; copies that the receipt does not address stay as they are.
+        out: `[T * K, H]`, in the sending order, as they travel; copies that the receipt does not address stay as they
+            are.
         exchange: how copies travel.
         topology: its expert axes are the ranks that copies travel between.
     """
+    wire = exchange.wire
+    # Encoded once, before there are several copies of a token.
+    travelling = packed(wire, tokens)
 
-    def one_round(i: Array, out: Copies) -> Copies:
+    def one_round(i: Array, out: Travelling) -> Travelling:
         # Gathered again in every round: kept, they would be there beside the rows all the time.
-        rows, group_sizes = exchange.send(to_sending_order(tokens, receipt, per_token), receipt, i, topology)
-        return exchange.send_back(ffn(rows, group_sizes), receipt, i, out, topology)
+        rows, group_sizes = exchange.send(to_sending_order(travelling, receipt, per_token), receipt, i, topology)
+        outputs = ffn(unpacked(wire, rows, tokens), group_sizes)
+        return exchange.send_back(packed(wire, outputs), receipt, i, out, topology)
 
     return further_rounds(receipt, exchange, one_round, one_round(jnp.int32(0), out))
 
@@ -190,9 +200,12 @@ def gradient_rounds(
     """
     tokens, weights, upstream = batch
     per_token = weights.shape[1]
+    # As the experts had them in the forward pass: rounded in the same way again.
+    travelling = packed(exchange.wire, tokens)
 
     def gradients_of(i: Array, of_copies: OfCopies) -> tuple[OfCopies, Any]:
-        rows, group_sizes = exchange.send(to_sending_order(tokens, order, per_token), receipt, i, topology)
+        words, group_sizes = exchange.send(to_sending_order(travelling, order, per_token), receipt, i, topology)
+        rows = unpacked(exchange.wire, words, tokens)
         row_upstream, _ = exchange.send(to_sending_order(upstream, order, per_token), receipt, i, topology)
         row_weights, _ = exchange.send(weights_in_order(weights, order), receipt, i, topology)
         *of_rows, of_experts = pull_back(rows, row_weights, group_sizes, row_upstream)
@@ -257,7 +270,7 @@ def _backward(
     def pull_back(saved: Saved, upstream: Tokens) -> tuple[Tokens, Weights, Experts]:
         return _gradients(replicate, exchange, topology, saved, upstream)
 
-    return *pull_back(saved, upstream), None, None
+    return *first_order(pull_back)(saved, upstream), None, None
 
 
 def _gradients(

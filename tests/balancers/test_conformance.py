@@ -27,10 +27,10 @@ from jax_moe_lb import (
     RailS,
     Relay,
     Spray,
-    Staged,
     System,
     TopK,
     Topology,
+    TwoPhase,
     UltraEP,
     check_plan,
     exact,
@@ -80,7 +80,9 @@ SYSTEMS = {
     "ultraep": System(UltraEP(min_tokens=4), replicate=Relay(min_replicas=3, min_gain=1), replica_slots=4),
     "exact": exact(),
     "greedy in small rounds": greedy(replica_slots=1, headroom=0.4),
-    "feplb": System(FEPLB(num_dynamic=1, skip=True), PeerCopy(), Staged(), replica_slots=2),
+    "feplb": System(FEPLB(num_dynamic=1, skip=True), PeerCopy(), TwoPhase(), replica_slots=2),
+    # Experts move in part, in several rounds, and some have no room.
+    "greedy in two phases": System(Greedy(), dispatch=TwoPhase(0.6, moved_headroom=0.3), replica_slots=2),
     "fastermoe": System(BALANCERS[FasterMoE], replica_slots=2),
     "eplb": System(EPLB(every=1), replica_slots=2),
     "eplb_plus": System(EPLBPlus(), replica_slots=2),
@@ -93,10 +95,10 @@ SYSTEMS = {
         Chain((HybridEP(2), Exact(), RailS())), dispatch=Spray(), replica_slots=4
     ),
     "peer copies": System(Greedy(), replicate=PeerCopy(), replica_slots=2),
-    # Two waves whose plan no native planner makes beside the first: `start` and `join` with work between them.
-    "exact in two waves": System(Exact(), PeerCopy(), Staged(), replica_slots=2),
-    "eplb_plus in two waves, along relays": System(
-        EPLBPlus(), Relay(min_replicas=3, min_gain=1), Staged(), replica_slots=4
+    # Two phases whose plan no native planner makes beside the first: `start` and `join` with work between them.
+    "exact in two phases": System(Exact(), PeerCopy(), TwoPhase(), replica_slots=2),
+    "eplb_plus in two phases, along relays": System(
+        EPLBPlus(), Relay(min_replicas=3, min_gain=1), TwoPhase(), replica_slots=4
     ),
 }
 ON_RAILS = {"rails", "exact inside expert domains, sprayed"}

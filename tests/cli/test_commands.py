@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_moe_lb import Plan, Topology, balancers, check_plan, plain_plan
+from jax_moe_lb import Chain, Exact, Plan, RailS, Topology, UltraEP, balancers, check_plan, plain_plan
 from jax_moe_lb.cli import main
 from jax_moe_lb.cli.discover import balancer_names, load_balancer
 
@@ -247,3 +247,24 @@ def test_as_a_program(counts_file):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
     assert done.stderr == ""
     assert json.loads(done.stdout)["balancer"] == "greedy"
+
+
+def test_a_balancer_takes_options_and_others_behind_it():
+    assert load_balancer("exact:eps=0.05,localize=false,max_fan_out=3") == Exact(0.05, 3, localize=False)
+    assert load_balancer("ultraep:eps=0+rails:chunks=4") == Chain((UltraEP(eps=0.0), RailS(chunks=4)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("exact:epsilon=1", "--balancer exact has no option 'epsilon'; expected one of eps, max_fan_out"),
+        ("exact:eps=much", "--balancer exact:eps is 'much'; expected a value like 0.01, the default"),
+        ("exact:localize=1", "--balancer exact:localize is '1'; expected a value like True, the default"),
+        ("exact:eps=-1", "eps is -1.0; expected"),
+        ("hybridep+exact", "--balancer is 'hybridep+exact'; expected exact first"),
+        ("exact+", "--balancer is ''; expected one of"),
+    ],
+)
+def test_bad_options_of_a_balancer(capsys, trace_file, text, message):
+    assert main(["replay", str(trace_file), "--balancer", text]) == 2
+    assert message in capsys.readouterr().err

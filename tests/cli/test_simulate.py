@@ -166,7 +166,9 @@ def test_a_trace_of_another_model_is_refused(capsys, config, tmp_path):
 
 
 def test_files_that_are_none(capsys, config, tmp_path):
-    assert "near ones are" in refusal(capsys, "simulate", "h100")
+    said = refusal(capsys, "simulate", "h100")
+    assert "near ones are h100_node" in said
+    assert "presets are cpu_2_cores, dc4_10gbit" in said
     assert "No such file" in refusal(capsys, "simulate", tmp_path / "none.yaml")
     assert "MODEL is 'zz'" in refusal(capsys, "advise", "zz", config)
     assert "CLUSTER mixtral_8x7b has no cluster" in refusal(capsys, "advise", "mixtral_8x7b", "mixtral_8x7b")

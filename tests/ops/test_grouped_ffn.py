@@ -19,12 +19,16 @@ SIZES = {
 NUM_ROWS, WIDTH, INNER = 420, 12, 20
 
 
-def case(dtype, gated=True, fused=False):
+def case(dtype, gated=True, fused=False, biased=False):
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(NUM_ROWS, WIDTH))
     up, gate = 0.3 * rng.normal(size=(2, 8, WIDTH, INNER))
     down = 0.3 * rng.normal(size=(8, INNER, WIDTH))
     experts = Experts(*(jnp.asarray(w, dtype) for w in (up, down)), jnp.asarray(gate, dtype) if gated else None)
+    if biased:
+        up_bias, gate_bias = jnp.asarray(rng.normal(size=(2, 8, INNER)), dtype)
+        down_bias = jnp.asarray(rng.normal(size=(8, WIDTH)), dtype)
+        experts = replace(experts, up_bias=up_bias, gate_bias=gate_bias if gated else None, down_bias=down_bias)
     experts = experts.fused() if fused else experts
     return jnp.asarray(rows, dtype), experts, jnp.asarray(rng.normal(size=rows.shape), dtype)
 
@@ -75,13 +79,15 @@ FORMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize(
-    ("gated", "fused"), [(True, False), (True, True), (False, False)], ids=["swiglu", "fused", "gelu"]
+    ("gated", "fused", "biased"),
+    [(True, False, False), (True, True, False), (False, False, False), (True, False, True)],
+    ids=["swiglu", "fused", "gelu", "biases"],
 )
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "relative"), [("float32", 1e-5), ("bfloat16", 3e-2)])
-def test_all_forms_equal_one_expert_at_a_time(form, sizes, gated, fused, dtype, relative, monkeypatch):
+def test_all_forms_equal_one_expert_at_a_time(form, sizes, gated, fused, biased, dtype, relative, monkeypatch):
     FORMS[form](monkeypatch)
-    rows, experts, upstream = case(dtype, gated, fused)
+    rows, experts, upstream = case(dtype, gated, fused, biased)
     # Among them a weight of 0, whose own gradient is not 0.
     weights = (jnp.arange(NUM_ROWS, dtype=jnp.float32)[:, None] % 5) / 4
     group_sizes, used = jnp.asarray(sizes, jnp.int32), sum(sizes)
@@ -106,17 +112,17 @@ def test_all_forms_equal_one_expert_at_a_time(form, sizes, gated, fused, dtype, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("activation", "gated", "fused"),
+    ("activation", "gated", "fused", "biased"),
     [
-        (geglu, True, False),
-        (ClampedSwiGLU(0.5), True, True),
-        (relu_squared, False, False),
-        (jnp.tanh, False, False),
+        (geglu, True, False, False),
+        (ClampedSwiGLU(0.5), True, True, True),
+        (relu_squared, False, False, True),
+        (jnp.tanh, False, False, False),
     ],
-    ids=["geglu", "clamped", "relu squared", "own"],
+    ids=["geglu", "clamped, with biases", "relu squared, with biases", "own"],
 )
-def test_other_activations_have_their_gradients(activation, gated, fused):
-    rows, experts, upstream = case("float32", gated, fused)
+def test_other_activations_have_their_gradients(activation, gated, fused, biased):
+    rows, experts, upstream = case("float32", gated, fused, biased)
     experts = replace(experts, activation=activation)
     sizes = SIZES["uneven"]
     want = reference(rows, experts, sizes, upstream)

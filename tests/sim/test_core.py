@@ -194,17 +194,32 @@ def test_a_step_of_forward_and_backward_has_the_stages_of_the_executor():
 
 
 @pytest.mark.slow
-def test_feplb_hides_planner_and_copies_under_its_first_wave():
+def test_feplb_hides_planner_rows_and_weights_under_static_experts():
+    """Its exchanges are those of plain expert parallelism, and all that moves on returns before they go back."""
     shape = model(layers=1, experts=64, tokens=4096, hidden=1024, inner=1024)
     rng = np.random.default_rng(0)
     popular = rng.permutation(np.arange(1.0, 65) ** -0.5) * np.where(np.arange(64) < 16, 2.0, 1.0)
     counts = rng.multinomial(8192, popular / popular.sum(), 4).astype(np.int32)
     cluster = Cluster((Links("gpu", 4, 100e9),), AnalyticGemm(50e12, 100.0), planner_s=50e-6)
     report = simulate(systems.feplb(), shape, cluster, counts)
-    for stage in ("plan", "weights"):
+    for stage in ("plan", "weights", "rows"):
         assert report.stages[stage].busy_s > 0
         assert report.stages[stage].exposed_s == 0
     assert report.imbalance_after < report.imbalance_before
+    plain = simulate(systems.plain(headroom=1.5), shape, cluster, counts)
+    for stage in ("dispatch", "combine", "dispatch (backward)"):
+        assert report.stages[stage].bytes == plain.stages[stage].bytes
+    assert report.stages["return"].bytes == report.stages["rows"].bytes > 0
+    (back,) = (task for task in report.timeline.tasks if task.stage == "combine")
+    assert "return" in {task.stage for task in back.before}
+    # What is computed is what the plan says, in both waves together.
+    computed = [task for task in report.timeline.tasks if task.stage == "experts"]
+    balanced = replace(systems.feplb(), dispatch=Direct())
+    work, _ = layer_work(balanced, shape, cluster, counts)
+    phased, _ = layer_work(systems.feplb(), shape, cluster, counts)
+    assert len(computed) == 2
+    np.testing.assert_array_equal(phased.load, work.load)
+    np.testing.assert_array_equal(sum(wave.rows for wave in phased.waves), work.waves[0].rows)
 
 
 def test_ranks_of_a_node_share_its_links():

@@ -32,6 +32,14 @@ unsigned char ByteOf(int64_t run, int64_t expert, size_t kind, size_t i) {
   return static_cast<unsigned char>(static_cast<size_t>(run * 131 + expert * 17) + kind * 7 + i * 3 + 1);
 }
 
+// Rows at home, and those of others that a rank has room for: fewer than the loads ask for.
+constexpr int64_t kRowsAtHome = 64;
+constexpr int64_t kRowsTaken = 24;
+
+unsigned char RowByteOf(int64_t run, size_t rank, size_t row, size_t i) {
+  return static_cast<unsigned char>(static_cast<size_t>(run) * 29 + rank * 53 + row * 5 + i * 11 + 3);
+}
+
 size_t BytesOf(int64_t width) { return static_cast<size_t>(width) * 2; }
 
 void WriteHome(const LayerShape& shape, const DeviceArray& home, int64_t run, int64_t rank, size_t kind) {
@@ -66,6 +74,10 @@ Weights WeightsIn(Program& program, const LayerShape& shape) {
   for (const int64_t width : shape.widths) {
     weights.home.push_back(program.New(kBf16, {shape.home, width}));
     weights.slots.push_back(program.New(kBf16, {shape.slots, width}));
+  }
+  if (shape.row_width > 0) {
+    weights.home.push_back(program.New(kBf16, {kRowsAtHome, shape.row_width}));
+    weights.slots.push_back(program.New(kBf16, {kRowsTaken, shape.row_width}));
   }
   return weights;
 }
@@ -222,7 +234,9 @@ Attributes PostSiteOf(const LayerShape& shape, Planner planner) {
   Attributes attributes = SiteOf(shape);
   const int64_t columns = shape.home + shape.slots;
   attributes["plan_size"] = Int(shape.ranks * columns + shape.experts() * shape.ranks);
-  attributes["num_kinds"] = Int(static_cast<int64_t>(shape.widths.size()));
+  const int64_t row_kinds = shape.row_width > 0 ? 1 : 0;
+  attributes["num_kinds"] = Int(static_cast<int64_t>(shape.widths.size()) + row_kinds);
+  attributes["num_row_kinds"] = Int(row_kinds);
   attributes["planner"] = Text(NameOf(planner));
   attributes["options"] = Dictionary(OptionsOf(shape, planner));
   return attributes;
@@ -265,6 +279,50 @@ Plan PlanOf(const LayerShape& shape, const Plan& start, Planner planner = Planne
   return plan;
 }
 
+// Where the rows of each expert start at home. They overlap, which copies do not mind.
+std::vector<int32_t> FirstRowsOf(const LayerShape& shape, int64_t run) {
+  std::minstd_rand random(static_cast<unsigned>(run) + 31);
+  std::vector<int32_t> first(static_cast<size_t>(shape.experts()));
+  for (int32_t& row : first) row = static_cast<int32_t>(random() % (kRowsAtHome + 9));
+  return first;
+}
+
+void WriteRows(const LayerShape& shape, const DeviceArray& rows, int64_t run, int64_t rank) {
+  const size_t bytes = BytesOf(shape.row_width);
+  for (size_t row = 0; row < kRowsAtHome; ++row) {
+    for (size_t i = 0; i < bytes; ++i) {
+      Bytes(rows)[row * bytes + i] = RowByteOf(run, static_cast<size_t>(rank), row, i);
+    }
+  }
+}
+
+// The rows that a rank shall have taken, one slot after the other, against a count of its own.
+int64_t WrongRows(const LayerShape& shape, const DeviceArray& taken, int64_t run, int64_t rank, const Plan& plan) {
+  const size_t bytes = BytesOf(shape.row_width);
+  const int64_t columns = shape.home + shape.slots;
+  std::vector<int32_t> next = FirstRowsOf(shape, run);
+  int64_t wrong = 0;
+  for (int64_t taker = 0; taker <= rank; ++taker) {
+    size_t landing = 0;
+    int64_t left = kRowsTaken;
+    for (int64_t slot = shape.home; slot < columns; ++slot) {
+      const int32_t expert = plan.placement[static_cast<size_t>(taker * columns + slot)];
+      if (expert < 0) continue;
+      const int64_t asked = plan.quota[static_cast<size_t>(expert * shape.ranks + taker)];
+      for (int64_t n = std::min(asked, left); n > 0; --n, --left) {
+        const auto row = static_cast<size_t>(next[static_cast<size_t>(expert)]++);
+        if (taker < rank || row >= kRowsAtHome) continue;
+        for (size_t i = 0; i < bytes; ++i) {
+          const auto home = static_cast<size_t>(expert / shape.home);
+          wrong += Bytes(taken)[landing * bytes + i] != RowByteOf(run, home, row, i);
+        }
+        ++landing;
+      }
+    }
+  }
+  return wrong;
+}
+
 }  // namespace
 
 PlannedLayer::PlannedLayer(LayerShape shape, Planner planner)
@@ -290,7 +348,9 @@ Ending PlannedLayer::Run(Gpu& gpu, int64_t rank, int64_t run, const Between& bet
     const DeviceArray quota = program.New(kS32, {shape_.experts(), shape_.ranks});
     const DeviceArray new_placement = program.New(kS32, placement.dims), new_quota = program.New(kS32, quota.dims);
     const DeviceArrays& home = between.other_home ? again.home : weights.home;
-    Invocation& post = program.Add(post_, Joined({{place, placement, quota}, weights.home, {x}}),
+    DeviceArrays first_row;
+    if (shape_.row_width > 0) first_row.push_back(program.New(kS32, {1, shape_.experts()}));
+    Invocation& post = program.Add(post_, Joined({{place, placement, quota}, first_row, weights.home, {x}}),
                                    Joined({{posted}, weights.slots, {x}}));
     Invocation& plan = program.Add(plan_, Joined({{placement, quota, posted}, home, weights.slots, {x}}),
                                    Joined({{new_placement, new_quota, ticket}, weights.slots, {x}}));
@@ -305,6 +365,10 @@ Ending PlannedLayer::Run(Gpu& gpu, int64_t rank, int64_t run, const Between& bet
         WriteHome(shape, weights.home[kind], run, rank, kind);
         WriteHome(shape, again.home[kind], run, rank, kind);
       }
+      if (first_row.empty()) return;
+      const std::vector<int32_t> first = FirstRowsOf(shape, run);
+      std::copy(first.begin(), first.end(), Int32s(first_row[0]));
+      WriteRows(shape, weights.home.back(), run, rank);
     });
     program.Execute(post);
     Wave(program, between);
@@ -326,6 +390,14 @@ Ending PlannedLayer::Run(Gpu& gpu, int64_t rank, int64_t run, const Between& bet
       });
       const std::vector<int32_t> row = RowOf(expected.placement, rank, columns);
       const std::vector<int32_t> wanted(row.begin() + shape_.home, row.end());
+      if (shape_.row_width > 0) {
+        program.Launch([=, shape = shape_, wrong = &wrong_] {
+          wrong->fetch_add(WrongRows(shape, weights.slots.back(), run, rank, expected), std::memory_order_relaxed);
+          for (const DeviceArray& array : {weights.home.back(), weights.slots.back(), first_row[0]}) {
+            std::memset(array.data, 0xEE, array.size_bytes());
+          }
+        });
+      }
       replicas_ += std::count_if(wanted.begin(), wanted.end(), [](int32_t expert) { return expert >= 0; });
       Consume(program, shape_, weights, run, wanted, &wrong_);
     }

@@ -17,6 +17,7 @@ struct LayerShape {
   int64_t home = 3;                        // experts of a rank
   int64_t slots = 2;                       // for replicas
   std::vector<int64_t> widths = {96, 24};  // bf16 of an expert, by kind of weights
+  int64_t row_width = 0;                   // bf16 of a row that travels beside weights; 0: none do
   double timeout_s = 30;
   std::vector<int64_t> processes;  // of the ranks; empty: all are devices of this process
 

@@ -95,7 +95,9 @@ void RunAll() {
   TheStandIn().longest_delay_us = 200;
   QueueManyPlans();
   CopyLayer copies(Shape(), false), relays(Shape(), true);
-  PlannedLayer planned(Shape());
+  LayerShape with_rows = Shape();
+  with_rows.row_width = 20;
+  PlannedLayer planned(with_rows);
   HostPlan plan(Shape());
   Repeat(9, [&](Gpu& gpu, int64_t rank, int64_t run) {
     ExpectOk(copies.Run(gpu, rank, run));

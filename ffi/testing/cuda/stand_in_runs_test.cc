@@ -66,6 +66,7 @@ void PlannedCopiesAreRight() {
     for (const int64_t devices : {2, 4, 8}) {
       LayerShape shape;
       shape.ranks = devices;
+      shape.row_width = devices == 2 ? 0 : 20;
       PlannedLayer layer(shape, planner);
       Repeat(devices, kRuns, [&](Gpu& gpu, int64_t rank, int64_t run) { return layer.Run(gpu, rank, run); });
       EXPECT_EQ(layer.num_wrong(), 0);

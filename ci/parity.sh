@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Models of models/ equal those of transformers, the newest and one older, in an environment of their own. Without
+# binaries: every operation is plain JAX there, and torch may be on another Python than that of .venv.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=.venv-parity
+torch="torch==2.13.0"
+older="transformers==4.57.6"
+# A build for CPUs alone is a tenth as large. Python 3.11 first: every release of torch is built for it.
+base=.venv/bin/python
+for python in python3.11 "$HOME"/.pyenv/versions/3.11.*/bin/python; do
+  if "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2> /dev/null; then base=$python; break; fi
+done
+uv=$PWD/.venv/bin/uv
+[ -x "$venv/bin/python" ] || "$base" -m venv --without-pip "$venv"
+install() { "$uv" pip install -q --python "$venv/bin/python" "$@"; }
+find_links=()
+for folder in ${PIP_FIND_LINKS:-}; do find_links+=(--find-links "$folder"); done
+install "${find_links[@]}" "$torch+cpu" 2> /dev/null ||
+  install --extra-index-url https://download.pytorch.org/whl/cpu "$torch+cpu" 2> /dev/null || install "$torch"
+install -e '.[models]' -C wheel.cmake=false optax pytest pytest-xdist beartype
+# The same programs are compiled once for both.
+cache=$(mktemp -d)
+trap 'rm -rf "$cache"' EXIT
+export JAX_COMPILATION_CACHE_DIR=$cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
+run_tests() {
+  "$venv/bin/python" -c 'import transformers; print("transformers", transformers.__version__)'
+  JAX_PLATFORMS=cpu "$venv/bin/python" -m pytest -q -n 2 -p no:cacheprovider tests/parity "$@"
+}
+install "$older"
+run_tests -k 'not every_system and not bfloat16 and not 1x8'
+install --upgrade transformers
+run_tests

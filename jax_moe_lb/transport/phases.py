@@ -1,0 +1,373 @@
+"""`serve_in_phases` runs both phases of `TwoPhase`, forward and backward, beside what plans and copies.
+
+The order in which things depend on each other: the exchange home needs the load alone; the static wave needs what came
+home, and so do planner and copies, which run beside it; then the dynamic wave; then its outputs return to the homes of
+their experts, and from there all outputs to their tokens.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jax_moe_lb._first_order import first_order
+from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.experts import Experts
+from jax_moe_lb.faults import Checks
+from jax_moe_lb.ops._peer import Route
+from jax_moe_lb.ops.copy_expert_weights import join
+from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
+from jax_moe_lb.ops.moved_rows import Taken, move, move_back, moved_rows, served_quota
+from jax_moe_lb.ops.plan_and_copy import RowsAtHome, plan_and_copy, post
+from jax_moe_lb.ops.ragged_all_to_all import unwritten
+from jax_moe_lb.plan import Plan
+from jax_moe_lb.planners.native import NativePlanner
+from jax_moe_lb.topology import Topology
+from jax_moe_lb.transport.copies import (
+    Weights,
+    combine,
+    sum_of_copies,
+    to_sending_order,
+    weights_by_token,
+    weights_in_order,
+)
+from jax_moe_lb.transport.direct import Direct, DirectReceipt
+from jax_moe_lb.transport.dispatch import Routed, served_plan
+from jax_moe_lb.transport.exchange import Copies
+from jax_moe_lb.transport.phase_receipts import Blocks, Dynamic, Phases, Streams, address_home, window
+from jax_moe_lb.transport.replicate import Replicate
+from jax_moe_lb.transport.rounds import Batch, OfCopies, further_rounds, no_gradients
+from jax_moe_lb.types import Rows, Tokens, wide_dtype
+
+
+class Ways(NamedTuple):
+    """Says how things travel and how the plan is made: the static arguments of `serve_in_phases`, which are hashable.
+
+    Args:
+        direct: the dispatch by which tokens travel.
+        replicate: the replication by which weights travel.
+        planner: what makes the plan beside the static wave, and between whom rows and weights are then copied; `None`
+            where the plan is there already.
+        topology: its expert axes are the ranks that both travel between.
+        checks: what to do about a plan that is not legal, or needs more rounds than there are.
+    """
+
+    direct: Direct
+    replicate: Replicate
+    planner: tuple[NativePlanner, Route] | None
+    topology: Topology
+    checks: Checks
+
+    @classmethod
+    def of(
+        cls,
+        direct: Direct,
+        balancer: Balancer,
+        replicate: Replicate,
+        plan: Plan,
+        topology: Topology,
+        checks: Checks,
+    ) -> "Ways":
+        """Chooses the ways, with a planner where one can run beside the static wave.
+
+        That is so where it is all that the balancer does, copies may follow at once, and there are slots to fill.
+
+        Args:
+            direct: the dispatch by which tokens travel.
+            balancer: it edits the plan.
+            replicate: the replication by which weights travel.
+            plan: the plan from which the planner starts.
+            topology: its expert axes are the ranks that both travel between.
+            checks: what to do about a bad plan.
+        """
+        planner, route = balancer.native_planner(plan.domain), replicate.route(topology)
+        if planner is None or route is None or plan.slots == plan.num_home or route.domain is not None:
+            return cls(direct, replicate, None, topology, checks)
+        return cls(direct, replicate, (planner, route), topology, checks)
+
+
+class Outcome(NamedTuple):
+    """Holds what `serve_in_phases` did, beside the outputs.
+
+    Args:
+        plan: the plan that was served, which is legal.
+        made: the plan that was made.
+        phases: who sent what where.
+        is_legal: whether the plan that was made is.
+        is_whole: whether all rounds that there have to be were served.
+    """
+
+    plan: Plan
+    made: Plan
+    phases: Phases
+    is_legal: Bool[Array, ""]
+    is_whole: Bool[Array, ""]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def serve_in_phases(
+    tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: Ways, room: int
+) -> tuple[Tokens, Outcome]:
+    """Brings every copy of every token home, and on to where the plan puts it, and sums the outputs of each token.
+
+    Kept for the backward pass are tokens, home weights, plan and receipts. It makes no plan but replays this one:
+    weights are copied again, beside the gradients of what stays at home, and gradients of replicas are added at home.
+
+    Args:
+        tokens: `[T, H]`, the tokens of this rank.
+        experts: the `L` home experts of this rank.
+        routed: which experts the tokens go to, with what weights, and the counts of all ranks.
+        dynamic: `[E]`, which experts the plan may take from home; equal on all ranks.
+        plan: the plan, or with a planner the plan that it starts from.
+        ways: how all of them travel.
+        room: how many rows of others a rank can take.
+
+    Returns:
+        `[T, H]`, the weighted sums of the experts' outputs; how they came about.
+    """
+
+    # Where microbatches are mapped over, one follows the other: `post`, the copies that it began and `join` belong
+    # together.
+    @jax.custom_batching.sequential_vmap
+    def serve(tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan) -> tuple[Tokens, Outcome]:
+        return _serve(tokens, experts, routed, dynamic, plan, ways, room)
+
+    return serve(tokens, experts, routed, dynamic, plan)
+
+
+# ---- forward -----------------------------------------------------------------------
+
+
+class _Forward(NamedTuple):
+    """Holds what all rounds of the forward pass need, before there is a plan."""
+
+    ways: Ways
+    experts: Experts
+    tokens: Tokens
+    routed: Routed
+    dynamic: Dynamic
+    receipt: DirectReceipt
+    streams: Streams
+
+    def come_home(self, i: Array) -> Rows:
+        """Sends the copies of round `i` home."""
+        copies = to_sending_order(self.tokens, self.receipt, self.routed.experts.shape[1])
+        return self.ways.direct.send(copies, self.receipt, i, self.ways.topology)[0]
+
+    def static_sizes(self, i: Array, rows: Rows) -> Int[Array, "L"]:
+        """Counts the rows of static experts, which stand in front; others have none."""
+        static = replace(self.streams, size=jnp.where(self.dynamic, 0, self.streams.size))
+        return _here(static, i, rows, self.ways)[1]
+
+    def static_wave(self, rows: Rows, sizes: Int[Array, "L"]) -> Rows:
+        """Computes the outputs of the rows in front, which need home weights alone; the others hold anything."""
+        with jax.named_scope("static_wave"):
+            return grouped_ffn(rows, self.experts, sizes)
+
+    def finish(self, i: Array, rows: Rows, out: Rows, moved: "_Arrived", copies: Copies) -> Copies:
+        """Computes the outputs of dynamic experts, here and where they moved, and sends all outputs back."""
+        ways, phases = self.ways, moved.phases
+        with jax.named_scope("dynamic_wave"):
+            staying = replace(phases.staying, size=jnp.where(self.dynamic, phases.staying.size, 0))
+            blocks = Blocks.of(*_here(staying, i, rows, ways), rows.shape[0])
+            out = blocks.put(grouped_ffn(blocks.take(rows), self.experts, blocks.sizes), out)
+            if moved.slots is not None:
+                served = grouped_ffn(moved.rows, moved.slots, _taken(phases, i, rows, ways))
+                out = move_back(served, phases.moved, _window(i, rows), out, ways.topology.expert_axes)
+        return ways.direct.send_back(out, self.receipt, i, copies, ways.topology)
+
+
+class _Arrived(NamedTuple):
+    """Holds what a rank has taken from others in a round."""
+
+    phases: Phases
+    slots: Experts | None
+    rows: Taken | None
+
+
+def _serve(
+    tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: Ways, room: int
+) -> tuple[Tokens, Outcome]:
+    direct, replicate, _, topology, checks = ways
+    receipt, streams = address_home(direct, routed.experts, routed.counts, dynamic, topology)
+    receipt, is_whole = direct.within_rounds(receipt, checks)
+    forward, first = _Forward(ways, experts, tokens, routed, dynamic, receipt, streams), jnp.int32(0)
+    rows = forward.come_home(first)
+    sizes = forward.static_sizes(first, rows)
+    pending: Any
+    if ways.planner is not None:
+        planner, route = ways.planner
+        at_home = RowsAtHome(rows, streams.first, room)
+        # The wave reads the sizes, so `post` comes before it.
+        sizes, posted = post(plan.placement, plan.quota, experts, sizes, planner=planner, route=route, rows=at_home)
+        out = forward.static_wave(rows, sizes)
+        # It takes the outputs of the wave so that it is launched after it; the plan is made from what `post` had.
+        out, tables, pending = plan_and_copy(posted, out)
+        made = replace(plan, placement=tables[0], quota=tables[1])
+        plan, is_legal = served_plan(made, routed.counts, dynamic, checks)
+    else:
+        made = plan
+        plan, is_legal = served_plan(made, routed.counts, dynamic, checks)
+        # Started before the wave is computed, and joined after it, so that copies can run beside its products.
+        pending = _start(experts, plan, ways)
+        out = forward.static_wave(rows, sizes)
+    phases = Phases(receipt, streams, moved_rows(plan.placement, plan.quota, streams.first, room))
+    if ways.planner is not None:
+        slots, arrived = join(pending, out)
+    else:
+        arrived = _move(rows, phases, first, room, ways)
+        slots = None if pending is None else replicate.join(pending, out)
+
+    def one_round(i: Array, copies: Copies) -> Copies:
+        rows = forward.come_home(i)
+        out = forward.static_wave(rows, forward.static_sizes(i, rows))
+        arrived = _move(rows, phases, i, room, ways)
+        return forward.finish(i, rows, out, _Arrived(phases, slots, arrived), copies)
+
+    nothing = unwritten(tokens, routed.experts.size)
+    copies = forward.finish(first, rows, out, _Arrived(phases, slots, arrived), nothing)
+    copies = further_rounds(receipt, direct, one_round, copies)
+    served = replace(plan, quota=served_quota(plan.quota, phases.moved))
+    return combine(copies, routed.weights, receipt), Outcome(served, made, phases, is_legal, is_whole)
+
+
+def _start(experts: Experts, plan: Plan, ways: Ways) -> Any:
+    return None if plan.slots == plan.num_home else ways.replicate.start(experts, plan, ways.topology)
+
+
+def _move(rows: Rows, phases: Phases, i: Array, room: int, ways: Ways) -> Any:
+    """The rows that this rank takes from others in round `i`; `None` where there are no slots for replicas."""
+    if phases.moved.home.shape[1] == 0:
+        return None
+    return move(rows, phases.moved, _window(i, rows), room, ways.topology.expert_axes)
+
+
+def _window(i: Array, rows: Rows) -> Any:
+    return window(i, rows.shape[0])
+
+
+def _here(streams: Streams, i: Array, rows: Rows, ways: Ways) -> tuple[Int[Array, "L"], Int[Array, "L"]]:
+    """Where rows of this rank's home experts start among those of round `i`, and how many they are."""
+    mine = streams.of_rank(jax.lax.axis_index(ways.topology.expert_axes), ways.topology.num_ranks)
+    return _window(i, rows).of(mine.first, mine.size)
+
+
+def _taken(phases: Phases, i: Array, rows: Rows, ways: Ways) -> Int[Array, "P"]:
+    """How many rows each of this rank's slots takes in round `i`."""
+    sizes = _window(i, rows).of(phases.moved.first, phases.moved.size)[1]
+    return sizes[jax.lax.axis_index(ways.topology.expert_axes)]
+
+
+# ---- backward ----------------------------------------------------------------------
+
+
+Saved = tuple[Tokens, Weights, Experts, Plan, Phases]
+
+
+def _save(
+    tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: Ways, room: int
+) -> tuple[tuple[Tokens, Outcome], Saved]:
+    out, outcome = serve_in_phases(tokens, experts, routed, dynamic, plan, ways, room)
+    return (out, outcome), (tokens, routed.weights, experts, outcome.plan, outcome.phases)
+
+
+def _backward(
+    ways: Ways, room: int, saved: Saved, gradients: tuple[Tokens, Any]
+) -> tuple[Tokens, Experts, Routed, None, None]:
+    @jax.custom_batching.sequential_vmap
+    def pull_back(saved: Saved, upstream: Tokens) -> tuple[Tokens, Weights, Experts]:
+        return _gradients(ways, room, saved, upstream)
+
+    of_tokens, of_weights, of_experts = first_order(pull_back)(saved, gradients[0])
+    none: Any = None  # Choices and counts are integers, which have no gradients.
+    return of_tokens, of_experts, Routed(none, none, of_weights), None, None
+
+
+class _Backward(NamedTuple):
+    """Holds what all rounds of the backward pass need."""
+
+    ways: Ways
+    room: int
+    batch: Batch
+    experts: Experts
+    phases: Phases
+
+    def come_home(self, i: Array) -> tuple[Array, ...]:
+        """Sends copies, their weights and the gradients of their outputs home, in round `i`."""
+        (tokens, weights, upstream), receipt = self.batch, self.phases.receipt
+        per_token = weights.shape[1]
+        copies = (
+            to_sending_order(tokens, receipt, per_token),
+            weights_in_order(weights, receipt),
+            to_sending_order(upstream, receipt, per_token),
+        )
+        return tuple(self.ways.direct.send(part, receipt, i, self.ways.topology)[0] for part in copies)
+
+    def at_home(self, i: Array, parts: tuple[Array, ...]) -> tuple[tuple[Array, ...], Experts]:
+        """Computes the gradients of what stays at home, of static and dynamic experts alike."""
+        rows = parts[0]
+        with jax.named_scope("home_wave"):
+            blocks = Blocks.of(*_here(self.phases.staying, i, rows, self.ways), rows.shape[0])
+            *of_rows, of_experts = self._gradients(tuple(map(blocks.take, parts)), self.experts, blocks.sizes)
+            return tuple(blocks.put(part, part) for part in of_rows), of_experts
+
+    def finish(self, i: Array, of_rows: tuple[Array, ...], parts: Any, slots: Any, out: OfCopies) -> Any:
+        """Computes the gradients of what has moved, and sends all gradients back."""
+        ways, phases, of_slots = self.ways, self.phases, None
+        rows = of_rows[0]
+        if slots is not None:
+            with jax.named_scope("moved_wave"):
+                *of_moved, of_slots = self._gradients(parts, slots, _taken(phases, i, rows, ways))
+            of_rows = tuple(
+                move_back(part, phases.moved, _window(i, rows), into, ways.topology.expert_axes)
+                for part, into in zip(of_moved, of_rows, strict=True)
+            )
+        back = partial(ways.direct.send_back, receipt=phases.receipt, i=i, topology=ways.topology)
+        return tuple(back(part, out=into) for part, into in zip(of_rows, out, strict=True)), of_slots
+
+    def move(self, i: Array, parts: tuple[Array, ...]) -> tuple[Any, ...]:
+        """Brings what came home to the ranks that take it."""
+        return tuple(_move(part, self.phases, i, self.room, self.ways) for part in parts)
+
+    def _gradients(self, parts: tuple[Array, ...], experts: Experts, sizes: Array) -> tuple[Any, ...]:
+        rows, weights, upstream = parts
+        return grouped_ffn_gradients(rows, weights, experts, sizes, upstream, wide_dtype(rows))
+
+
+def _gradients(ways: Ways, room: int, saved: Saved, upstream: Tokens) -> tuple[Tokens, Weights, Experts]:
+    """Computes the gradients of tokens, their weights and the home experts, in the same rounds again."""
+    tokens, weights, experts, plan, phases = saved
+    ways = ways._replace(replicate=ways.replicate.again())
+    # Without the barrier XLA sees that the forward pass made the same replicas and sent the same rows, and keeps those
+    # until now instead. It ties them to the gradients, which do not exist before the backward pass has come here.
+    tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
+    pending = _start(experts, plan, ways)
+    backward = _Backward(ways, room, Batch(tokens, weights, upstream), experts, phases)
+    first, nothing = jnp.int32(0), no_gradients(tokens, weights)
+    parts = backward.come_home(first)
+    moved = backward.move(first, parts)
+    of_rows, of_home = backward.at_home(first, parts)
+    slots = None if pending is None else ways.replicate.join(pending, of_rows)
+    of_copies, of_slots = backward.finish(first, of_rows, moved, slots, nothing)
+
+    def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
+        parts = backward.come_home(i)
+        of_rows, of_home = backward.at_home(i, parts)
+        of_copies, of_slots = backward.finish(i, of_rows, backward.move(i, parts), slots, carry[0])
+        return of_copies, jax.tree.map(jnp.add, carry[1], (of_home, of_slots))
+
+    carry = of_copies, (of_home, of_slots)
+    (of_copies, of_weights), (home, of_slots) = further_rounds(phases.receipt, ways.direct, one_round, carry)
+    if of_slots is not None:
+        of_replicas = jax.tree.map(lambda g, w: g.astype(w.dtype), of_slots, experts)
+        home = ways.replicate.add_at_home(home, of_replicas, plan, ways.topology)
+    home = jax.tree.map(lambda g, w: g.astype(w.dtype), home, experts)
+    per_token = weights.shape[1]
+    of_tokens = sum_of_copies(of_copies, phases.receipt, per_token)
+    return of_tokens, weights_by_token(of_weights, phases.receipt, per_token), home
+
+
+serve_in_phases.defvjp(_save, _backward)

@@ -1,0 +1,83 @@
+"""DeepSeek-V3: latent attention, sigmoid routing with a bias and groups, shared experts, dense first layers."""
+
+from collections.abc import Iterator
+
+from models.architectures import names
+from models.architectures.fields import Fields
+from models.architectures.glm4_moe import sigmoid_router
+from models.architectures.names import Piece
+from models.decoder.config import DecoderConfig, Latent
+from models.decoder.rope import yarn_scale
+
+
+def config(fields: Fields) -> DecoderConfig:
+    """Reads the sizes of a DeepSeek-V3."""
+    fields.require("hidden_act", "silu")
+    latent = Latent(
+        query_rank=fields.integer("q_lora_rank", 0) or None,
+        kv_rank=fields.integer("kv_lora_rank"),
+        plain_dim=fields.integer("qk_nope_head_dim"),
+        rotated_dim=fields.integer("qk_rope_head_dim"),
+        value_dim=fields.integer("v_head_dim"),
+    )
+    num_heads, mlp_dim = fields.integer("num_attention_heads"), fields.integer("moe_intermediate_size")
+    has_bias, num_layers = fields.flag("attention_bias", False), fields.integer("num_hidden_layers")
+    head_dim = latent.plain_dim + latent.rotated_dim
+    return DecoderConfig(
+        vocab_size=fields.integer("vocab_size"),
+        embed_dim=fields.integer("hidden_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        mlp_dim=mlp_dim,
+        num_experts=fields.num_experts("n_routed_experts"),
+        router=sigmoid_router(fields),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=fields.rope(latent.rotated_dim, base=1e4, interleaved=fields.flag("rope_interleave", True)),
+        attention_scale=head_dim**-0.5 * _temperature(fields),
+        source=fields.text,
+        dense_mlp_dim=fields.integer("intermediate_size"),
+        dense_layers=tuple(range(min(num_layers, fields.integer("first_k_dense_replace", 3)))),
+        shared_mlp_dim=mlp_dim * fields.integer("n_shared_experts", 1),
+        use_routing_bias=True,
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        latent=latent,
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+    )
+
+
+def _temperature(fields: Fields) -> float:
+    """Computes the factor by which scores of a longer context are sharpened; queries and keys each have it."""
+    settings = fields.rope_settings()
+    if settings.get("rope_type", settings["type"]) == "default" or not settings.get("mscale_all_dim"):
+        return 1.0
+    return yarn_scale(settings.get("factor", 1.0), settings["mscale_all_dim"]) ** 2
+
+
+def pieces(config: DecoderConfig) -> Iterator[Piece]:
+    """Names the tensors of its checkpoints."""
+    yield from names.outside(config)
+    for layer in range(config.num_layers):
+        yield from names.layer_norms(config, layer)
+        yield from _latent_attention(config, layer)
+        yield from names.feed_forward(config, layer)
+
+
+def _latent_attention(config: DecoderConfig, layer: int) -> Iterator[Piece]:
+    theirs, ours = f"model.layers.{layer}.self_attn", f"blocks.{layer}.attention"
+    latent, width, heads = config.latent, config.embed_dim, config.num_heads
+    assert latent is not None
+    if latent.query_rank is None:
+        yield from names.linear(f"{theirs}.q_proj", f"{ours}.q_up", width, heads * config.head_dim)
+    else:
+        yield from names.linear(f"{theirs}.q_a_proj", f"{ours}.q_down", width, latent.query_rank, config.qkv_bias)
+        yield names.scale(f"{theirs}.q_a_layernorm", f"{ours}.q_norm", latent.query_rank)
+        yield from names.linear(f"{theirs}.q_b_proj", f"{ours}.q_up", latent.query_rank, heads * config.head_dim)
+    down = latent.kv_rank + latent.rotated_dim
+    yield from names.linear(f"{theirs}.kv_a_proj_with_mqa", f"{ours}.kv_down", width, down, config.qkv_bias)
+    yield names.scale(f"{theirs}.kv_a_layernorm", f"{ours}.kv_norm", latent.kv_rank)
+    up = heads * (latent.plain_dim + latent.value_dim)
+    yield from names.linear(f"{theirs}.kv_b_proj", f"{ours}.kv_up", latent.kv_rank, up)
+    yield from names.linear(f"{theirs}.o_proj", f"{ours}.out", heads * latent.value_dim, width, config.out_bias)

@@ -1,0 +1,76 @@
+"""GPT-OSS: clamped SwiGLU with biases, a router with a bias, sinks, sliding windows in every other layer, YaRN."""
+
+from collections.abc import Iterator
+
+from jax_moe_lb import ClampedSwiGLU, TopK
+from models.architectures import names
+from models.architectures.fields import Fields
+from models.architectures.names import Piece
+from models.decoder.config import DecoderConfig
+
+LAYER_TYPES = ("sliding_attention", "full_attention")
+
+
+def config(fields: Fields) -> DecoderConfig:
+    """Reads the sizes of a GPT-OSS."""
+    num_layers, has_bias = fields.integer("num_hidden_layers"), fields.flag("attention_bias", True)
+    width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", width // max(num_heads, 1))
+    return DecoderConfig(
+        vocab_size=fields.integer("vocab_size"),
+        embed_dim=width,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        mlp_dim=fields.integer("intermediate_size"),
+        num_experts=fields.num_experts("num_local_experts"),
+        # The softmax over the chosen logits is that over all, renormalised.
+        router=TopK(fields.integer("num_experts_per_tok")),
+        norm_eps=fields.number("rms_norm_eps", 1e-5),
+        rope=fields.rope(head_dim, base=150_000.0),
+        attention_scale=head_dim**-0.5,
+        source=fields.text,
+        expert_bias=True,
+        kernel_bias=True,
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        sinks=True,
+        windows=_windows(fields, num_layers),
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        activation=ClampedSwiGLU(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702)),
+    )
+
+
+def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    kinds = fields.raw.get("layer_types") or [LAYER_TYPES[layer % 2] for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in LAYER_TYPES for kind in kinds):
+        raise ValueError(f"config.json: layer_types is {str(kinds)[:80]}; expected {num_layers} of {LAYER_TYPES}")
+    window = fields.integer("sliding_window", 128)
+    return tuple(window if kind == LAYER_TYPES[0] else None for kind in kinds)
+
+
+def pieces(config: DecoderConfig) -> Iterator[Piece]:
+    """Names the tensors of its checkpoints, which hold all experts of a layer in one tensor."""
+    yield from names.outside(config)
+    for layer in range(config.num_layers):
+        yield from names.layer_norms(config, layer)
+        yield from names.grouped_attention(config, layer)
+        yield from _experts(config, layer)
+
+
+def _experts(config: DecoderConfig, layer: int) -> Iterator[Piece]:
+    theirs, ours = f"model.layers.{layer}.mlp", f"blocks.{layer}.moe"
+    experts, width, inner = config.num_experts, config.embed_dim, config.mlp_dim
+    yield Piece(f"{theirs}.router.weight", (experts, width), f"{ours}.kernel", transposed=True)
+    yield Piece(f"{theirs}.router.bias", (experts,), f"{ours}.kernel_bias")
+    both, out = f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj"
+    for expert in range(experts):
+        # Columns of the gate and of the first projection take turns.
+        for first, path in ((0, "gate"), (1, "up")):
+            columns, wide = slice(first, None, 2), (experts, 2 * inner)
+            whole = (expert, slice(None), columns)
+            yield Piece(both, (experts, width, 2 * inner), f"{ours}.{path}", whole, expert)
+            yield Piece(f"{both}_bias", wide, f"{ours}.{path}_bias", (expert, columns), expert)
+        yield Piece(out, (experts, inner, width), f"{ours}.down", (expert,), expert)
+        yield Piece(f"{out}_bias", (experts, width), f"{ours}.down_bias", (expert,), expert)

@@ -1,0 +1,43 @@
+"""Mixtral: softmax top-k, grouped-query attention, in some a sliding window."""
+
+from collections.abc import Iterator
+
+from jax_moe_lb import TopK
+from models.architectures import names
+from models.architectures.fields import Fields
+from models.architectures.names import Piece
+from models.decoder.config import DecoderConfig
+
+
+def config(fields: Fields) -> DecoderConfig:
+    """Reads the sizes of a Mixtral."""
+    fields.require("hidden_act", "silu")
+    width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", width // max(num_heads, 1))
+    num_layers, window = fields.integer("num_hidden_layers"), fields.integer("sliding_window", 0)
+    return DecoderConfig(
+        vocab_size=fields.integer("vocab_size"),
+        embed_dim=width,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", 8),
+        head_dim=head_dim,
+        mlp_dim=fields.integer("intermediate_size"),
+        num_experts=fields.integer("num_local_experts", 8),
+        router=TopK(fields.integer("num_experts_per_tok", 2)),
+        norm_eps=fields.number("rms_norm_eps", 1e-5),
+        rope=fields.rope(head_dim, base=1e6),
+        attention_scale=head_dim**-0.5,
+        source=fields.text,
+        windows=(window,) * num_layers if window else (),
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+    )
+
+
+def pieces(config: DecoderConfig) -> Iterator[Piece]:
+    """Names the tensors of its checkpoints."""
+    yield from names.outside(config)
+    for layer in range(config.num_layers):
+        yield from names.layer_norms(config, layer)
+        yield from names.grouped_attention(config, layer)
+        yield from names.experts(config, layer, "block_sparse_moe", ("w1", "w3", "w2"))

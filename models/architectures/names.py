@@ -1,0 +1,129 @@
+"""A `Piece` says which part of a tensor in a checkpoint is which part of a parameter."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from models.decoder.config import DecoderConfig
+
+Index = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece is all of a tensor or, where a file holds several parameters in one tensor, a part of it.
+
+    Args:
+        name: the name of the tensor in the checkpoint.
+        shape: the shape of the whole tensor.
+        path: the path of the parameter in the model, with dots.
+        index: the part of the tensor; empty for all of it.
+        expert: which line of the parameter it is; `None`: all of it.
+        transposed: whether the parameter has its last two dimensions the other way round.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    path: str
+    index: Index = ()
+    expert: int | None = None
+    transposed: bool = False
+
+
+def linear(name: str, path: str, inner: int, outer: int, use_bias: bool = False) -> Iterator[Piece]:
+    """Names the weight of a linear map, which `torch` keeps transposed, and its bias."""
+    yield Piece(f"{name}.weight", (outer, inner), f"{path}.kernel", transposed=True)
+    if use_bias:
+        yield Piece(f"{name}.bias", (outer,), f"{path}.bias")
+
+
+def scale(name: str, path: str, width: int) -> Piece:
+    """Names the weight of a norm."""
+    return Piece(f"{name}.weight", (width,), f"{path}.scale")
+
+
+def outside(config: DecoderConfig) -> Iterator[Piece]:
+    """Names what is not in a layer: embedding, last norm and output."""
+    yield Piece("model.embed_tokens.weight", (config.vocab_size, config.embed_dim), "embed.embedding")
+    yield scale("model.norm", "norm", config.embed_dim)
+    if not config.tie_embeddings:
+        yield from linear("lm_head", "head", config.embed_dim, config.vocab_size)
+
+
+def layer_norms(config: DecoderConfig, layer: int) -> Iterator[Piece]:
+    """Names the norms before attention and before the experts."""
+    yield scale(f"model.layers.{layer}.input_layernorm", f"blocks.{layer}.attention_norm", config.embed_dim)
+    yield scale(f"model.layers.{layer}.post_attention_layernorm", f"blocks.{layer}.moe_norm", config.embed_dim)
+
+
+def grouped_attention(config: DecoderConfig, layer: int) -> Iterator[Piece]:
+    """Names the weights of `GroupedAttention`."""
+    theirs, ours = f"model.layers.{layer}.self_attn", f"blocks.{layer}.attention"
+    width, queries, keys = config.embed_dim, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield from linear(f"{theirs}.q_proj", f"{ours}.q", width, queries, config.qkv_bias)
+    yield from linear(f"{theirs}.k_proj", f"{ours}.k", width, keys, config.qkv_bias)
+    yield from linear(f"{theirs}.v_proj", f"{ours}.v", width, keys, config.qkv_bias)
+    yield from linear(f"{theirs}.o_proj", f"{ours}.out", queries, width, config.out_bias)
+    if config.qk_norm:
+        yield scale(f"{theirs}.q_norm", f"{ours}.q_norm", config.head_dim)
+        yield scale(f"{theirs}.k_norm", f"{ours}.k_norm", config.head_dim)
+    if config.sinks:
+        yield Piece(f"{theirs}.sinks", (config.num_heads,), f"{ours}.sinks")
+
+
+def experts(
+    config: DecoderConfig, layer: int, inside: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> Iterator[Piece]:
+    """Names the router's and the experts' weights, where each expert has tensors of its own.
+
+    Args:
+        config: the sizes.
+        layer: the layer.
+        inside: the module of the experts, `mlp` for most.
+        names: what the gate, the first and the second projection are called.
+    """
+    theirs, ours = f"model.layers.{layer}.{inside}", f"blocks.{layer}.moe"
+    width, inner, (gate, up, down) = config.embed_dim, config.mlp_dim, names
+    yield Piece(f"{theirs}.gate.weight", (config.num_experts, width), f"{ours}.kernel", transposed=True)
+    if config.use_routing_bias:
+        yield Piece(f"{theirs}.gate.e_score_correction_bias", (config.num_experts,), f"{ours}.bias")
+    for expert in range(config.num_experts):
+        one = f"{theirs}.experts.{expert}"
+        for name, path in ((gate, "gate"), (up, "up")):
+            yield Piece(f"{one}.{name}.weight", (inner, width), f"{ours}.{path}", expert=expert, transposed=True)
+        yield Piece(f"{one}.{down}.weight", (width, inner), f"{ours}.down", expert=expert, transposed=True)
+
+
+def shared_expert(config: DecoderConfig, layer: int) -> Iterator[Piece]:
+    """Names the weights of the shared expert."""
+    if config.shared_mlp_dim:
+        theirs, ours = f"model.layers.{layer}.mlp.shared_experts", f"blocks.{layer}.moe"
+        wide, narrow = (config.shared_mlp_dim, config.embed_dim), (config.embed_dim, config.shared_mlp_dim)
+        yield Piece(f"{theirs}.gate_proj.weight", wide, f"{ours}.shared_gate", transposed=True)
+        yield Piece(f"{theirs}.up_proj.weight", wide, f"{ours}.shared_up", transposed=True)
+        yield Piece(f"{theirs}.down_proj.weight", narrow, f"{ours}.shared_down", transposed=True)
+
+
+def dense(config: DecoderConfig, layer: int) -> Iterator[Piece]:
+    """Names the weights of a layer without experts."""
+    theirs, ours = f"model.layers.{layer}.mlp", f"blocks.{layer}.dense"
+    yield from linear(f"{theirs}.gate_proj", f"{ours}.gate", config.embed_dim, config.dense_mlp_dim)
+    yield from linear(f"{theirs}.up_proj", f"{ours}.up", config.embed_dim, config.dense_mlp_dim)
+    yield from linear(f"{theirs}.down_proj", f"{ours}.down", config.dense_mlp_dim, config.embed_dim)
+
+
+def usual_pieces(config: DecoderConfig) -> Iterator[Piece]:
+    """Names all tensors of a model with grouped attention and tensors for each expert under `mlp`."""
+    yield from outside(config)
+    for layer in range(config.num_layers):
+        yield from layer_norms(config, layer)
+        yield from grouped_attention(config, layer)
+        yield from feed_forward(config, layer)
+
+
+def feed_forward(config: DecoderConfig, layer: int) -> Iterator[Piece]:
+    """Names the weights of a layer's experts, or of its dense network."""
+    if layer in config.dense_layers:
+        yield from dense(config, layer)
+    else:
+        yield from experts(config, layer, "mlp")
+        yield from shared_expert(config, layer)

@@ -1,0 +1,190 @@
+"""`Decoder` is a decoder-only language model: blocks of attention and a dense network or a mixture of experts."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh
+
+from jax_moe_lb import Stats, System, Topology
+from jax_moe_lb.nn import MoE
+from models.decoder.attention import GroupedAttention, norm
+from models.decoder.config import DecoderConfig
+from models.decoder.latent_attention import LatentAttention
+from models.decoder.scores import Cache
+from models.layers import scanned
+from models.parallel import batch_sharding
+
+
+class FeedForward(nnx.Module):
+    """This is a dense SwiGLU network, as the first layers of some models have it.
+
+    Args:
+        config: the sizes of the model.
+        rngs: random numbers for the parameters.
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        dtypes: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.param_dtype, "rngs": rngs}
+        self.up = nnx.Linear(config.embed_dim, config.dense_mlp_dim, use_bias=False, **dtypes)
+        self.gate = nnx.Linear(config.embed_dim, config.dense_mlp_dim, use_bias=False, **dtypes)
+        self.down = nnx.Linear(config.dense_mlp_dim, config.embed_dim, use_bias=False, **dtypes)
+
+    def __call__(self, x: Array) -> Array:
+        """Computes each token `[..., H]` alone."""
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class DecoderBlock(nnx.Module):
+    """A block has attention, then experts or a dense network, each on the residual stream.
+
+    Args:
+        config: the sizes of the model.
+        layer: the number of the block.
+        mesh: the mesh of the expert and data axes.
+        topology: what `Topology.from_mesh(mesh)` reads.
+        system: the strategies that balance the load.
+        rngs: random numbers for the parameters.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, *, mesh: Mesh, topology: Topology, system: System, rngs: nnx.Rngs
+    ) -> None:
+        self.attention_norm = norm(config.embed_dim, config.norm_eps, config, rngs)
+        self.attention: GroupedAttention | LatentAttention
+        if config.latent is None:
+            self.attention = GroupedAttention(config, layer, mesh=mesh, rngs=rngs)
+        else:
+            self.attention = LatentAttention(config, config.latent, rngs=rngs)
+        self.moe_norm = norm(config.embed_dim, config.norm_eps, config, rngs)
+        self.dense = FeedForward(config, rngs=rngs) if layer in config.dense_layers else None
+        self.moe = None if self.dense else _experts(config, mesh=mesh, topology=topology, system=system, rngs=rngs)
+
+    def __call__(
+        self, x: Array, positions: Array | None = None, mask: Array | None = None, cache: Cache | None = None
+    ) -> Any:
+        """Computes the residual stream `[B, T, H]` behind the block.
+
+        Args:
+            x: the stream before it.
+            positions: int32 `[B, T]`; `None`: each sequence begins here.
+            mask: `[B, T]`, false for tokens that no expert serves; `None`: all are served.
+            cache: the tokens before; `None`: there are none.
+
+        Returns:
+            The stream and the statistics of the experts, `None` where there are none; and the cache, if there is one.
+        """
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None], x.shape[:2])
+        # Norms compute in float32, and what follows them in the dtype of the stream.
+        y, new = self.attention(self.attention_norm(x).astype(x.dtype), positions, cache)
+        x = x + y
+        between = self.moe_norm(x).astype(x.dtype)
+        stats: Stats | None = None
+        if self.moe is not None:
+            y, stats = self.moe(between, mask)
+        elif self.dense is not None:
+            y = self.dense(between)
+        return (x + y, stats) if cache is None else (x + y, stats, new)
+
+
+class Decoder(nnx.Module):
+    """This model maps tokens to logits of the next one.
+
+    Args:
+        config: the sizes of the model.
+        mesh: the mesh of the expert and data axes, as `models.parallel.make_mesh` makes it.
+        system: the strategies that balance the load.
+        rngs: random numbers for the parameters.
+    """
+
+    def __init__(self, config: DecoderConfig, *, mesh: Mesh, system: System, rngs: nnx.Rngs) -> None:
+        self.config, self.mesh = config, mesh
+        topology = Topology.from_mesh(mesh)
+        dtypes: dict[str, Any] = {"param_dtype": config.param_dtype, "rngs": rngs}
+        self.embed = nnx.Embed(config.vocab_size, config.embed_dim, dtype=config.compute_dtype, **dtypes)
+        options: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system, "rngs": rngs}
+        self.blocks = nnx.List([DecoderBlock(config, layer, **options) for layer in range(config.num_layers)])
+        self.norm = norm(config.embed_dim, config.norm_eps, config, rngs)
+        words: dict[str, Any] = {"use_bias": False, "dtype": config.compute_dtype, **dtypes}
+        self.head = None if config.tie_embeddings else nnx.Linear(config.embed_dim, config.vocab_size, **words)
+
+    def __call__(self, tokens: Array, mask: Array | None = None) -> tuple[Array, Stats]:
+        """Computes logits of whole sequences, for training.
+
+        Args:
+            tokens: int32 `[B, T]`.
+            mask: `[B, T]`, false for padding, which no expert serves; `None` if there is none.
+
+        Returns:
+            Float32 logits `[B, T, words]`, and statistics of the layers with experts, `[layers, D, ...]`.
+        """
+        x, per_run = self.embed(tokens), []
+        for is_dense, run in itertools.groupby(self.blocks, lambda block: block.moe is None):
+            x, stats = self._run(list(run), x, mask)
+            per_run += [] if is_dense else [stats]
+        return self._logits(x), jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_run)
+
+    def _run(self, blocks: Sequence[DecoderBlock], x: Array, mask: Array | None) -> tuple[Array, Any]:
+        if self.config.scan_layers and mask is None:
+            return scanned(blocks, x, batch_sharding(self.mesh))
+        per_layer = []
+        for block in blocks:
+            x, stats = block(x, None, mask)
+            per_layer.append(stats)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer)
+
+    def _logits(self, x: Array) -> Array:
+        x = self.norm(x).astype(x.dtype)
+        return (self.embed.attend(x) if self.head is None else self.head(x)).astype(jnp.float32)
+
+    def extend(
+        self, tokens: Array, positions: Array, mask: Array, cache: Sequence[Cache]
+    ) -> tuple[Array, Stats, list[Cache]]:
+        """Computes logits of tokens that follow others, which a cache holds.
+
+        Args:
+            tokens: int32 `[B, T]`: the prompts, or the token of each sequence that was chosen last.
+            positions: int32 `[B, T]`, where they are in their sequences; each is below the length of the cache.
+            mask: `[B, T]`, false for padding, which no expert serves.
+            cache: what `empty_cache` or the last call returned.
+
+        Returns:
+            Logits `[B, T, words]`, statistics `[layers, D, ...]`, and the cache with these tokens.
+        """
+        x, per_layer, after = self.embed(tokens), [], []
+        for block, before in zip(self.blocks, cache, strict=True):
+            x, stats, new = block(x, positions, mask, before)
+            per_layer += [] if stats is None else [stats]
+            after.append(new)
+        return self._logits(x), jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer), after
+
+    def empty_cache(self, batch_size: int, length: int) -> list[Cache]:
+        """Makes the cache of all layers for sequences of at most `length` tokens."""
+        return [block.attention.empty_cache(batch_size, length) for block in self.blocks]
+
+
+def _experts(config: DecoderConfig, *, mesh: Mesh, topology: Topology, system: System, rngs: nnx.Rngs) -> MoE:
+    return MoE(
+        config.embed_dim,
+        config.mlp_dim,
+        config.num_experts,
+        config.router,
+        mesh=mesh,
+        topology=topology,
+        system=system,
+        expert_bias=config.expert_bias,
+        kernel_bias=config.kernel_bias,
+        activation=config.activation,
+        shared_mlp_dim=config.shared_mlp_dim,
+        use_bias=config.use_routing_bias,
+        dtype=jnp.dtype(config.compute_dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        # Whoever trains or generates reads the statistics of each step anyway.
+        checks="deferred",
+        rngs=rngs,
+    )

@@ -1,0 +1,100 @@
+"""Rotary positions, with the frequencies of long contexts: linear, llama3 and YaRN."""
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """It rotates pairs of channels by angles that grow with the position.
+
+    Args:
+        dim: how many of a head's channels are rotated, the first ones; even.
+        base: the frequencies fall from 1 to one over this.
+        kind: how frequencies are changed for contexts longer than those of pretraining: one of `KINDS`.
+        factor: by how much the context is longer.
+        original_positions: the positions of pretraining.
+        low_frequency: llama3's `low_freq_factor`, the turns over the old context below which a frequency is divided.
+        high_frequency: llama3's `high_freq_factor`, above which it stays.
+        beta_fast: YaRN's turns above which a frequency stays.
+        beta_slow: YaRN's turns below which it is divided.
+        truncate: whether YaRN rounds the bounds between them to whole channels.
+        attention_factor: the factor on rotated queries and keys.
+        interleaved: whether neighbours make a pair; otherwise a channel and that half of `dim` further do.
+
+    Raises:
+        ValueError: `dim` is odd, or the kind is another.
+    """
+
+    dim: int
+    base: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_positions: int = 0
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dim < 2 or self.dim % 2:
+            raise ValueError(f"dim is {self.dim}; expected an even number of rotated channels")
+        if self.kind not in KINDS:
+            raise ValueError(f"rope_type is {self.kind!r}; expected one of {', '.join(KINDS)}")
+
+    def frequencies(self) -> np.ndarray:
+        """Computes the angle per position of each pair, float32 `[dim / 2]`."""
+        plain = self.base ** -(np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
+        if self.kind == "linear":
+            plain = plain / self.factor
+        elif self.kind == "llama3":
+            plain = self._llama3(plain)
+        elif self.kind == "yarn":
+            plain = self._yarn(plain)
+        return plain.astype(np.float32)
+
+    def _llama3(self, plain: np.ndarray) -> np.ndarray:
+        turns = self.original_positions * plain / (2 * math.pi)
+        share = np.clip((turns - self.low_frequency) / (self.high_frequency - self.low_frequency), 0, 1)
+        return (1 - share) * plain / self.factor + share * plain
+
+    def _yarn(self, plain: np.ndarray) -> np.ndarray:
+        def channel(turns: float) -> float:
+            """Finds the channel, a fraction, that turns so often over the old context."""
+            return self.dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(self.base))
+
+        low, high = channel(self.beta_fast), channel(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        divided = np.clip((np.arange(self.dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+        return plain / self.factor * divided + plain * (1 - divided)
+
+    def __call__(self, x: Array, positions: Array) -> Array:
+        """Rotates the first `dim` channels of `x`, `[B, T, N, C]`, by int32 positions `[B, T]`.
+
+        Interleaved pairs come out side by side of each other as halves, which scores do not see if queries and keys
+        both do.
+        """
+        # bfloat16 has no number between 256 and 258: angles are wide whatever `x` is.
+        angles = positions.astype(jnp.float32)[:, :, None, None] * jnp.asarray(self.frequencies())[None, None, None]
+        sin, cos = jnp.sin(angles) * self.attention_factor, jnp.cos(angles) * self.attention_factor
+        wide = x[..., : self.dim].astype(jnp.float32)
+        half = self.dim // 2
+        left, right = (wide[..., ::2], wide[..., 1::2]) if self.interleaved else (wide[..., :half], wide[..., half:])
+        turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
+        return jnp.concatenate([turned, x[..., self.dim :]], -1) if self.dim < x.shape[-1] else turned
+
+
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """Computes YaRN's factor on attention for a context so many times longer."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,167 @@
+"""This program tunes a checkpoint on text: `python -m models.finetune --checkpoint DIR --data FILE --out DIR`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import typer
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh
+from jax.stages import Wrapped
+
+from jax_moe_lb import Stats, compiler_options, raise_fault
+from jax_moe_lb.systems import system_names
+from models.architectures.fields import Fields
+from models.data import Corpus, corpus_from
+from models.decoder.model import Decoder
+from models.parallel import make_mesh, make_system, offer_cpu_devices, place_batch, state_shardings
+from models.presets import COMPUTE_DTYPES, ParallelConfig, TrainConfig
+from models.pretrained.loading import from_pretrained
+from models.pretrained.saving import check_vacant, save_pretrained
+from models.refusal import REFUSED, say
+from models.trace import CountsTrace
+from models.training import make_optimizer, next_byte_loss
+from models.words import Words
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def token_corpus(paths: list[Path], words: Words) -> Corpus:
+    """Reads text as `corpus_from` does, and splits both its parts into tokens.
+
+    Args:
+        paths: files and folders of text.
+        words: the tokenizer of the checkpoint.
+
+    Raises:
+        ValueError: a path cannot be read, or there is nothing in any.
+    """
+    text = corpus_from(paths)
+
+    def tokens(part: np.ndarray) -> np.ndarray:
+        return np.array(words.tokens(part.tobytes().decode(errors="replace")), np.int32)
+
+    return replace(text, train=tokens(text.train), validation=tokens(text.validation))
+
+
+@dataclass(frozen=True, eq=False)
+class Tuning:
+    """These programs tune one model.
+
+    Args:
+        state: parameters, optimizer and balancer state, to begin with.
+        step: `(state, tokens) -> (state, loss, stats)`, which consumes the state.
+        evaluate: `(state, tokens) -> loss`.
+        model: makes the model of a state.
+    """
+
+    state: nnx.State
+    step: Wrapped
+    evaluate: Callable[[nnx.State, Array], Array]
+    model: Callable[[nnx.State], Decoder]
+
+
+def make_tuning(model: Decoder, config: TrainConfig, mesh: Mesh) -> Tuning:
+    """Builds the programs, compiling nothing; routing biases stay as they are.
+
+    Args:
+        model: what `from_pretrained` returned.
+        config: the numbers of the run; the sizes of its model are not used.
+        mesh: the devices of the model.
+    """
+    graph, state = nnx.split((model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)))
+    shardings = state_shardings(state, mesh)
+
+    def step(state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
+        model, optimizer = nnx.merge(graph, state)
+        (loss, stats), gradients = nnx.value_and_grad(next_byte_loss, has_aux=True)(model, tokens)
+        # optax mixes counts with floats.
+        with jax.numpy_dtype_promotion("standard"):
+            optimizer.update(model, gradients)
+        return nnx.state((model, optimizer)), loss, stats
+
+    def evaluate(state: nnx.State, tokens: Array) -> Array:
+        return next_byte_loss(nnx.merge(graph, state)[0], tokens)[0]
+
+    options: dict[str, Any] = {"compiler_options": compiler_options(mesh)}
+    return Tuning(
+        state=jax.device_put(state, shardings),
+        step=jax.jit(step, out_shardings=(shardings, None, None), donate_argnums=0, **options),
+        evaluate=jax.jit(evaluate, **options),
+        model=lambda state: nnx.merge(graph, state)[0],
+    )
+
+
+def tune(tuning: Tuning, corpus: Corpus, config: TrainConfig, mesh: Mesh, trace: CountsTrace) -> nnx.State:
+    """Runs all steps, prints a line about some of them, and the validation loss before and after."""
+    sizes = (config.validation_batches, config.batch_size, config.sequence_length)
+    held_out = [place_batch(batch, mesh) for batch in corpus.validation_batches(*sizes)]
+    state = tuning.state
+
+    def validate() -> float:
+        return float(np.mean([float(tuning.evaluate(state, batch)) for batch in held_out]))
+
+    print(f"step 0: validation loss {validate():.4f}")
+    for step in range(1, config.steps + 1):
+        batch = corpus.batch(config.seed, step, config.batch_size, config.sequence_length)
+        state, loss, stats = tuning.step(state, place_batch(batch, mesh))
+        raise_fault(stats)
+        trace.add(stats)
+        before, after = (float(np.mean(value)) for value in (stats.imbalance_before, stats.imbalance_after))
+        if step % max(1, config.steps // 10) == 0:
+            print(f"step {step}: loss {float(loss):.4f}, imbalance {before:.2f} -> {after:.2f}")
+    print(f"step {config.steps}: validation loss {validate():.4f}")
+    return state
+
+
+@app.command()
+def main(
+    checkpoint: Annotated[Path, typer.Option(help="Folder with config.json, safetensors and tokenizer.json.")],
+    data: Annotated[list[Path], typer.Option(help="File or folder of text; may be repeated.")],
+    out: Annotated[Path, typer.Option(help="Where the tuned checkpoint goes: a new or an empty folder.")],
+    system: Annotated[str, typer.Option(help=f"Who balances the load: {', '.join(system_names())}.")] = "exact",
+    data_parallel: Annotated[int, typer.Option(help="Groups of ranks side by side.")] = 1,
+    expert_parallel: Annotated[int, typer.Option(help="Ranks in a group; they divide the experts.")] = 8,
+    steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 100,
+    batch_size: Annotated[int, typer.Option(help="Sequences per step, over all devices.")] = 8,
+    sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 128,
+    learning_rate: Annotated[float, typer.Option(help="At its peak.")] = 1e-5,
+    seed: Annotated[int, typer.Option(help="Of the batches.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Of products: float32 or bfloat16.")] = "float32",
+    record_counts: Annotated[Path | None, typer.Option(help="Write the routing, for jax-moe-lb replay.")] = None,
+) -> None:
+    """Tunes all parameters of a checkpoint, and writes what transformers loads."""
+    try:
+        parallel = ParallelConfig(data_parallel, expert_parallel, system)
+        numbers: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "sequence_length": sequence_length}
+        config = TrainConfig(parallel=parallel, learning_rate=learning_rate, seed=seed, **numbers)
+        check_vacant(out)
+        offer_cpu_devices(parallel.num_shards)
+        corpus, trace = token_corpus(data, Words(checkpoint)), CountsTrace()
+        corpus.check_length(sequence_length)
+        mesh = make_mesh(parallel)
+        model = from_pretrained(checkpoint, mesh, make_system(parallel), compute_dtype=dtype, scan_layers=True)
+        tuning = make_tuning(model, config, mesh)
+        del model
+        tuned = tuning.model(tune(tuning, corpus, config, mesh, trace))
+        save_pretrained(tuned, out, dtype=_stored_dtype(tuned), keep_from=checkpoint)
+        if record_counts is not None:
+            trace.write(record_counts)
+    except (OSError, ValueError) as error:
+        say(f"error: {error}")
+        raise typer.Exit(REFUSED) from error
+
+
+def _stored_dtype(model: Decoder) -> str:
+    """Tells in which dtype the checkpoint was that a model is from; float32 where that is none of ours."""
+    raw = Fields(model.config.source).raw
+    stored = raw.get("dtype", raw.get("torch_dtype"))
+    return stored if stored in COMPUTE_DTYPES else "float32"
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,1 @@
+"""These functions read checkpoints of Hugging Face onto a mesh, and write them."""

@@ -1,0 +1,150 @@
+"""`from_pretrained` reads a checkpoint tensor by tensor onto a mesh, every expert to its home."""
+
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jax_moe_lb import System
+from models.architectures.catalogue import configured, pieces_of
+from models.architectures.fields import Fields, read_fields
+from models.architectures.names import Piece
+from models.decoder.model import Decoder
+from models.parallel import state_shardings
+from models.pretrained.folder import FLOATS, TensorFolder
+
+SHOWN = 5
+"""A message names so many tensors of those that are missing, or too many."""
+
+
+def from_pretrained(
+    folder: Path,
+    mesh: Mesh,
+    system: System = System(),
+    *,
+    compute_dtype: str = "float32",
+    param_dtype: str = "float32",
+    scan_layers: bool = False,
+) -> Decoder:
+    """Makes the model of a checkpoint, on the devices of a mesh.
+
+    Host memory holds one tensor at a time, or the part of it that is one expert's. Tensors go to devices as they are
+    read: those of an expert to its home ranks, all others to every device.
+
+    Args:
+        folder: a folder with `config.json` and safetensors, as `transformers` writes it.
+        mesh: what `models.parallel.make_mesh` made.
+        system: the strategies that balance the load.
+        compute_dtype: the dtype of activations and products, "bfloat16" on accelerators.
+        param_dtype: the dtype of parameters; that of the file keeps every bit.
+        scan_layers: whether equal layers are one loop, for training.
+
+    Raises:
+        ValueError: the architecture is not supported; or tensors are missing, too many, of another shape or no floats;
+            or a file is damaged.
+    """
+    fields = read_fields(folder)
+    config = configured(fields, compute_dtype=compute_dtype, param_dtype=param_dtype, scan_layers=scan_layers)
+    with TensorFolder(folder) as tensors:
+        parts = _grouped(pieces_of(config))
+        _check(tensors, [piece for pieces in parts.values() for piece in pieces], _passed_over(fields))
+
+        def create() -> Decoder:
+            return Decoder(config, mesh=mesh, system=system, rngs=nnx.Rngs(0))
+
+        graph, shapes = nnx.split(nnx.eval_shape(create))
+        # What no checkpoint has: the state of balancers, windows. The rest of the program is dropped as unused.
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        fresh = by_path(jax.jit(lambda: nnx.state(create(), nnx.Not(nnx.Param)), out_shardings=everywhere)())
+        where, leaves = by_path(state_shardings(shapes, mesh)), []
+        for path, shape in by_path(shapes).items():
+            leaves.append(_placed(tensors, parts[path], shape, where[path]) if path in parts else fresh[path])
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
+
+
+def by_path(state: Any) -> dict[str, Any]:
+    """Names the leaves of a state by their paths in the model, such as `blocks.0.moe.up`."""
+    leaves = jax.tree.leaves_with_path(state)
+    named = ((jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves)
+    return {path.removesuffix(".value"): leaf for path, leaf in named}
+
+
+def _grouped(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    parts: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        parts.setdefault(piece.path, []).append(piece)
+    return parts
+
+
+def _passed_over(fields: Fields) -> tuple[str, ...]:
+    """Lists how names begin that are not read: layers that predict further tokens, and a copy of the embedding."""
+    first, name = fields.integer("num_hidden_layers"), "num_nextn_predict_layers"
+    more = fields.integer(name if name in fields.raw else "num_mtp_layers", 0)
+    layers = tuple(f"model.layers.{layer}." for layer in range(first, first + more))
+    return (*layers, "lm_head.weight") if fields.raw.get("tie_word_embeddings") else layers
+
+
+def _check(tensors: TensorFolder, pieces: list[Piece], passed_over: tuple[str, ...]) -> None:
+    """Refuses a checkpoint whose tensors are not those of the model, before any is read."""
+    shapes = {piece.name: piece.shape for piece in pieces}
+    names = {name for name in tensors.home if not name.startswith(passed_over)}
+    for what, differing in (("missing", shapes.keys() - names), ("not of this model", names - shapes.keys())):
+        if differing:
+            shown = ", ".join(sorted(differing)[:SHOWN])
+            more = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
+            raise ValueError(f"{tensors.folder}: {what}: {shown}{more}; expected the tensors of config.json's sizes")
+    for name, shape in shapes.items():
+        header = tensors.home[name]
+        if header.shapes[name] != shape:
+            raise ValueError(f"{header.path}: {name} has shape {list(header.shapes[name])}; expected {list(shape)}")
+        if header.dtypes[name] not in FLOATS:
+            raise ValueError(f"{header.path}: {name} has dtype {header.dtypes[name]}; expected one of {FLOATS}")
+
+
+def _placed(tensors: TensorFolder, pieces: list[Piece], shape: Any, sharding: Sharding) -> Array:
+    """Reads a parameter and puts on each device what it has of it."""
+    where = {device: index or () for device, index in sharding.addressable_devices_indices_map(shape.shape).items()}
+    if pieces[0].expert is None:
+        value = _read(tensors, pieces[0], shape.dtype)
+        parts = [jax.device_put(value[index], device) for device, index in where.items()]
+        return jax.make_array_from_single_device_arrays(shape.shape, sharding, parts)
+    ranges = {device: range(shape.shape[0])[index[0]] for device, index in where.items()}
+    buffers = {
+        device: jnp.zeros((len(ranges[device]), *_sizes(shape.shape[1:], index[1:])), shape.dtype, device=device)
+        for device, index in where.items()
+    }
+    for piece in pieces:
+        assert piece.expert is not None
+        homes = [device for device in where if piece.expert in ranges[device]]
+        if not homes:
+            # Experts of other processes are not read.
+            continue
+        value = _read(tensors, piece, shape.dtype)
+        for device in homes:
+            line = jax.device_put(value[where[device][1:]], device)
+            buffers[device] = _with_line(buffers[device], line, ranges[device].index(piece.expert))
+            # Programs run behind the host, which would read on and hold what waits.
+            buffers[device].block_until_ready()
+    return jax.make_array_from_single_device_arrays(shape.shape, sharding, list(buffers.values()))
+
+
+def _sizes(shape: tuple[int, ...], index: tuple[slice, ...]) -> list[int]:
+    return [len(range(size)[part]) for size, part in zip(shape, index, strict=True)]
+
+
+@partial(jax.jit, donate_argnums=0)
+def _with_line(buffer: Array, line: Array, at: int) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(buffer, line, at, 0)
+
+
+def _read(tensors: TensorFolder, piece: Piece, dtype: Any) -> np.ndarray:
+    value = tensors.read(piece.name, piece.index)
+    value = np.swapaxes(value, -1, -2) if piece.transposed else value
+    return np.ascontiguousarray(value.astype(dtype, copy=False))

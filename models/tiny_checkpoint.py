@@ -1,0 +1,135 @@
+"""This program makes a small random checkpoint: `python -m models.tiny_checkpoint --architecture mixtral --out DIR`.
+
+It stands in for a real one, which is far larger and a folder away. Its words are the 256 bytes.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from flax import nnx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from jax_moe_lb import System
+from models.architectures.catalogue import ARCHITECTURES, configured
+from models.architectures.fields import Fields
+from models.common import NUM_BYTES
+from models.decoder.model import Decoder
+from models.files import write_whole
+from models.parallel import make_mesh, offer_cpu_devices
+from models.presets import ParallelConfig
+from models.pretrained.saving import save_pretrained
+from models.refusal import REFUSED, say
+
+USUAL = {
+    "vocab_size": NUM_BYTES,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+}
+SIGMOID = {
+    "n_routed_experts": 16,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "head_dim": 16,
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": SIGMOID | LATENT,
+    "glm4_moe": SIGMOID | {"use_qk_norm": True, "partial_rotary_factor": 0.5},
+    "gpt_oss": {"num_local_experts": 16, "sliding_window": 32},
+    "mixtral": {"num_local_experts": 16},
+    "qwen3_moe": {"num_experts": 16, "moe_intermediate_size": 32, "norm_topk_prob": True},
+}
+CLASSES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+"""The names that `transformers` has for them."""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def tiny_config(architecture: str) -> str:
+    """Writes the `config.json` of a small model.
+
+    Args:
+        architecture: its `model_type`.
+
+    Raises:
+        ValueError: it is not supported.
+    """
+    if architecture not in SIZES:
+        raise ValueError(f"architecture is {architecture!r}; expected one of {', '.join(sorted(ARCHITECTURES))}")
+    named = {"model_type": architecture, "architectures": [CLASSES[architecture]]}
+    return json.dumps(named | USUAL | SIZES[architecture], indent=2)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Makes a tokenizer whose words are the 256 bytes."""
+    words = {word: number for number, word in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def write_tiny(architecture: str, folder: Path, seed: int = 0) -> None:
+    """Writes a small random checkpoint with its tokenizer.
+
+    Args:
+        architecture: the `model_type` of its `config.json`.
+        folder: where to; it does not exist yet, or is empty.
+        seed: the seed of its parameters.
+
+    Raises:
+        ValueError: the architecture is not supported, or the folder has something in it.
+    """
+    config = configured(Fields(tiny_config(architecture)))
+    mesh = make_mesh(ParallelConfig(expert_parallel=1))
+    save_pretrained(Decoder(config, mesh=mesh, system=System(), rngs=nnx.Rngs(seed)), folder)
+    write_whole(folder / "tokenizer.json", byte_tokenizer().to_str().encode())
+
+
+@app.command()
+def main(
+    architecture: Annotated[str, typer.Option(help=f"One of {', '.join(sorted(ARCHITECTURES))}.")],
+    out: Annotated[Path, typer.Option(help="A new or an empty folder.")],
+    seed: Annotated[int, typer.Option(help="Of the parameters.")] = 0,
+) -> None:
+    """Writes a small random checkpoint, as transformers would."""
+    try:
+        offer_cpu_devices(1)
+        write_tiny(architecture, out, seed)
+    except (OSError, ValueError) as error:
+        say(f"error: {error}")
+        raise typer.Exit(REFUSED) from error
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,141 @@
+"""This program makes a mixture of experts of a dense checkpoint: `python -m models.upcycle --checkpoint DIR --out DIR`.
+
+Every expert is a copy of the dense network (sparse upcycling, arXiv 2212.05055). The weights of a token's experts sum
+to 1, so the new model computes what the old one does, until it is trained.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from models.architectures.catalogue import configured, pieces_of
+from models.architectures.fields import Fields, read_fields
+from models.files import write_whole
+from models.pretrained.folder import FLOATS, TensorFolder
+from models.pretrained.saving import KEPT_FILES, MAX_FILE_BYTES, copy_files, vacant, write_tensors
+from models.refusal import REFUSED, say
+
+ROUTER_SCALE = 0.02
+"""The standard deviation of the router's weights: they choose by chance at first, and learn from then on."""
+
+DENSE_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+"""What the projections of Mixtral's experts are called in a Llama."""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def upcycled_config(fields: Fields, num_experts: int, experts_per_token: int) -> str:
+    """Makes the `config.json` of the mixture: a Llama becomes a Mixtral, a Qwen3 a Qwen3-MoE.
+
+    Args:
+        fields: the file of the dense model.
+        num_experts: `E`.
+        experts_per_token: `K`.
+
+    Raises:
+        ValueError: the dense model is another, or there are fewer experts than `K`, or none.
+    """
+    if not 1 <= experts_per_token <= num_experts:
+        raise ValueError(f"experts_per_token is {experts_per_token}; expected 1 to num_experts {num_experts}")
+    kind = fields.raw.get("model_type")
+    shared: dict[str, Any] = {"num_experts_per_tok": experts_per_token}
+    if kind == "llama":
+        fields.require("attention_bias", False)
+        fields.require("mlp_bias", False)
+        new = shared | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+        new |= {"num_local_experts": num_experts, "sliding_window": None}
+    elif kind == "qwen3":
+        new = shared | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}
+        new |= {"num_experts": num_experts, "moe_intermediate_size": fields.integer("intermediate_size")}
+        new |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    else:
+        raise ValueError(f"config.json: model_type is {kind!r}; expected llama or qwen3, a dense model")
+    return json.dumps(fields.raw | new, indent=2) + "\n"
+
+
+def dense_name(name: str) -> str | None:
+    """Finds which tensor of the dense model a tensor of the mixture is a copy of; `None` for a router."""
+    if re.search(r"\.(mlp|block_sparse_moe)\.gate\.weight$", name):
+        return None
+    found = re.fullmatch(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)\.weight", name)
+    if found is None:
+        return name
+    return f"{found[1]}.mlp.{DENSE_NAMES.get(found[2], found[2])}.weight"
+
+
+def upcycle(
+    folder: Path,
+    out: Path,
+    num_experts: int,
+    experts_per_token: int,
+    *,
+    seed: int = 0,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes a checkpoint of a mixture whose experts are copies of a dense model's network.
+
+    Args:
+        folder: the checkpoint of a Llama or a Qwen3.
+        out: where to; it does not exist yet, or is empty.
+        num_experts: `E`, usually 8.
+        experts_per_token: `K`, usually 2.
+        seed: the seed of the routers.
+        max_file_bytes: the bytes of tensors of a file, which host memory holds at once.
+
+    Raises:
+        ValueError: the model is not supported, its tensors do not fit, or `out` has something in it.
+    """
+    text = upcycled_config(read_fields(folder), num_experts, experts_per_token)
+    shapes = {piece.name: piece.shape for piece in pieces_of(configured(Fields(text)))}
+    rng = np.random.default_rng(seed)
+    with TensorFolder(folder) as tensors, vacant(out) as aside:
+        for name, shape in shapes.items():
+            _check(tensors, dense_name(name), shape)
+        dtype = tensors.read("model.norm.weight").dtype
+
+        def made(name: str) -> np.ndarray:
+            source = dense_name(name)
+            if source is not None:
+                return tensors.read(source)
+            return (rng.standard_normal(shapes[name], np.float32) * ROUTER_SCALE).astype(dtype)
+
+        write_tensors(
+            aside, {name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}, made, max_file_bytes
+        )
+        write_whole(aside / "config.json", text.encode())
+        copy_files(KEPT_FILES, folder, aside)
+
+
+def _check(tensors: TensorFolder, name: str | None, shape: tuple[int, ...]) -> None:
+    if name is None:
+        return
+    header = tensors.home.get(name)
+    if header is None:
+        raise ValueError(f"{tensors.folder}: missing: {name}; expected the tensors of config.json's sizes")
+    if header.shapes[name] != shape or header.dtypes[name] not in FLOATS:
+        found = f"{header.dtypes[name]} {list(header.shapes[name])}"
+        raise ValueError(f"{header.path}: {name} is {found}; expected floats {list(shape)}")
+
+
+@app.command()
+def main(
+    checkpoint: Annotated[Path, typer.Option(help="Folder of a dense Llama or Qwen3.")],
+    out: Annotated[Path, typer.Option(help="A new or an empty folder.")],
+    num_experts: Annotated[int, typer.Option(help="Experts of a layer.")] = 8,
+    experts_per_token: Annotated[int, typer.Option(help="Experts of a token.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of the routers.")] = 0,
+) -> None:
+    """Makes a mixture of experts of a dense checkpoint; it computes the same until it is trained."""
+    try:
+        upcycle(checkpoint, out, num_experts, experts_per_token, seed=seed)
+    except (OSError, ValueError) as error:
+        say(f"error: {error}")
+        raise typer.Exit(REFUSED) from error
+
+
+if __name__ == "__main__":
+    app()

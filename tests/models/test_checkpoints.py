@@ -1,0 +1,273 @@
+"""Checkpoints: exact to the bit and both ways, tensor by tensor, and refused in a line where they are damaged."""
+
+import json
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
+
+from jax_moe_lb import System
+from models import finetune, generate
+from models.architectures.catalogue import configured
+from models.architectures.fields import Fields
+from models.decoder.model import Decoder
+from models.parallel import make_mesh
+from models.presets import ParallelConfig
+from models.pretrained.header import read_header
+from models.pretrained.loading import by_path, from_pretrained
+from models.pretrained.saving import save_pretrained
+from models.tiny_checkpoint import tiny_config, write_tiny
+
+NAME = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory, all_devices):
+    folder = tmp_path_factory.mktemp("mixtral") / "tiny"
+    write_tiny("mixtral", folder)
+    return folder
+
+
+def mesh(data_parallel=2, expert_parallel=4):
+    return make_mesh(ParallelConfig(data_parallel, expert_parallel))
+
+
+def copied(folder, to, change=lambda tensors: None, config=lambda raw: None):
+    """A copy of a checkpoint in which something was changed."""
+    to.mkdir()
+    tensors, raw = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    change(tensors), config(raw)
+    save_file(tensors, to / "model.safetensors")
+    (to / "config.json").write_text(json.dumps(raw))
+    return to
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+def test_a_round_trip_keeps_every_bit(name, tmp_path, all_devices):
+    write_tiny(name, tmp_path / "tiny")
+    save_pretrained(from_pretrained(tmp_path / "tiny", mesh()), tmp_path / "out")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("tiny", "out"))
+    assert before.keys() == after.keys()
+    for tensor, value in before.items():
+        assert np.array_equal(value, after[tensor]), tensor
+
+
+@pytest.mark.slow
+def test_bfloat16_in_several_files(mixtral, tmp_path):
+    def narrow(tensors):
+        tensors |= {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()}
+
+    source = copied(mixtral, tmp_path / "narrow", narrow)
+    model = from_pretrained(source, mesh(1, 8), compute_dtype="bfloat16", param_dtype="bfloat16")
+    save_pretrained(model, tmp_path / "out", max_file_bytes=100_000)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 5
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    written = {name: value for file in files for name, value in load_file(file).items()}
+    for name, value in load_file(source / "model.safetensors").items():
+        assert np.array_equal(value.view(np.int16), written[name].view(np.int16)), name
+    again = from_pretrained(tmp_path / "out", mesh(), param_dtype="bfloat16")
+    ours, theirs = (by_path(nnx.state(loaded, nnx.Param)) for loaded in (again, model))
+    assert all(np.array_equal(value, ours[path]) for path, value in theirs.items())
+
+
+@pytest.mark.slow
+def test_experts_are_at_home_and_the_host_holds_a_tensor_at_a_time(tmp_path, all_devices):
+    # So large that tensors outweigh what Python has for tracing, which is counted, too.
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 1}
+    config = configured(Fields(json.dumps(json.loads(tiny_config("mixtral")) | sizes)))
+    save_pretrained(Decoder(config, mesh=mesh(1, 1), system=System(), rngs=nnx.Rngs(0)), tmp_path / "large")
+    from_pretrained(tmp_path / "large", mesh())
+    # What is compiled is compiled now.
+    tracemalloc.start()
+    model = from_pretrained(tmp_path / "large", mesh())
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    up = by_path(nnx.state(model))["blocks.0.moe.up"]
+    assert {shard.data.shape[0] for shard in up.addressable_shards} == {4}
+    tensors = load_file(tmp_path / "large" / "model.safetensors")
+    for shard in up.addressable_shards:
+        for line, expert in enumerate(range(16)[shard.index[0]]):
+            theirs = tensors[f"model.layers.0.block_sparse_moe.experts.{expert}.w3.weight"]
+            np.testing.assert_array_equal(shard.data[line], theirs.T)
+    largest, total = max(t.nbytes for t in tensors.values()), sum(t.nbytes for t in tensors.values())
+    print(f"peak {peak_bytes} bytes; largest tensor {largest}, all {total}")
+    # It is read, and turned round, and Python has some hundred kilobytes of its own.
+    assert peak_bytes < total / 10
+
+
+def header_of(**entries):
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+HOSTILE = {
+    "header longer than the file": ((10**9).to_bytes(8, "little") + b"{}", "header has 1000000000 bytes"),
+    "header of 2^63 bytes": (b"\xff" * 8 + b"{}", "the header has"),
+    "no header": (b"\x01", "the header has"),
+    "no json": ((3).to_bytes(8, "little") + b"{{{", "no JSON"),
+    "nested": ((200_000).to_bytes(8, "little") + b"[" * 200_000, "no JSON"),
+    "a list": ((2).to_bytes(8, "little") + b"[]", "no JSON object"),
+    "overlap": (header_of(a=ONE, b=ONE) + bytes(8), "b begins at byte 0 and overlaps a"),
+    "gap": (header_of(a=ONE | {"data_offsets": [8, 16]}) + bytes(16), "a begins at byte 8 and leaves a gap"),
+    "truncated": (header_of(a=ONE) + bytes(4), "a ends at byte 8; expected at most 4"),
+    "more than tensors": (header_of(a=ONE) + bytes(9), "9 bytes follow the header; expected 8"),
+    "absurd shape": (header_of(a=ONE | {"shape": [2**40, 2**40]}) + bytes(8), "a has 8 bytes; expected"),
+    "negative": (header_of(a=ONE | {"shape": [-2]}) + bytes(8), "a has shape"),
+    "bool": (header_of(a=ONE | {"shape": [True]}) + bytes(8), "a has shape"),
+    "unknown dtype": (header_of(a=ONE | {"dtype": "F8_E4M3"}) + bytes(8), "a has dtype 'F8_E4M3'"),
+    "no dtype": (header_of(a={"shape": [2]}) + bytes(8), "expected dtype, shape and data_offsets"),
+    "backwards": (header_of(a=ONE | {"data_offsets": [8, 0]}) + bytes(8), "a has offsets"),
+    "twice": (
+        (len(text := b'{"a": ' + json.dumps(ONE).encode() + b', "a": ' + json.dumps(ONE).encode() + b"}")).to_bytes(
+            8, "little"
+        )
+        + text
+        + bytes(8),
+        "a name twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_headers(case, tmp_path):
+    content, expected = HOSTILE[case]
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors") as caught:
+        read_header(tmp_path / "model.safetensors")
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def drop(tensors):
+    del tensors[NAME]
+
+
+def add(tensors):
+    tensors["model.layers.9.mlp.weight"] = np.zeros(2, np.float32)
+
+
+def reshape(tensors):
+    tensors[NAME] = np.zeros((3, 5), np.float32)
+
+
+def integers(tensors):
+    tensors[NAME] = tensors[NAME].astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (drop, f"missing: {NAME};"),
+        (add, "not of this model: model.layers.9.mlp.weight;"),
+        (reshape, f"{NAME} has shape [3, 5]; expected [64, 64]"),
+        (integers, f"{NAME} has dtype I32"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(mixtral, tmp_path, change, expected):
+    folder = copied(mixtral, tmp_path / "bad", change)
+    with pytest.raises(ValueError, match="bad") as caught:
+        from_pretrained(folder, mesh())
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ({"a": "../model.safetensors"}, "outside the folder"),
+        ({"a": "/etc/passwd"}, "outside the folder"),
+        ({"a": ".."}, "outside the folder"),
+        ({"a": "none.safetensors"}, "'none.safetensors' is missing"),
+        ({"a": "model.safetensors"}, "a is not in 'model.safetensors'"),
+        ({"a": 3}, "is no index"),
+        ([], "is no index"),
+    ],
+)
+def test_an_index_that_lies(mixtral, tmp_path, places, expected):
+    folder = copied(mixtral, tmp_path / "bad")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(ValueError, match=r"index\.json") as caught:
+        from_pretrained(folder, mesh())
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("model_type", "llama4", "model_type is 'llama4'; expected one of"),
+        ("hidden_size", "64", "hidden_size is '64'; expected an integer"),
+        ("num_key_value_heads", 3, "num_kv_heads is 3; expected a divisor"),
+        ("rope_scaling", {"rope_type": "longrope"}, "rope_type is 'longrope'"),
+        ("hidden_act", "gelu", "hidden_act is 'gelu'; expected 'silu'"),
+        ("num_local_experts", 6, "not of this model"),
+    ],
+)
+def test_configs_that_are_not_supported(mixtral, tmp_path, field, value, expected):
+    folder = copied(mixtral, tmp_path / "bad", config=lambda raw: raw.update({field: value}))
+    with pytest.raises(ValueError) as caught:
+        from_pretrained(folder, mesh())
+    assert expected in str(caught.value)
+
+
+def test_no_pickle_is_read(mixtral, tmp_path):
+    folder = copied(mixtral, tmp_path / "bad")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"expected model\.safetensors"):
+        from_pretrained(folder, mesh())
+
+
+@pytest.mark.slow
+def test_a_folder_with_something_in_it_is_not_written_to(mixtral):
+    model, before = from_pretrained(mixtral, mesh()), sorted(mixtral.iterdir())
+    with pytest.raises(ValueError, match="something in it"):
+        save_pretrained(model, mixtral)
+    assert sorted(mixtral.iterdir()) == before
+
+
+@pytest.mark.slow
+def test_generating_from_the_command_line(mixtral, tmp_path):
+    trace = tmp_path / "counts.npz"
+    options = ["--checkpoint", str(mixtral), "--prompt", "abc", "--prompt", "defghij", "--max-new-tokens", "3"]
+    options += ["--temperature", "1", "--top-p", "0.9", "--system", "plain", "--record-counts", str(trace)]
+    result = CliRunner().invoke(generate.app, options)
+    assert result.exit_code == 0, result.output
+    assert "abc" in result.output
+    assert "defghij" in result.output
+    counts = np.load(trace)["counts"]
+    assert counts.shape == (3, 2, 8, 16)
+    # Padding is served by nobody: 3 + 7 tokens of prompts, then one of each, with two experts.
+    assert counts.sum((2, 3)).tolist() == [[20, 20], [4, 4], [4, 4]]
+
+
+def test_a_missing_tokenizer_is_one_line(mixtral, tmp_path):
+    folder = copied(mixtral, tmp_path / "bad")
+    result = CliRunner().invoke(generate.app, ["--checkpoint", str(folder), "--prompt", "a"])
+    assert result.exit_code == 2
+    assert "tokenizer.json" in result.output
+
+
+@pytest.mark.slow
+def test_tuning_from_the_command_line(tmp_path, all_devices):
+    write_tiny("glm4_moe", tmp_path / "tiny")
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    options = ["--checkpoint", str(tmp_path / "tiny"), "--data", str(tmp_path / "text"), "--out", str(tmp_path / "out")]
+    options += ["--steps", "12", "--learning-rate", "3e-3", "--sequence-length", "16", "--system", "greedy"]
+    options += ["--data-parallel", "2", "--expert-parallel", "4", "--record-counts", str(tmp_path / "counts.npz")]
+    result = CliRunner().invoke(finetune.app, options)
+    assert result.exit_code == 0, result.output
+    losses = [float(line.rpartition(" ")[2]) for line in result.output.splitlines() if "validation" in line]
+    assert losses[1] < losses[0] - 1
+    assert np.load(tmp_path / "counts.npz")["counts"].shape == (12, 1, 4, 16)
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("tiny", "out"))
+    kept = {name for name, value in before.items() if np.array_equal(value, after[name])}
+    assert kept == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "tiny" / "tokenizer.json").read_bytes()
+    again = CliRunner().invoke(finetune.app, options)
+    assert again.exit_code == 2
+    assert "something in it" in again.output

@@ -1,0 +1,69 @@
+"""Plain orbax calls save a layer on 8 ranks and restore it on 4; examples/checkpoints.py runs it on others."""
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+from jax_moe_lb import Codec, CodecBase, ExpertDomains, Migrate, TopK, Topology, hybrid_mesh
+from jax_moe_lb.nn import MoE, SharedMix, adopt, portable
+from jax_moe_lb.systems import system_names
+from tests.layer import make_mesh
+
+OPTIONS = {
+    "biases": {"expert_bias": True, "kernel_bias": True, "use_bias": True},
+    "shared": {"shared_mlp_dim": 8, "shared_mix": SharedMix.SIGMOID},
+    "homes": {"relocatable": True},
+    "no gate": {"gated": False},
+}
+CASES = {name: {"system": name} for name in system_names()} | OPTIONS
+
+
+def make(num_ranks, **options):
+    return MoE(8, 12, 16, TopK(2), mesh=make_mesh((num_ranks,), ("expert",)), rngs=nnx.Rngs(num_ranks), **options)
+
+
+def migrating(num_ranks):
+    devices = make_mesh((num_ranks,), ("gpu",))
+    mesh = hybrid_mesh(devices, {"gpu": 2})
+    domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(devices, "gpu"))
+    migrate = Migrate(domains, Codec(2.0, CodecBase.REMEMBERED))
+    return MoE(8, 12, 16, TopK(2), mesh=mesh, migrate=migrate, rngs=nnx.Rngs(num_ranks))
+
+
+def carry_over(layer, other, folder):
+    saved, target = portable(layer), portable(other)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), target)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "checkpoint", saved)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(folder / "checkpoint", shapes)
+    adopt(other, restored)
+    for (path, got), want in zip(jax.tree.leaves_with_path(portable(other)), jax.tree.leaves(saved), strict=True):
+        np.testing.assert_array_equal(got, want, err_msg=jax.tree_util.keystr(path))
+        assert len(got.sharding.device_set) == other.mesh.size, jax.tree_util.keystr(path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the system cannot balance")
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_is_restored_on_other_ranks(case, tmp_path):
+    layer, other = make(8, **CASES[case]), make(4, **CASES[case])
+    if jax.tree.leaves(other.state):
+        with pytest.warns(UserWarning, match="balancers that remember loads begin without any"):
+            carry_over(layer, other, tmp_path)
+        assert jax.tree.leaves(other.state)[0].shape[0] == 1
+    else:
+        carry_over(layer, other, tmp_path)
+
+
+@pytest.mark.slow
+def test_what_expert_domains_know_is_told_anew(tmp_path):
+    layer, other = migrating(8), migrating(4)
+    carry_over(layer, other, tmp_path)
+    known = np.asarray(other.known[0][...])
+    assert known.shape[0] == 32
+    # Ranks of a domain of two hold the same experts.
+    np.testing.assert_array_equal(known[:8], known[8:16])
+    assert np.isin(np.asarray(layer.up[...])[0], known).all()

@@ -1,0 +1,144 @@
+"""Experts split over further axes: equal to dense, and the collectives that the programs have."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_moe_lb import Experts, Shards, TopK, Topology, exact, feplb, scan_prefetched
+from jax_moe_lb.compiled.collectives import collectives
+from jax_moe_lb.compiled.hlo import parse_module
+from jax_moe_lb.nn import MoE
+from jax_moe_lb.ops.grouped_ffn import dense_ffn
+from tests.layer import assert_close, make_mesh
+from tests.oracle import dense_moe
+
+WIDTH, INNER, NUM_EXPERTS = 16, 24, 8
+
+
+def make(mesh, system, topology, rules, **options):
+    return MoE(
+        WIDTH, INNER, NUM_EXPERTS, TopK(2), mesh=mesh, topology=topology, system=system, rules=rules,
+        expert_bias=True, kernel_bias=True, param_dtype=jnp.float64, rngs=nnx.Rngs(0), **options,
+    )  # fmt: skip
+
+
+def with_biases(layer):
+    """Biases that are not 0, the same on every mesh."""
+    for i, name in enumerate(("up_bias", "gate_bias", "down_bias", "kernel_bias")):
+        bias = getattr(layer, name)
+        value = 0.1 * jax.random.normal(jax.random.key(i), bias.shape, jnp.float64)
+        bias[...] = jax.device_put(value, bias[...].sharding)
+    return layer
+
+
+def dense_layer(layer, x):
+    w = {name: getattr(layer, name)[...] for name in ("up", "down", "gate", "up_bias", "down_bias", "gate_bias")}
+    # The router's bias as one more input that is always 1.
+    wide = jnp.concatenate([x.reshape(-1, WIDTH), jnp.ones((x.size // WIDTH, 1))], -1)
+    kernel = jnp.concatenate([layer.kernel[...], layer.kernel_bias[...][None]])
+    padded = Experts(
+        jnp.pad(w["up"], ((0, 0), (0, 1), (0, 0))), jnp.pad(w["down"], ((0, 0), (0, 0), (0, 1))),
+        jnp.pad(w["gate"], ((0, 0), (0, 1), (0, 0))), up_bias=w["up_bias"], gate_bias=w["gate_bias"],
+        down_bias=jnp.pad(w["down_bias"], ((0, 0), (0, 1))),
+    )  # fmt: skip
+    return dense_moe(wide, kernel, padded, layer.router)[:, :WIDTH].reshape(x.shape)
+
+
+def rules(**axes):
+    return (("exp", ("expert",)), ("embed", axes.get("embed")), ("mlp", axes.get("mlp")))
+
+
+CASES = {
+    "tensor": ((2, 2, 2), ("data", "expert", "tensor"), rules(mlp="tensor"), PartitionSpec("data")),
+    "fsdp": ((2, 4), ("fsdp", "expert"), rules(embed="fsdp"), PartitionSpec("fsdp")),
+    "fsdp and tensor": ((2, 2, 2), ("fsdp", "expert", "tensor"), rules(embed="fsdp", mlp="tensor"), PartitionSpec()),
+    "context": ((2, 2, 2), ("data", "context", "expert"), rules(), PartitionSpec("data", "context")),
+}
+"""Each a mesh, the table of logical axes, and where the tokens `[B, T, H]` are."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "system"), [(case, exact(2)) for case in CASES] + [("tensor", feplb(2))])
+def test_experts_that_are_split_equal_whole_ones(case, system, x64):
+    sizes, names, table, spec = CASES[case]
+    mesh = make_mesh(sizes, names)
+    topology = Topology.from_mesh(mesh, tensor_axes="tensor" if "tensor" in names else ())
+    layer = with_biases(make(mesh, system, topology, table))
+    one = make_mesh((1,), ("expert",))
+    whole = with_biases(make(one, "plain", Topology.from_mesh(one), rules()))
+    x = jax.random.normal(jax.random.key(9), (4, 8, WIDTH), jnp.float64)
+    placed = jax.device_put(x, NamedSharding(mesh, spec))
+
+    def loss(layer, x, call):
+        return jnp.square(call(layer, x)).mean()
+
+    run = nnx.jit(nnx.value_and_grad(lambda layer, x: loss(layer, x, lambda layer, x: layer(x)[0]), argnums=(0, 1)))
+    want = nnx.jit(nnx.value_and_grad(lambda layer, x: loss(layer, x, dense_layer), argnums=(0, 1)))(whole, x)
+    value, (of_layer, of_x) = run(layer, placed)
+    got = value, (nnx.to_pure_dict(of_layer), of_x)
+    assert_close(got, (want[0], (nnx.to_pure_dict(want[1][0]), want[1][1])), 1e-12)
+    check_collectives(run.lower(layer, placed).compile().as_text(), dict(mesh.shape))
+
+
+def check_collectives(text, axes):
+    found = collectives(parse_module(text), axes, lambda *_: 0)
+    matrix_bytes = 8 * WIDTH * INNER
+
+    def nbytes(kind, axis):
+        return sum(one.nbytes for one in found if one.kind == kind and axis in (one.axes or ()))
+
+    # Outputs and gradients of tokens are summed over tensor shards, once each; no weights travel between them.
+    assert {one.kind for one in found if "tensor" in (one.axes or ())} == (
+        {"all-reduce"} if "tensor" in axes else set()
+    )
+    assert nbytes("all-reduce", "tensor") < matrix_bytes
+    # Matrices are gathered, and their gradients summed where they are at home, without a sum of whole ones.
+    if "fsdp" in axes:
+        assert nbytes("all-gather", "fsdp") >= 3 * matrix_bytes
+        assert nbytes("reduce-scatter", "fsdp") >= 3 * matrix_bytes
+        assert nbytes("all-reduce", "fsdp") < matrix_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gather_again", [False, True])
+def test_split_experts_are_gathered_a_layer_ahead(gather_again):
+    mesh = make_mesh((2,), ("fsdp",))
+    shards = Shards(embed_axes=("fsdp",))
+    up, gate = jax.random.normal(jax.random.key(0), (2, 3, 2, WIDTH, INNER)) / 4
+    experts = Experts(up, jax.random.normal(jax.random.key(1), (3, 2, INNER, WIDTH)) / 4, gate)
+
+    def block(x, scale, held):
+        one = jax.tree.map(lambda w: w.mean(0), held)
+        return x + scale * dense_ffn(x, one), None
+
+    def plain(x, scales, experts):
+        for i in range(3):
+            x, _ = block(x, scales[i], jax.tree.map(lambda w, i=i: w[i], experts))
+        return x
+
+    def stacked(spec):
+        return PartitionSpec(None, *spec)
+
+    specs = jax.tree.map(stacked, shards.specs(experts), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    split = jax.shard_map(
+        lambda x, scales, experts: scan_prefetched(block, x, scales, experts, shards, gather_again=gather_again)[0],
+        mesh=mesh,
+        in_specs=(PartitionSpec("fsdp"), PartitionSpec(), specs),
+        out_specs=PartitionSpec("fsdp"),
+    )
+    args = jax.random.normal(jax.random.key(2), (8, WIDTH)), jnp.arange(1.0, 4), experts
+    gradients = [jax.jit(jax.value_and_grad(lambda *a, f=f: jnp.square(f(*a)).mean(), (0, 2))) for f in (split, plain)]
+    assert_close(gradients[0](*args), gradients[1](*args), 1e-5)
+
+
+def test_axes_that_cannot_split_experts_are_refused():
+    mesh = make_mesh((2, 2, 2), ("data", "expert", "tensor"))
+    topology = Topology.from_mesh(mesh, tensor_axes="tensor")
+    with pytest.raises(ValueError, match=r"rules split mlp over \(\); expected the topology's tensor_axes"):
+        make(mesh, "plain", topology, rules())
+    with pytest.raises(ValueError, match=r"rules split experts over \['expert'\]; expected data axes"):
+        make(mesh, "plain", topology, rules(embed="expert", mlp="tensor"))
+    with pytest.raises(ValueError, match="tensor_axes is 'expert'; expected different ones of"):
+        Topology.from_mesh(mesh, tensor_axes="expert")

@@ -1,0 +1,16 @@
+import pytest
+
+from tests.parity.references import make_reference
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory):
+    """Makes the reference of an architecture once."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            made[name] = make_reference(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return of

@@ -1,0 +1,190 @@
+"""Tiny random models of `transformers`: their checkpoints, logits, gradients and what they generate."""
+
+import json
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import numpy as np
+import torch
+import transformers
+from safetensors import safe_open
+
+transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
+warnings.filterwarnings("ignore", module="torch|transformers")
+
+VOCAB, PROMPT, NEW_TOKENS = 61, 5, 6
+
+USUAL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+YARN = {"type": "yarn", "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+SIGMOID = {
+    "n_routed_experts": 16,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+    "head_dim": 16,
+}
+CONFIGS = {
+    "mixtral": ("MixtralConfig", {"num_local_experts": 8, "intermediate_size": 24, "sliding_window": 7}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 16,
+            "moe_intermediate_size": 24,
+            "intermediate_size": 40,
+            "head_dim": 16,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+            "num_hidden_layers": 3,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        },
+    ),
+    "glm4_moe": ("Glm4MoeConfig", SIGMOID | {"use_qk_norm": True, "attention_bias": True, "num_hidden_layers": 3}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        SIGMOID
+        | {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 20,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 32.0, "beta_slow": 1.0},
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "num_local_experts": 8,
+            "intermediate_size": 24,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "rope_scaling": YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+        },
+    ),
+}
+"""Sizes that use what an architecture has, and no more layers than that needs."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What `transformers` says of a model.
+
+    Args:
+        folder: its checkpoint.
+        tokens: int64 `[B, T]`.
+        logits: float32 `[B, T, V]`.
+        rounded: the same, computed in bfloat16.
+        gradients: of the mean cross-entropy of each token given those before, by the names of tensors in a checkpoint.
+        generated: `[B, NEW_TOKENS]`, greedily, after the first `PROMPT` tokens.
+    """
+
+    folder: Path
+    tokens: np.ndarray
+    logits: np.ndarray
+    rounded: np.ndarray
+    gradients: dict[str, np.ndarray]
+    generated: np.ndarray
+
+
+def make_reference(name: str, folder: Path) -> Reference:
+    model = make_model(name)
+    model.save_pretrained(folder / "checkpoint")
+    tokens = torch.randint(1, VOCAB, (4, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ids = model.generate(tokens[:, :PROMPT], max_new_tokens=NEW_TOKENS, do_sample=False, attention_mask=None)
+    logits = model(tokens).logits
+    torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), tokens[:, 1:].reshape(-1)).backward()
+    with torch.no_grad():
+        rounded = make_model(name).to(torch.bfloat16)(tokens).logits.float().numpy()
+        for parameter in model.parameters():
+            parameter.data = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+    # Written like parameters, gradients have the names of a checkpoint, whatever the modules are called.
+    model.save_pretrained(folder / "gradients")
+    return Reference(
+        folder / "checkpoint",
+        tokens.numpy(),
+        logits.detach().numpy(),
+        rounded,
+        read_tensors(folder / "gradients"),
+        ids[:, PROMPT:].numpy(),
+    )
+
+
+def make_model(name: str) -> torch.nn.Module:
+    """Makes a model whose weights are so large that no two experts or tokens are alike."""
+    kind, sizes = CONFIGS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**(USUAL | sizes))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if path.endswith("e_score_correction_bias"):
+            tensor.data.uniform_(-0.2, 0.2)
+        elif "norm" in path:
+            tensor.data.uniform_(0.5, 1.5)
+        elif isinstance(tensor, torch.nn.Parameter):
+            tensor.data.normal_(0, 0.2)
+    return model
+
+
+def make_dense(name: str, folder: Path) -> torch.nn.Module:
+    """Makes a dense model, and its checkpoint."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**USUAL, intermediate_size=40, head_dim=8)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+def read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    with safe_open(folder / "model.safetensors", framework="numpy") as file:
+        return dict(zip(file.keys(), map(file.get_tensor, file.keys()), strict=True))
+
+
+def logits_of(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """Computes the logits of a checkpoint that somebody else wrote."""
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", output_loading_info=True
+    )
+    assert not told["missing_keys"], told
+    assert not told["unexpected_keys"], told
+    with torch.no_grad():
+        return model.eval()(torch.asarray(tokens)).logits.numpy()
+
+
+def raw_config(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())

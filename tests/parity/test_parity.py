@@ -1,0 +1,110 @@
+"""Values, gradients and generated tokens are those of `transformers`, whoever serves a token on whatever mesh."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jax_moe_lb import raise_fault
+from jax_moe_lb.systems import system_named, system_names
+from models.generation import generate
+from models.parallel import make_mesh
+from models.presets import ParallelConfig
+from models.pretrained.loading import from_pretrained
+from models.pretrained.saving import named_tensors, save_pretrained
+from models.upcycle import upcycle
+from tests.parity.references import CONFIGS, NEW_TOKENS, PROMPT, logits_of, make_dense, read_tensors
+
+MESHES = {"1x8": ParallelConfig(1, 8), "2x4": ParallelConfig(2, 4)}
+LOGITS = 1e-4
+GRADIENTS = 1e-3
+"""Relative to the largest entry of the tensor."""
+
+
+def loaded(reference, mesh, system, **options):
+    return from_pretrained(reference.folder, make_mesh(MESHES[mesh]), system_named(system), **options)
+
+
+def loss_of(graph, tokens, params, rest):
+    logits, stats = nnx.merge(graph, params, rest, copy=True)(tokens)
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean(), (logits, stats)
+
+
+def compare(reference, mesh, system, **options):
+    model = loaded(reference, mesh, system, **options)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    tokens = jnp.asarray(reference.tokens, jnp.int32)
+    step = jax.jit(jax.value_and_grad(partial(loss_of, graph, tokens), has_aux=True))
+    (_, (logits, stats)), gradients = step(params, rest)
+    raise_fault(stats)
+    np.testing.assert_allclose(logits, reference.logits, rtol=0, atol=LOGITS)
+    compared = dict(named_tensors(model.config, gradients))
+    expected = {name: value for name, value in reference.gradients.items() if "e_score_correction_bias" not in name}
+    assert compared.keys() == expected.keys()
+    for name, value in expected.items():
+        # An expert that no token chose has a gradient of zeros, here as there.
+        assert np.abs(value).max() > 0 or ".experts." in name, f"{name} was not used"
+        np.testing.assert_allclose(compared[name], value, rtol=0, atol=GRADIENTS * np.abs(value).max(), err_msg=name)
+    return stats
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("mesh", "system", "scan_layers"), [("1x8", "exact", True), ("2x4", "plain", False)])
+def test_logits_and_gradients(reference, name, mesh, system, scan_layers):
+    stats = compare(reference(name), mesh, system, scan_layers=scan_layers)
+    if system == "exact":
+        assert (stats.load_after.max(-1) < stats.load_before.max(-1)).any(), "nothing was balanced"
+
+
+@pytest.mark.parametrize("system", [name for name in system_names() if name not in ("plain", "exact")])
+def test_every_system(reference, system):
+    compare(reference("mixtral"), "2x4", system)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bfloat16_within_its_rounding(reference, name):
+    """As far from float32 as `transformers` is in bfloat16, at the median token: some tokens change their expert."""
+    ref = reference(name)
+    model = loaded(ref, "1x8", "plain", compute_dtype="bfloat16", param_dtype="bfloat16")
+    logits, _ = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(ref.tokens, jnp.int32))
+    assert logits.dtype == jnp.float32
+    ours, theirs = (np.median(np.abs(x - ref.logits).max(-1)) for x in (np.asarray(logits), ref.rounded))
+    assert 0 < ours < 2 * theirs
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_generation(reference, name):
+    """Prompts of two lengths at once, of which the shorter are the reference's."""
+    ref = reference(name)
+    prompts = [*ref.tokens[:, :PROMPT].tolist(), ref.tokens[0].tolist()]
+    found = generate(loaded(ref, "2x4", "exact" if name == "mixtral" else "plain"), prompts, NEW_TOKENS)
+    np.testing.assert_array_equal(found[:-1], ref.generated)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_saved_checkpoints_are_read_by_transformers(reference, name, tmp_path):
+    ref = reference(name)
+    save_pretrained(loaded(ref, "2x4", "plain"), tmp_path / "out", max_file_bytes=20_000)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    np.testing.assert_array_equal(logits_of(tmp_path / "out", ref.tokens), logits_of(ref.folder, ref.tokens))
+    save_pretrained(loaded(ref, "1x8", "plain"), tmp_path / "one")
+    ours, theirs = read_tensors(tmp_path / "one"), read_tensors(ref.folder)
+    assert ours.keys() == theirs.keys()
+    for tensor, value in theirs.items():
+        np.testing.assert_array_equal(ours[tensor], value, err_msg=tensor)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_a_mixture_of_copies_computes_what_the_dense_model_does(name, tmp_path):
+    make_dense(name, tmp_path / "dense")
+    upcycle(tmp_path / "dense", tmp_path / "mixture", num_experts=8, experts_per_token=2)
+    model = from_pretrained(tmp_path / "mixture", make_mesh(MESHES["2x4"]))
+    tokens = np.arange(24).reshape(2, 12) + 1
+    logits, stats = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(tokens, jnp.int32))
+    assert (np.asarray(stats.counts).sum((0, 1, 2)) > 0).sum() > 2, "one expert alone was used"
+    np.testing.assert_allclose(logits, logits_of(tmp_path / "dense", tokens), rtol=0, atol=LOGITS)
+    np.testing.assert_allclose(logits_of(tmp_path / "mixture", tokens), np.asarray(logits), rtol=0, atol=LOGITS)

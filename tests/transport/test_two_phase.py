@@ -1,0 +1,236 @@
+"""Rows that pass their homes are served as by the plan, and nothing of it is in the way of the static wave."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import (
+    FEPLB,
+    Chain,
+    Experts,
+    Greedy,
+    PeerCopy,
+    RailS,
+    System,
+    TopK,
+    Topology,
+    TwoPhase,
+    _custom_calls,
+    check_plan,
+    moe,
+    plain_plan,
+)
+from jax_moe_lb.legality import ensure_legal
+from jax_moe_lb.ops.moved_rows import moved_rows, served_quota
+from jax_moe_lb.plan import load, rows_between
+from tests.dependencies import of_compiled, of_lowered
+from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+
+CASE, MESH = Case(), make_mesh((8,), ("expert",))
+TOPOLOGY = Topology.from_mesh(MESH, ranks_per_domain=4)
+SYSTEM = System(FEPLB(num_dynamic=1, skip=True), PeerCopy(), TwoPhase(0.4, moved_headroom=0.3), replica_slots=2)
+HEAVY = r"moe_lb_(grouped|ragged_exchange).*/"
+"""A custom call that computes or exchanges rows, in the scope that is appended."""
+
+
+def arguments(workload):
+    x, mask = CASE.tokens(workload, 8, jnp.float32)
+    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), jnp.float32)
+    return x, mask, *CASE.params(jnp.float32), target
+
+
+@functools.cache
+def compiled():
+    """The layer with its gradients."""
+    return with_gradients(sharded_moe(MESH, TOPOLOGY, SYSTEM)).lower(*arguments(WORKLOADS[0])).compile()
+
+
+# ---- values -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_equal_to_dense_in_rounds_and_without_room_for_all():
+    """On skewed, empty, masked and one-expert loads; what is said to be served is legal, and the same as planned on a
+    host.
+    """
+    dense, moved, less = dense_with_gradients(TopK(2)), [], []
+    capacity, room = (SYSTEM.dispatch.capacity(CASE.num_tokens * 2), SYSTEM.dispatch.room(CASE.num_tokens * 2))
+    for workload in WORKLOADS:
+        args = arguments(workload)
+        (y, stats), gradients = compiled()(*args)
+        (want, _), want_gradients = dense(*args)
+        assert_close((y, gradients), (want, want_gradients), 1e-5)
+        counts, quota = np.asarray(stats.counts[0]), np.asarray(stats.quota[0])
+        np.testing.assert_array_equal(quota.sum(1), counts.sum(0))
+        start = plain_plan(counts, TOPOLOGY, 4)
+        plan = SYSTEM.balancer.rebalance(counts, start, TOPOLOGY, ())[0]
+        # Home receives what it would without a balancer.
+        assert int(stats.rounds[0]) == -(-int(load(start).max()) // capacity)
+        away = quota - quota * (np.arange(16)[:, None] // 2 == np.arange(8))
+        assert away.sum(0).max() <= room
+        moved.append(int(away.sum()))
+        less.append(int(np.asarray(plan.quota).sum() and (away < plan.quota * (away > 0)).sum()))
+    assert min(moved) == 0 < max(moved)
+    assert max(less)
+
+
+def test_slots_take_rows_in_order_until_their_rank_is_full():
+    """Against loops over experts and ranks."""
+    rng = np.random.default_rng(0)
+    num_ranks, num_home, num_slots, room = 4, 3, 3, 20
+    for _ in range(20):
+        placement = np.full((num_ranks, num_home + num_slots), -1)
+        placement[:, :num_home] = np.arange(12).reshape(4, 3)
+        quota = np.zeros((12, num_ranks), int)
+        quota[np.arange(12), np.arange(12) // 3] = rng.integers(0, 9, 12)
+        for rank in range(num_ranks):
+            others = rng.permutation([e for e in range(12) if e // num_home != rank])[:num_slots]
+            filled = rng.integers(0, 2, num_slots).astype(bool)
+            placement[rank, num_home:] = np.where(filled, others, -1)
+            quota[others[filled], rank] = rng.integers(0, 15, filled.sum())
+        first = rng.integers(0, 100, 12)
+        moved = moved_rows(*(jnp.asarray(a, jnp.int32) for a in (placement, quota, first)), room)
+        gone, left = np.zeros(12, int), np.full(num_ranks, room)
+        served = np.where(np.arange(12)[:, None] // num_home == np.arange(num_ranks), quota.sum(1, keepdims=True), 0)
+        for rank, slot in itertools.product(range(num_ranks), range(num_slots)):
+            expert, takes = placement[rank, num_home + slot], 0
+            if expert >= 0:
+                takes = min(left[rank], quota[expert, rank])
+                assert moved.first[rank, slot] == first[expert] + gone[expert]
+                assert moved.home[rank, slot] == expert // num_home
+                left[rank] -= takes
+                gone[expert] += takes
+                served[expert, [rank, expert // num_home]] += takes, -takes
+            assert moved.size[rank, slot] == takes
+        np.testing.assert_array_equal(served_quota(jnp.asarray(quota, jnp.int32), moved), served)
+
+
+def test_the_simulator_is_told_what_is_served():
+    """All rows go home; those that go on come from there, and the waves together are the plan."""
+    counts = next(w for w in WORKLOADS if w.name == "lognormal").counts(0, 8, 50, 16, 2)
+    start = plain_plan(counts, TOPOLOGY, 4)
+    plan, _ = SYSTEM.balancer.rebalance(counts, start, TOPOLOGY, ())
+    dispatch = dataclasses.replace(SYSTEM.dispatch, moved_headroom=8.0)
+    (first, home), (second, moving) = dispatch.waves(counts, start, plan, SYSTEM.balancer)
+    np.testing.assert_array_equal(rows_between(first, home), rows_between(counts, start))
+    check_plan(moving, second)
+    onward = rows_between(second, moving)
+    assert onward.sum() - np.trace(onward) == plan.quota.sum() - np.trace(plan.quota.reshape(8, 2, 8).sum(1))
+    np.testing.assert_array_equal(load(home) - second.sum(1) + load(moving), load(plan))
+    assert dispatch.passes_home
+
+
+# ---- what waits for what ------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_static_wave_needs_neither_plan_nor_copies():
+    graph = of_compiled(compiled().as_text())
+    plans, posts = graph.holding("moe_lb_plan_feplb_and_copy"), graph.holding("moe_lb_copy_post")
+    forward = graph.needs(plans)
+    static, dynamic = graph.holding(HEAVY + "static_wave") & forward, graph.holding(HEAVY + "dynamic_wave")
+    starts = graph.holding("moe_lb_copy_start")
+    joins = {join for join in graph.holding("moe_lb_copy_join") if not starts & graph.needs([join])}
+    assert all((plans, posts, static, dynamic, joins))
+    assert not graph.needs(static) & (plans | joins)
+    assert not graph.needs(posts) & static
+    assert plans | joins <= graph.needs(dynamic)
+
+
+@pytest.mark.slow
+def test_the_same_where_it_is_lowered_for_a_gpu():
+    """Without callbacks to the host, which can only be lowered for a backend that is there."""
+    traced = with_gradients(sharded_moe(MESH, TOPOLOGY, SYSTEM, checks="deferred")).trace(*arguments(WORKLOADS[0]))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+    if not _custom_calls.is_built("cuda"):
+        assert "moe_lb_" not in text
+        return
+    graph = of_lowered(text, "@moe_lb_copy_post")
+    plans, posts = graph.holding("@moe_lb_plan_feplb_and_copy"), graph.holding("@moe_lb_copy_post")
+    joins = graph.holding("@moe_lb_copy_join")
+    static, dynamic = (graph.holding(rf"ragged_dot.*{wave}_wave") for wave in ("static", "dynamic"))
+    assert all((static, dynamic, plans, joins))
+    assert not graph.needs(static) & (plans | joins)
+    assert posts <= graph.needs(static) <= graph.needs(plans)
+    assert plans | joins <= graph.needs(dynamic)
+
+
+@pytest.mark.slow
+def test_in_the_backward_pass_copies_are_made_beside_what_stays_at_home():
+    graph = of_compiled(compiled().as_text())
+    (start,) = graph.holding("moe_lb_copy_start")
+    (join,) = (one for one in graph.holding("moe_lb_copy_join") if start in graph.needs([one]))
+    home, moved = (graph.holding(rf"moe_lb_grouped.*/{wave}_wave/") for wave in ("home", "moved"))
+    assert home & graph.needs([join])
+    assert not (home & graph.needs([join])) & {one for one in home if start in graph.needs([one])}
+    assert not graph.needs([start]) & home
+    assert moved
+    assert all(join in graph.needs([one]) for one in moved)
+
+
+# ---- memory -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_all_layers_of_a_stack_share_the_slots():
+    """Four layers and one slot more take one expert more, not one for each layer."""
+    mlp_dim, spec = 4096, PartitionSpec("expert")
+    expert = CASE.width * mlp_dim * 2 * 4
+
+    def temporaries(layers, replica_slots):
+        system = dataclasses.replace(SYSTEM, replica_slots=replica_slots)
+
+        def one_rank(x, kernel, experts):
+            def layer(x, experts):
+                return x + moe(x, kernel, experts, TopK(2), system, TOPOLOGY)[0], None
+
+            return jax.lax.scan(layer, x, experts)[0]
+
+        def arguments():
+            up, down = jnp.zeros((layers, 16, CASE.width, mlp_dim)), jnp.zeros((layers, 16, mlp_dim, CASE.width))
+            return jnp.zeros((8 * CASE.num_tokens, CASE.width)), jnp.zeros((CASE.width, 16)), Experts(up, down)
+
+        specs = spec, PartitionSpec(), PartitionSpec(None, "expert")
+        run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=specs, out_specs=spec))
+        return run.lower(*jax.eval_shape(arguments)).compile().memory_analysis().temp_size_in_bytes
+
+    assert 0.99 * expert < temporaries(6, 3) - temporaries(2, 2) < 1.01 * expert
+
+
+# ---- refusals -----------------------------------------------------------------------
+
+
+def test_a_plan_that_takes_a_static_expert_from_home_is_refused():
+    counts = np.full((8, 16), 3, np.int32)
+    plan = plain_plan(counts, TOPOLOGY, 3)
+    dynamic = np.asarray(SYSTEM.balancer.dynamic(plan))
+    assert dynamic.tolist() == [True, False] * 8
+    for expert in (0, 1):
+        placement, quota = plan.placement.copy(), plan.quota.copy()
+        placement[2, 2], quota[expert, 0], quota[expert, 2] = expert, 0, 24
+        moved = dataclasses.replace(plan, placement=placement, quota=quota)
+        check_plan(moved, counts)
+        if dynamic[expert]:
+            check_plan(moved, counts, dynamic)
+    message = "quota of expert 1, rank 2 is 24; expected 0: the expert is static, served by its home, rank 0, alone"
+    with pytest.raises(ValueError, match=message):
+        check_plan(moved, counts, dynamic)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(jax.jit(ensure_legal)(moved, jnp.asarray(counts), jnp.asarray(dynamic)))
+
+
+def test_a_plan_over_rails_and_no_room_are_refused():
+    system = System(Chain((Greedy(), RailS())), dispatch=TwoPhase(), replica_slots=2)
+    mesh = make_mesh((2, 4), ("node", "gpu"))
+    topology = Topology.from_mesh(mesh, ("node", "gpu"), rails_per_node=4)
+    with pytest.raises(ValueError, match=r"plan\.rails is set; expected None, as TwoPhase does not spray"):
+        jax.eval_shape(sharded_moe(mesh, topology, system), *arguments(WORKLOADS[0])[:4])
+    with pytest.raises(ValueError, match=r"moved_headroom is 0.0; expected a finite number above 0"):
+        TwoPhase(moved_headroom=0.0)

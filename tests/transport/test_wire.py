@@ -1,0 +1,83 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import Direct, Greedy, RailS, Spray, System, Topology, TwoPhase, Wire, greedy
+from tests.layer import Case, make_mesh, sharded_moe
+
+E4M3, INT8 = jnp.float8_e4m3fn, jnp.int8
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(E4M3, 2**-4), (INT8, 1 / 254)])
+@pytest.mark.parametrize("rows_dtype", ["float32", "bfloat16"])
+def test_a_number_is_off_by_a_rounding_of_its_block(dtype, error, rows_dtype):
+    """fp8 has 3 bits after the first: half of the last is a 16th of the number. int8 is even over the block's range."""
+    rows = jax.random.normal(jax.random.key(0), (64, 256)) * jnp.exp(jax.random.normal(jax.random.key(1), (64, 1)) * 8)
+    rows = rows.at[3].set(0).astype(rows_dtype)
+    wire = Wire(dtype, block=64)
+    words = jax.jit(wire.encode)(rows)
+    assert words.dtype == jnp.float32
+    assert words.size * 4 == 64 * wire.row_bytes(256)
+    got, want = (np.asarray(a, np.float64).reshape(64, 4, 64) for a in (wire.decode(words, rows.dtype), rows))
+    largest = np.abs(want).max(-1, keepdims=True)
+    # fp8 has subnormal numbers near 0, where the error is that of the smallest.
+    bound = error * np.maximum(np.abs(want), largest * 2**-6 if dtype == E4M3 else largest)
+    assert (np.abs(got - want) <= bound * 1.01 + np.abs(want) * (2**-8 if rows_dtype == "bfloat16" else 1e-6)).all()
+    assert np.abs(got - want).max() > 0
+
+
+def test_numbers_that_are_not_finite_stay_so():
+    rows = jnp.ones((2, 64)).at[0, 5].set(jnp.nan).at[1, 7].set(jnp.inf)
+    got = Wire(E4M3, block=32).decode(Wire(E4M3, block=32).encode(rows), jnp.float32)
+    assert jnp.isnan(got[0, :32]).any()
+    assert not jnp.isfinite(got[1, 7])
+    np.testing.assert_array_equal(got[:, 32:], 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dispatch",
+    [Direct(3.0, wire=Wire(INT8, 4)), Direct(0.6, wire=Wire(E4M3, 4)), Spray(3.0, wire=Wire(INT8, 4))],
+    ids=repr,
+)
+def test_a_layer_with_it_is_one_whose_tokens_and_outputs_are_rounded(dispatch):
+    """Against float32: off by the rounding of tokens and outputs. Gradients pass through, in several rounds too."""
+    mesh = make_mesh((2, 2), ("node", "expert"))
+    topology = Topology.from_mesh(mesh, ("node", "expert"), rails_per_node=2)
+    case = Case(num_tokens=24, num_experts=8)
+    kernel, experts = case.params(jnp.float32)
+    x, mask = case.tokens(WORKLOADS[1], 4, jnp.float32)
+    if isinstance(dispatch, Spray):
+        system = System(RailS(), dispatch=dispatch)
+    else:
+        system = System(Greedy(min_tokens=2), dispatch=dispatch, replica_slots=1)
+
+    def run(system):
+        layer = sharded_moe(mesh, topology, system)
+
+        def loss(x, experts):
+            y, stats = layer(x, mask, kernel, experts)
+            return jnp.square(y).mean(), (y, stats.rounds)
+
+        (_, aux), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(x, experts)
+        return aux, gradients
+
+    (y, rounds), gradients = run(system)
+    (want, _), want_gradients = run(greedy(1))
+    assert (rounds.max() > 1) == (dispatch.headroom < 1)
+    for got, exact in zip(jax.tree.leaves((y, gradients)), jax.tree.leaves((want, want_gradients)), strict=True):
+        error = float(jnp.linalg.norm(got - exact) / jnp.linalg.norm(exact))
+        assert 0 < error < (0.02 if dispatch.wire.dtype == INT8 else 0.1)
+
+
+def test_what_cannot_travel_so_is_refused():
+    with pytest.raises(ValueError, match=r"Wire.dtype is float16; expected float8_e4m3fn or int8"):
+        Wire(jnp.float16)
+    with pytest.raises(ValueError, match=r"Wire.block is 6; expected a multiple of 4"):
+        Wire(block=6)
+    with pytest.raises(ValueError, match=r"Wire.block is 128; expected a divisor of the width, 64"):
+        Wire().encode(jnp.ones((2, 64)))
+    with pytest.raises(ValueError, match="expected None: peer copies carry rows as they are"):
+        TwoPhase(wire=Wire())
