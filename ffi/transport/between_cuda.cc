@@ -45,6 +45,11 @@ uint64_t AskedBy(const PeerAttributes& attributes, const PeerShare& share) {
   hash.Add(attributes.site.data(), attributes.site.size());
   hash.Add(share.wanted);
   hash.Add(share.relay);
+  hash.Add(share.first);
+  hash.Add(share.size);
+  for (const size_t rows : {share.weights.rows.row_bytes, share.weights.rows.at_home, share.weights.rows.room}) {
+    hash.Add(rows);
+  }
   hash.Add(share.weights.num_home);
   hash.Add(share.weights.chunk_bytes);
   for (const size_t bytes : share.weights.expert_bytes) hash.Add(bytes);
@@ -144,7 +149,7 @@ Outcome Between::Prepare(const PeerAttributes& attributes, const Brought& brough
   const uint32_t number = brought.begun->number;
   const PeerShare& own = brought.share;
   const auto problem = [&](const Status& bad) { return Outcome{At(attributes.site, *bad), false}; };
-  if (Status bad = PlanPeerTasks(own.wanted, own.relay, own.weights, tasks)) return problem(bad);
+  if (Status bad = PlanTasks(own, tasks)) return problem(bad);
   Announcement announcement;
   announcement.asked = AskedBy(attributes, own);
   if (Status bad = Share(own, &announcement)) return problem(bad);
