@@ -1,26 +1,67 @@
 // jax_moe_lb._ffi_cuda: the custom calls of NVIDIA GPUs, under the names that the CPU's have.
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <cstdint>
+#include <map>
 #include <optional>
+#include <stdexcept>
 #include <string>
 
+#include "ffi/common/driver_calls_cuda.h"
 #include "ffi/common/driver_cuda.h"
 #include "ffi/common/module.h"
 #include "ffi/planning/handlers.h"
+#include "ffi/transport/mapped_memory_cuda.h"
+#include "ffi/transport/neighbours_cuda.h"
 #include "ffi/transport/peer_handlers.h"
 #include "ffi/transport/peer_planning.h"
+
+namespace nb = nanobind;
+using namespace moe_lb;
+using Reason = std::optional<std::string>;
+
+// Where there is no driver nothing is lacking.
+static Reason WhatIsLacking(Status (DriverCalls::*check)() const) {
+  const DriverCalls& driver = DriverCalls::Get();
+  return driver.is_there() ? (driver.*check)() : Ok();
+}
 
 NB_MODULE(_ffi_cuda, module) {
   module.doc() = "XLA custom calls of jax_moe_lb for NVIDIA GPUs; jax_moe_lb._custom_calls registers them";
   module.def(
       "registrations",
-      [] {
-        return moe_lb::AsPython(
-            {moe_lb::PlanningRegistrations(), moe_lb::PeerRegistrations(), moe_lb::PeerPlanningRegistrations()});
-      },
+      [] { return AsPython({PlanningRegistrations(), PeerRegistrations(), PeerPlanningRegistrations()}); },
       "State types and handlers, as capsules");
   module.def(
-      "why_unusable", []() -> std::optional<std::string> { return moe_lb::CheckDriver(); },
+      "why_unusable", []() -> Reason { return CheckDriver(); },
       "Why they cannot run with this machine's driver, if they cannot");
+  module.def(
+      "why_not_batched", [] { return WhatIsLacking(&DriverCalls::CheckBatches); },
+      "Why copies are not queued in batches, if they are not");
+  module.def(
+      "why_not_between_processes", [] { return WhatIsLacking(&DriverCalls::CheckBetweenProcesses); },
+      "Why the driver cannot map memory of other processes, if it cannot");
+  module.def(
+      "why_not_shareable",
+      [](uintptr_t address, int device) -> Reason {
+        return peer_cuda::CheckShareable(reinterpret_cast<const void*>(address), device);
+      },
+      nb::arg("address"), nb::arg("device"), "Why other processes cannot map the memory at an address, if they cannot");
+  module.def(
+      "listen",
+      [] {
+        std::string address;
+        if (Status bad = Neighbours::OfProcess().Listen(&address)) throw std::runtime_error(*bad);
+        return address;
+      },
+      "Where other processes reach this one");
+  module.def(
+      "connect",
+      [](int64_t own, const std::map<int64_t, std::string>& addresses, double timeout_s) -> Reason {
+        return Neighbours::OfProcess().Connect(own, addresses, timeout_s);
+      },
+      nb::arg("own"), nb::arg("addresses"), nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>(),
+      "Connects this process with others; why it cannot, if it cannot");
 }

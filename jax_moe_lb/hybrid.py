@@ -123,6 +123,7 @@ class ExpertDomains:
             data_axes=topology.data_axes + offset_axes,
             # These ranks are others.
             ranks_per_process=None,
+            processes=(),
         )
         return cls(between, offset_axes, math.prod(mesh.shape[axis] for axis in offset_axes))
 

@@ -64,6 +64,8 @@ class Topology:
         flops_per_s: what one rank computes, in floating-point operations per second; `None` if unknown.
         ranks_per_process: how many consecutive ranks are always devices of one process, which can reach each other's
             memory; `None` if unknown, and then only a program of one process takes them for such.
+        processes: the process of each rank of each group, one group after the other, where every device of the mesh is
+            a process of its own; else empty. Processes of one machine can copy from each other's memory.
 
     Examples:
         Two nodes of four GPUs each, where weights move inside nodes:
@@ -82,6 +84,7 @@ class Topology:
     tensor_axes: tuple[str, ...] = ()
     flops_per_s: float | None = None
     ranks_per_process: int | None = None
+    processes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         # Ranks are numbered outermost level first, as the mesh numbers them: another order would mix them up.
@@ -209,20 +212,32 @@ class Topology:
             ranks_per_process=(
                 _ranks_per_process(mesh.devices, mesh.axis_names, axes) if isinstance(mesh, Mesh) else None
             ),
+            processes=_own_processes(mesh.devices, mesh.axis_names, axes) if isinstance(mesh, Mesh) else (),
         )
 
 
 def _ranks_per_process(devices: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...]) -> int:
     """The largest number of consecutive ranks that divides the group, and has no two processes in any block of it."""
-    process = np.vectorize(lambda device: device.process_index, otypes=[int])(devices)
-    order = [names.index(axis) for axis in axes]
-    ranks = math.prod(process.shape[axis] for axis in order)
-    groups = np.moveaxis(process, order, range(-len(order), 0)).reshape(-1, ranks)
+    groups = _processes_by_group(devices, names, axes)
+    ranks = groups.shape[1]
     for size in (size for size in range(ranks, 1, -1) if ranks % size == 0):
         blocks = groups.reshape(-1, size)
         if (blocks == blocks[:, :1]).all():
             return size
     return 1
+
+
+def _own_processes(devices: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
+    """The process of each rank of each group, if no two devices of the mesh belong to one and there are several."""
+    processes = tuple(_processes_by_group(devices, names, axes).flatten().tolist())
+    return processes if 1 < len(processes) == len(set(processes)) else ()
+
+
+def _processes_by_group(devices: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...]) -> np.ndarray:
+    process = np.vectorize(lambda device: device.process_index, otypes=[int])(devices)
+    order = [names.index(axis) for axis in axes]
+    ranks = math.prod(process.shape[axis] for axis in order)
+    return np.moveaxis(process, order, range(-len(order), 0)).reshape(-1, ranks)
 
 
 def _per_axis(name: str, values: tuple[float, ...] | None, axes: tuple[str, ...]) -> tuple[float | None, ...]:

@@ -20,6 +20,7 @@ LAYERS = [
         "_varying",
         "_unvarying_call",
         "_custom_calls",
+        "_neighbours",
         "activations",
         "checks",
         "types",

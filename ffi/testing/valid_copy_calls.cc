@@ -35,6 +35,7 @@ class Peers {
     attributes_["chunk_bytes"] = Int(random.Between(1, 100));
     attributes_["timeout_s"] = Double(30);
     attributes_["site"] = Text("copy");
+    attributes_["processes"] = IntArray({});
   }
 
   Call Start(Random& random) const {

@@ -48,6 +48,7 @@ class Planned {
     call.attributes["chunk_bytes"] = Int(random.Between(1, 100));
     call.attributes["timeout_s"] = Double(30);
     call.attributes["site"] = Text("post");
+    call.attributes["processes"] = IntArray({});
     call.attributes["plan_size"] = Int(static_cast<int64_t>(placement_.array.size() + quota_.size()));
     call.attributes["num_kinds"] = Int(static_cast<int64_t>(NumKinds()));
     call.attributes["num_row_kinds"] = Int(has_rows_ ? 1 : 0);

@@ -51,12 +51,22 @@ Status Gpu::MakeStreams() {
 
 Status Gpu::Prepare(size_t words) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto fits = [words](size_t size) { return size >= words; };
-  for (auto count = std::count_if(sizes_.begin(), sizes_.end(), fits); count < static_cast<int64_t>(kNumTurns);
-       ++count) {
-    if (Status bad = Add(words)) return bad;
+  const auto fits = [size = Rounded(words)](size_t other) { return Rounded(other) >= size; };
+  const auto site = launching_.insert(words);
+  const auto sites = std::count_if(launching_.begin(), launching_.end(), fits);
+  const auto needed = std::max<std::ptrdiff_t>(sites, kNumTurns);
+  for (auto count = std::count_if(sizes_.begin(), sizes_.end(), fits); count < needed; ++count) {
+    Status bad = Add(words);
+    if (!bad) continue;
+    launching_.erase(site);
+    return bad;
   }
   return Ok();
+}
+
+void Gpu::Launched(size_t words) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  launching_.erase(launching_.find(words));
 }
 
 Status Gpu::Add(size_t words) {
@@ -80,9 +90,13 @@ Status Gpu::Take(size_t words, std::shared_ptr<Turn>* taken) {
   std::unique_ptr<Turn> turn;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    // In turn, the one first that has been free for the longest.
+    // The smallest, so that the large ones are there for who needs them; of these, the one that has been free for the
+    // longest.
     const auto fits = [words](const auto& free) { return free->words >= words && IsIdle(*free); };
-    auto found = std::find_if(free_.begin(), free_.end(), fits);
+    auto found = free_.end();
+    for (auto free = free_.begin(); free != free_.end(); ++free) {
+      if ((found == free_.end() || (*free)->words < (*found)->words) && fits(*free)) found = free;
+    }
     if (found == free_.end()) {
       if (Status bad = Add(words)) return bad;
       found = free_.end() - 1;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -71,18 +72,22 @@ struct Turn {
 // waits for them, and they must not wait for the copies of an earlier call.
 class Gpu {
  public:
-  // Turns of a size that there are from the start: as many as calls that a program has under way at once, twice.
+  // Turns of a size that there are from the start, for programs that follow each other closely.
   static constexpr size_t kNumTurns = 8;
 
   // The device that is current; its streams are made at the first call.
   static Status Current(Gpu** gpu);
 
-  // Makes turns of `words` int32 if there are fewer than kNumTurns, those that are in use counted. For the initialize
-  // stage: CUDA may let all devices finish before it gives pinned memory, and while a program runs they may be waiting
-  // for each other.
+  // Makes turns of `words` int32 if there are fewer than kNumTurns, or than call sites of that size in programs that
+  // are being launched: all their calls may be under way at once. Those in use are counted. For the initialize stage of
+  // a call site: CUDA may let all devices finish before it gives pinned memory, and while a program runs they may be
+  // waiting for each other.
   Status Prepare(size_t words);
+  // A program with a call site for which that was done has been launched to its end.
+  void Launched(size_t words);
 
-  // A turn that nothing uses any more, or, where all are in use, a new one. It comes back by itself.
+  // A turn that nothing uses any more. It comes back by itself. A new one is made only where the device lags so far
+  // behind that it still reads those of programs before; to wait for it here could be to wait for ever.
   Status Take(size_t words, std::shared_ptr<Turn>* turn);
 
   int device() const { return device_; }
@@ -100,6 +105,7 @@ class Gpu {
   cudaStream_t fetches_ = nullptr;
   std::mutex mutex_;
   std::vector<size_t> sizes_;                // of all turns
+  std::multiset<size_t> launching_;          // words of call sites in programs that are being launched
   std::vector<std::unique_ptr<Turn>> free_;  // those that came back last stand last
 };
 

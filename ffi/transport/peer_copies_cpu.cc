@@ -56,8 +56,10 @@ xf::TypeInfo Site::info = xf::MakeTypeInfo<Site>();
 
 template <void (*act)(View<Brought>, Meeting::Finish)>
 static xf::ErrorOr<std::unique_ptr<Site>> MakeSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
-                                                   int64_t chunk_bytes, double timeout_s, std::string_view site) {
-  PeerAttributes attributes = {num_participants, num_lanes, num_home, chunk_bytes, timeout_s, std::string(site)};
+                                                   int64_t chunk_bytes, double timeout_s, std::string_view site,
+                                                   xf::Span<const int64_t> processes) {
+  PeerAttributes attributes =
+      MakePeerAttributes(num_participants, num_lanes, num_home, chunk_bytes, timeout_s, site, processes);
   if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
   return std::make_unique<Site>(std::move(attributes), act);
 }

@@ -1,8 +1,9 @@
-// Peer copies of NVIDIA GPUs of one process: copy engines do them on a stream of their own. They are compiled and run
+// Peer copies of NVIDIA GPUs: copy engines do them on a stream of their own. They are compiled and run
 // on a stand-in for the CUDA runtime; not run on a GPU.
 //
 // The devices of a group meet once: `copy_start` arrives when its tables are on the host, and so all that was computed
 // before them is done; the last to arrive queues the copies of all devices; then all return.
+// Where every rank is a process of its own, each queues the copies into its own memory (`Between`).
 // `copy_join` makes XLA's stream wait for the copies into this device, and for those out of it, so that XLA frees no
 // weights that somebody still reads. A program that fails before its join waits for them when it ends (`Unjoined`).
 #include <cuda_runtime_api.h>
@@ -25,21 +26,25 @@ namespace {
 constexpr size_t kPlaceWords = 2;
 
 xf::ErrorOr<std::unique_ptr<Site>> MakeSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
-                                            int64_t chunk_bytes, double timeout_s, std::string_view site) {
-  PeerAttributes attributes = {num_participants, num_lanes, num_home, chunk_bytes, timeout_s, std::string(site)};
+                                            int64_t chunk_bytes, double timeout_s, std::string_view site,
+                                            xf::Span<const int64_t> processes) {
+  PeerAttributes attributes =
+      MakePeerAttributes(num_participants, num_lanes, num_home, chunk_bytes, timeout_s, site, processes);
   if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
   return std::make_unique<Site>(std::move(attributes));
 }
 
 size_t NumWords(size_t slots) { return kPlaceWords + 2 * slots; }
 
-xf::ErrorOr<std::unique_ptr<Unjoined>> InitializeStart(cudaStream_t stream, PeerIntegers, xf::AnyBuffer wanted,
-                                                       xf::AnyBuffer, xf::RemainingArgs) {
+xf::ErrorOr<std::unique_ptr<Unjoined>> InitializeStart(cudaStream_t stream, Site* site, PeerIntegers,
+                                                       xf::AnyBuffer wanted, xf::AnyBuffer, xf::RemainingArgs) {
+  if (const Outcome outcome = site->Prepare(); outcome.failure) return xf::Unexpected(ToError(outcome));
+  const size_t words = NumWords(wanted.element_count());
   Gpu* gpu = nullptr;
   Status bad = Gpu::Current(&gpu);
-  if (!bad) bad = gpu->Prepare(NumWords(wanted.element_count()));
+  if (!bad) bad = gpu->Prepare(words);
   if (bad) return xf::Unexpected(ToError(bad));
-  return std::make_unique<Unjoined>(stream);
+  return std::make_unique<Unjoined>(stream, gpu, words);
 }
 
 // ---- start -------------------------------------------------------------------------
@@ -104,16 +109,17 @@ xf::Error StartHandler(cudaStream_t stream, xf::RunId run, int32_t device, Site*
   const auto begun = std::make_shared<Begun>(run.run_id, TicketOf(device, addresses), addresses);
   brought.begun = begun;
   // Before anything is queued that outlasts this call.
+  site->Begin(begun.get());
   unjoined->Add(begun);
   const Outcome fetched = Fetch(stream, *site, place, ticket, &brought);
   if (fetched.failure) {
     begun->fetching = brought.turn;
     // Who it would have come as was in what was to be fetched.
-    begun->End(site->Fail(run.run_id, fetched));
+    site->Fail(begun.get(), fetched);
     return ToError(begun->Wait());
   }
   const Arrival who = ArrivalOf(run, device, brought.turn->host);
-  site->meeting.Arrive(who, std::move(brought), Ok(), [begun](const Outcome& how) { begun->End(how); });
+  site->Meet(who, std::move(brought), Ok());
   // This blocks XLA's launching thread until all devices of the group have come. A future would not help: XLA waits at
   // once for that of a handler on a GPU. The handler must return only when the copies are queued, because `copy_join`
   // needs their events.
@@ -132,7 +138,9 @@ Status Join(cudaStream_t stream, int64_t run_id, int32_t device, const Addresses
         "slots are not the buffers of a start in this run that was not joined yet; expected `join` in the "
         "computation of its `start`");
   }
-  return begun->JoinOn(stream);
+  Status bad = begun->JoinOn(stream);
+  if (!bad && begun->between != nullptr) bad = begun->between->WhyReleased("copies of expert weights", begun->number);
+  return bad;
 }
 
 xf::Error JoinHandler(cudaStream_t stream, xf::RunId run, int32_t device, PeerIntegers ticket,
@@ -161,6 +169,7 @@ XLA_FFI_DEFINE_HANDLER(kMakeSite, MakeSite, BindPeerSite());
 XLA_FFI_DEFINE_HANDLER(kInitializeStart, InitializeStart,
                        xf::Ffi::BindInitialize()
                            .Ctx<xf::PlatformStream<cudaStream_t>>()
+                           .Ctx<xf::State<Site>>()
                            .Arg<PeerIntegers>()   // place [2]
                            .Arg<xf::AnyBuffer>()  // wanted [R, P]
                            .Arg<xf::AnyBuffer>()  // relay [R, P]

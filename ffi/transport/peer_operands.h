@@ -35,6 +35,9 @@ struct PeerAttributes {
   int64_t chunk_bytes;
   double timeout_s;
   std::string site;
+  // Of each participant of each group, one group after the other, where every participant is a process of its own;
+  // empty where all are devices of this process.
+  std::vector<int64_t> processes;
 
   RendezvousOptions Options() const {
     return {site, num_participants, num_lanes, std::chrono::duration<double>(timeout_s)};
@@ -48,7 +51,20 @@ inline auto BindPeerSite() {
       .Attr<int64_t>("num_home")
       .Attr<int64_t>("chunk_bytes")
       .Attr<double>("timeout_s")
-      .Attr<std::string_view>("site");
+      .Attr<std::string_view>("site")
+      .Attr<xf::Span<const int64_t>>("processes");
+}
+
+inline PeerAttributes MakePeerAttributes(int64_t num_participants, int64_t num_lanes, int64_t num_home,
+                                         int64_t chunk_bytes, double timeout_s, std::string_view site,
+                                         xf::Span<const int64_t> processes) {
+  return {num_participants,
+          num_lanes,
+          num_home,
+          chunk_bytes,
+          timeout_s,
+          std::string(site),
+          std::vector<int64_t>(processes.begin(), processes.end())};
 }
 
 inline Status CheckAttributes(const PeerAttributes& attributes) {
@@ -58,7 +74,12 @@ inline Status CheckAttributes(const PeerAttributes& attributes) {
     return Refuse("num_home is ", attributes.num_home, "; expected at most ", std::numeric_limits<int32_t>::max());
   }
   if (attributes.chunk_bytes < 1) return Refuse("chunk_bytes is ", attributes.chunk_bytes, "; expected at least 1");
-  return CheckOptions(attributes.Options());
+  if (Status bad = CheckOptions(attributes.Options())) return bad;
+  if (attributes.processes.size() % static_cast<size_t>(attributes.num_participants) != 0) {
+    return Refuse("processes has ", attributes.processes.size(), " entries; expected a multiple of the ",
+                  attributes.num_participants, " participants");
+  }
+  return Ok();
 }
 
 // place: [2], the participant and its group.

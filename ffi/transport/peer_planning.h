@@ -85,9 +85,11 @@ inline Status CheckRowKinds(int64_t num_row_kinds) {
 template <typename PostSite>
 xf::ErrorOr<std::unique_ptr<PostSite>> MakePostSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
                                                     int64_t chunk_bytes, double timeout_s, std::string_view site,
-                                                    int64_t plan_size, int64_t num_kinds, int64_t num_row_kinds,
-                                                    std::string_view planner, xf::Dictionary options) {
-  PeerAttributes attributes = {num_participants, num_lanes, num_home, chunk_bytes, timeout_s, std::string(site)};
+                                                    xf::Span<const int64_t> processes, int64_t plan_size,
+                                                    int64_t num_kinds, int64_t num_row_kinds, std::string_view planner,
+                                                    xf::Dictionary options) {
+  PeerAttributes attributes =
+      MakePeerAttributes(num_participants, num_lanes, num_home, chunk_bytes, timeout_s, site, processes);
   if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
   if (Status bad = CheckPlanSize(plan_size)) return xf::Unexpected(ToError(bad));
   if (Status bad = CheckRowKinds(num_row_kinds)) return xf::Unexpected(ToError(bad));

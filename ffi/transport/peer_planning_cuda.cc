@@ -128,7 +128,7 @@ Status Plan(Post* post) {
 // Something failed before this device knew as whom it would come: that is in what was to be fetched.
 void Abandon(Post* post, const Outcome& outcome) {
   post->begun->fetching = post->turn;
-  post->begun->End(post->site->Fail(post->run.run_id, outcome));
+  post->site->Fail(post->begun.get(), outcome);
 }
 
 void PlanAndMeet(const Posted& post) {
@@ -137,9 +137,7 @@ void PlanAndMeet(const Posted& post) {
   // It arrives with a refusal too, so that nobody waits for this device.
   Status refusal = Plan(post.get());
   const Arrival who = ArrivalOf(post->run, post->device, post->turn->host);
-  // The share shows the tables of the post, which lives until the meeting is over.
-  post->site->meeting.Arrive(who, {post->share, post->turn, post->begun}, std::move(refusal),
-                             [post](const Outcome& how) { post->begun->End(how); });
+  post->site->Meet(who, {post->share, post->turn, post->begun, post}, std::move(refusal));
 }
 
 // ---- post --------------------------------------------------------------------------
@@ -219,12 +217,18 @@ xf::Error PostHandler(cudaStream_t stream, xf::RunId run, int32_t device, PostSi
   const Addresses slots = AddressesOf(arrays.slots);
   post->begun = std::make_shared<Begun>(run.run_id, TicketOf(device, slots), slots);
   // Before anything is queued that outlasts this call.
+  site->site->Begin(post->begun.get());
   unjoined->Add(post->begun);
   if (Status bad = StartPost(stream, place, ticket, arrays, site->plan_size, post.get())) {
     Abandon(post.get(), {bad, false});
     return ToError(post->begun->Wait());
   }
   OpenPosts().OpenAs(run.run_id, post->begun->ticket, post);
+  // What was posted keeps pinned memory.
+  post->begun->forget = [run_id = run.run_id, ticket = post->begun->ticket] {
+    Posted open;
+    static_cast<void>(OpenPosts().Close(run_id, ticket, &open));
+  };
   Copiers::Of(device).Enqueue([post] { PlanAndMeet(post); });
   return xf::Error::Success();
 }
@@ -232,6 +236,7 @@ xf::Error PostHandler(cudaStream_t stream, xf::RunId run, int32_t device, PostSi
 xf::ErrorOr<std::unique_ptr<Unjoined>> InitializePost(cudaStream_t stream, PostSite* site, PeerIntegers,
                                                       xf::RemainingArgs args, xf::ResultBuffer<xf::S32>,
                                                       xf::RemainingRets rets) {
+  if (const Outcome outcome = site->site->Prepare(); outcome.failure) return xf::Unexpected(ToError(outcome));
   PostedArrays arrays;
   if (Status bad = SortPostedArrays(args, rets, site->num_kinds, &arrays)) return xf::Unexpected(ToError(bad));
   size_t words = kPlaceWords + site->plan_size;
@@ -240,7 +245,7 @@ xf::ErrorOr<std::unique_ptr<Unjoined>> InitializePost(cudaStream_t stream, PostS
   Status bad = Gpu::Current(&gpu);
   if (!bad) bad = gpu->Prepare(words);
   if (bad) return xf::Unexpected(ToError(bad));
-  return std::make_unique<Unjoined>(stream);
+  return std::make_unique<Unjoined>(stream, gpu, words);
 }
 
 // ---- plan and copy -------------------------------------------------------------------

@@ -20,31 +20,29 @@ Status CopyOneByOne(const std::vector<void*>& to, const std::vector<const void*>
   return Ok();
 }
 
+// Sources may be read only when the stream gets here, because what writes them is ordered before by events alone. The
+// attribute has no default: without it the call is refused.
+constexpr int kSourceOrderStream = 1;
+// This is a hint: copy engines leave the multiprocessors to the GEMMs that run beside the copies.
+constexpr unsigned kPreferOverlap = 1;
+
+// The batch has no order inside, which is fine: no piece of a task writes what another one writes or reads.
 Status CopyBatch(std::vector<void*> to, std::vector<const void*> from, std::vector<size_t> sizes, cudaStream_t stream) {
   if (to.empty()) return Ok();
-#if CUDART_VERSION >= 12080
-  cudaMemcpyAttributes attributes = {};
-  // Sources may be read only when the stream gets here, because what writes them is ordered before by events alone. The
-  // attribute has no default: without it the call is refused.
-  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-  // This is a hint: copy engines leave the multiprocessors to the GEMMs that run beside the copies. The batch has no
-  // order inside, which is fine: no piece of a task writes what another one writes or reads.
-  attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
-  size_t first = 0;
-#if CUDART_VERSION >= 13000
-  const cudaError_t error =
-      cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), to.size(), &attributes, &first, size_t{1}, stream);
-#else
-  // The first form of the call wrote to none of its arrays either, and told which copy it refused.
-  size_t refused = 0;
-  const cudaError_t error = cudaMemcpyBatchAsync(to.data(), const_cast<void**>(from.data()), sizes.data(), to.size(),
-                                                 &attributes, &first, size_t{1}, &refused, stream);
-#endif
-  if (error != cudaErrorNotSupported && error != cudaErrorCallRequiresNewerDriver) {
-    return Cuda(error, "cudaMemcpyBatchAsync");
-  }
-  static_cast<void>(cudaGetLastError());  // forget it: copies go one by one
-#endif
+  const DriverCalls& driver = DriverCalls::Get();
+  if (driver.CheckBatches()) return CopyOneByOne(to, from, sizes, stream);
+  BatchAttributes attributes = {kSourceOrderStream, {}, kPreferOverlap};
+  size_t first = 0, refused = 0;
+  // Addresses are numbers for the driver, of the same size. It writes to none of the arrays.
+  static_assert(sizeof(CUdeviceptr) == sizeof(void*));
+  auto* const targets = reinterpret_cast<CUdeviceptr*>(to.data());
+  auto* const sources = reinterpret_cast<CUdeviceptr*>(from.data());
+  const CUresult result =
+      driver.memcpy_batch != nullptr
+          ? driver.memcpy_batch(targets, sources, sizes.data(), to.size(), &attributes, &first, 1, stream)
+          : driver.memcpy_batch_first(targets, sources, sizes.data(), to.size(), &attributes, &first, 1, &refused,
+                                      stream);
+  if (result != CUDA_ERROR_NOT_SUPPORTED) return driver.Error(result, "cuMemcpyBatchAsync");
   return CopyOneByOne(to, from, sizes, stream);
 }
 
@@ -86,24 +84,8 @@ class Queue {
       if (piece.source != PeerSource::kNothing) reads_.insert({reader, table_.participant(piece.from_rank)});
     }
     for (const size_t before : task.after) MOE_LB_CUDA(cudaStreamWaitEvent(stream, done_[before], 0));
-    if (Status bad = Copy(task, stream)) return bad;
+    if (Status bad = QueueTask(table_, task, stream)) return bad;
     return needed_[index] ? Record(index, to) : Ok();
-  }
-
-  Status Copy(const PeerTask& task, cudaStream_t stream) const {
-    std::vector<void*> to;
-    std::vector<const void*> from;
-    std::vector<size_t> sizes;
-    for (const PeerPiece& piece : task.pieces) {
-      if (piece.source == PeerSource::kNothing) {
-        MOE_LB_CUDA(cudaMemsetAsync(table_.To(task, piece), 0, piece.size, stream));
-        continue;
-      }
-      to.push_back(table_.To(task, piece));
-      from.push_back(table_.From(piece));
-      sizes.push_back(piece.size);
-    }
-    return CopyBatch(std::move(to), std::move(from), std::move(sizes), stream);
   }
 
   Status Record(size_t index, const Brought& to) {
@@ -159,6 +141,22 @@ void WaitForAll(View<Brought> brought) {
 }
 
 }  // namespace
+
+Status QueueTask(const PeerTable& table, const PeerTask& task, cudaStream_t stream) {
+  std::vector<void*> to;
+  std::vector<const void*> from;
+  std::vector<size_t> sizes;
+  for (const PeerPiece& piece : task.pieces) {
+    if (piece.source == PeerSource::kNothing) {
+      MOE_LB_CUDA(cudaMemsetAsync(table.To(task, piece), 0, piece.size, stream));
+      continue;
+    }
+    to.push_back(table.To(task, piece));
+    from.push_back(table.From(piece));
+    sizes.push_back(piece.size);
+  }
+  return CopyBatch(std::move(to), std::move(from), std::move(sizes), stream);
+}
 
 void Copy(View<Brought> brought, const Meeting::Finish& finish) {
   // Each device is made current in its turn. The thread may be XLA's, which expects its own device afterwards.

@@ -32,9 +32,14 @@ Status Begun::JoinOn(cudaStream_t stream) {
   };
   for (const std::shared_ptr<Turn>& turn : turns) wait(turn->copied);
   turns.clear();
+  for (const size_t reader : readers) {
+    const Status failed = between->WaitForReader(stream, number, reader);
+    if (!bad) bad = failed;
+  }
   if (fetching != nullptr) {
     // A fetch that nobody waited for still reads the program's buffers. Its record may be what failed.
-    bad = Cuda(cudaEventRecord(fetching->tables.get(), fetching->gpu->fetches()), "cudaEventRecord");
+    const Status failed = Cuda(cudaEventRecord(fetching->tables.get(), fetching->gpu->fetches()), "cudaEventRecord");
+    if (!bad) bad = failed;
     wait(fetching->tables);
     fetching = nullptr;
   }
@@ -69,12 +74,14 @@ void Unjoined::Add(const std::shared_ptr<Begun>& begun) {
 }
 
 Unjoined::~Unjoined() {
+  gpu_->Launched(words_);
   for (const std::shared_ptr<Begun>& begun : begun_) {
     if (begun->is_joined()) continue;
     // Until then another device may still queue copies into this one.
     static_cast<void>(begun->Wait());
     // An error here means that the device runs nothing any more, so nothing is left to wait for.
     static_cast<void>(begun->JoinOn(stream_));
+    if (begun->forget) begun->forget();
     std::shared_ptr<Begun> open;
     static_cast<void>(OpenTickets().Close(begun->run_id, begun->ticket, &open));
   }
@@ -85,9 +92,30 @@ Unjoined::~Unjoined() {
 xf::TypeId Site::id = {};
 xf::TypeInfo Site::info = xf::MakeTypeInfo<Site>();
 
-Outcome Site::Fail(int64_t run_id, Outcome outcome) {
-  meeting.FailRun(run_id, outcome);
-  return {At(attributes.site, *outcome.failure), outcome.timed_out};
+Outcome Site::Prepare() {
+  if (attributes.processes.empty() || between.load() != nullptr) return {};
+  Between* found = nullptr;
+  const Outcome outcome = Between::Of(attributes, &found);
+  if (!outcome.failure) between = found;
+  return outcome;
+}
+
+void Site::Begin(Begun* begun) const {
+  begun->between = between;
+  if (begun->between != nullptr) begun->number = begun->between->Next();
+}
+
+void Site::Meet(const Arrival& who, Brought brought, Status refusal) {
+  const std::shared_ptr<Begun> begun = brought.begun;
+  if (begun->between != nullptr) return begun->End(begun->between->Meet(attributes, brought, refusal));
+  meeting.Arrive(who, std::move(brought), std::move(refusal), [begun](const Outcome& how) { begun->End(how); });
+}
+
+void Site::Fail(Begun* begun, Outcome outcome) {
+  const Outcome named = {At(attributes.site, *outcome.failure), outcome.timed_out};
+  if (begun->between != nullptr) return begun->End(begun->between->Fail(begun->number, named, begun));
+  meeting.FailRun(begun->run_id, outcome);
+  begun->End(named);
 }
 
 Outcome WaitForHost(const Turn& turn, const PeerAttributes& attributes, int64_t device) {

@@ -1,15 +1,18 @@
-// Where GPUs of one process meet to copy weights: what all calls that copy share.
+// Where GPUs meet to copy weights: what all calls that copy share.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "ffi/transport/between_cuda.h"
 #include "ffi/transport/gpu_cuda.h"
 #include "ffi/transport/peer_operands.h"
 #include "ffi/transport/peer_tickets.h"
@@ -36,6 +39,12 @@ struct Begun {
   // Those whose `copied` this device must wait for. The last to arrive fills them in, before `End`. They come round
   // again only when all devices that wait for them have joined.
   std::vector<std::shared_ptr<Turn>> turns;
+  // Of a call between processes, numbered when the program comes to it; and the ranks that copy from this one.
+  Between* between = nullptr;
+  uint32_t number = 0;
+  std::vector<size_t> readers;
+  // Forgets the call where others look for it; for a program that fails in between.
+  std::function<void()> forget = nullptr;
   // Whose tables the host has not waited for to the end, because something failed; set before `End`.
   std::shared_ptr<Turn> fetching;
 
@@ -62,7 +71,8 @@ class Unjoined {
   static xf::TypeId id;
   static xf::TypeInfo info;
 
-  explicit Unjoined(cudaStream_t stream) : stream_(stream) {}
+  // words: for which `gpu` was prepared.
+  Unjoined(cudaStream_t stream, Gpu* gpu, size_t words) : stream_(stream), gpu_(gpu), words_(words) {}
   ~Unjoined();
   Unjoined(const Unjoined&) = delete;
   Unjoined& operator=(const Unjoined&) = delete;
@@ -71,6 +81,8 @@ class Unjoined {
 
  private:
   const cudaStream_t stream_;
+  Gpu* const gpu_;
+  const size_t words_;
   std::vector<std::shared_ptr<Begun>> begun_;
 };
 
@@ -79,12 +91,16 @@ struct Brought {
   PeerShare share;
   std::shared_ptr<Turn> turn;
   std::shared_ptr<Begun> begun;
+  std::shared_ptr<void> owner = nullptr;  // of the tables that the share shows, where that is not the turn
 };
 
 using Meeting = Rendezvous<Brought>;
 
 // What the devices meet for: queues the copies of all of them.
 void Copy(View<Brought> brought, const Meeting::Finish& finish);
+
+// Queues one task on the copy stream of the device that receives it, which must be current.
+Status QueueTask(const PeerTable& table, const PeerTask& task, cudaStream_t stream);
 
 // One per call site of an executable.
 struct Site {
@@ -93,11 +109,19 @@ struct Site {
 
   explicit Site(PeerAttributes given) : attributes(std::move(given)), meeting(attributes.Options(), Copy) {}
 
-  // A device has failed before it knew as whom it would come: nobody waits for it. Returns the outcome, for itself.
-  Outcome Fail(int64_t run_id, Outcome outcome);
+  // For the initialize stage: where ranks are processes of their own, finds the others.
+  Outcome Prepare();
+  // On the thread that launches the program, where all that is refused is refused alike on all devices.
+  void Begin(Begun* begun) const;
+
+  // Meets the other devices. `begun` ends with the outcome, now or later.
+  void Meet(const Arrival& who, Brought brought, Status refusal);
+  // A device has failed before it knew as whom it would come: nobody waits for it, and `begun` ends.
+  void Fail(Begun* begun, Outcome outcome);
 
   const PeerAttributes attributes;
   Meeting meeting;
+  std::atomic<Between*> between{nullptr};  // null: all are devices of this process
 };
 
 // Waits until the device has brought to the host what `turn->tables` stands for, which takes microseconds unless the

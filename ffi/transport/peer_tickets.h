@@ -27,7 +27,8 @@ class PeerTickets {
     return ticket;
   }
 
-  // Under a number of the caller's choice; an open ticket of that number is replaced.
+  // Under a number of the caller's choice; an open ticket of that number is replaced. Under a negative one, which
+  // several may have at once, they are closed in the order in which they were opened.
   void OpenAs(int64_t run_id, int64_t ticket, Note note) {
     const std::lock_guard<std::mutex> lock(mutex_);
     // The number is used only to tell how old a run is.
@@ -44,8 +45,9 @@ class PeerTickets {
                     "joined yet");
     }
     auto& notes = run->second.notes;
-    *note = std::move(notes.at(ticket));
-    notes.erase(ticket);
+    const auto first = notes.lower_bound(ticket);
+    *note = std::move(first->second);
+    notes.erase(first);
     if (notes.empty()) runs_.erase(run);
     return Ok();
   }
@@ -60,14 +62,15 @@ class PeerTickets {
  private:
   struct Run {
     int64_t first = 0;
-    std::map<int64_t, Note> notes;
+    std::multimap<int64_t, Note> notes;
   };
 
   void Insert(int64_t run_id, int64_t ticket, Note note) {
     Run& run = runs_[run_id];
     // Run ids are in no order that could be relied on, so a run is as old as its first ticket.
     if (run.notes.empty()) run.first = last_;
-    run.notes.insert_or_assign(ticket, std::move(note));
+    if (ticket >= 0) run.notes.erase(ticket);
+    run.notes.emplace(ticket, std::move(note));
     if (runs_.size() > kMaxRuns) DropOldest();
   }
 

@@ -40,9 +40,21 @@ void ANumberOfOnesOwnReplacesTheOldTicket() {
   EXPECT_EQ(note, 8);
 }
 
+void TicketsWithoutAnAddressAreClosedInTheirOrder() {
+  Tickets tickets;
+  tickets.OpenAs(1, -1, 7);
+  tickets.OpenAs(1, -1, 8);
+  for (const int expected : {7, 8}) {
+    int note = 0;
+    EXPECT(!tickets.Close(1, -1, &note));
+    EXPECT_EQ(note, expected);
+  }
+}
+
 }  // namespace
 
 int main() {
+  TicketsWithoutAnAddressAreClosedInTheirOrder();
   ANumberOfOnesOwnReplacesTheOldTicket();
   ATicketIsGoodOnceAndInItsRunOnly();
   TicketsOfFailedRunsDoNotPileUp();

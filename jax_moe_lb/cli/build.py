@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 import jax
 
@@ -33,7 +34,15 @@ def _state(module: str, how_to_build: str) -> str:
     if module == _custom_calls.PLANNING_MODULE:
         return "built"
     state, reason = _registrations_state(loaded.registrations()), _custom_calls.why_unusable(module)
-    return state if reason is None else f"{state}; not used: {reason}"
+    if reason is not None:
+        return f"{state}; not used: {reason}"
+    return "; ".join([state, *_lacks(loaded)])
+
+
+def _lacks(module: ModuleType) -> list[str]:
+    # What a driver may lack, and the module then does without.
+    asked = (getattr(module, name, None) for name in ("why_not_batched", "why_not_between_processes"))
+    return [reason for ask in asked if ask is not None and (reason := ask()) is not None]
 
 
 def _registrations_state(registrations: dict) -> str:

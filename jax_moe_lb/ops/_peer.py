@@ -34,6 +34,8 @@ class Route:
             default: all of them.
         reach: whether ranks of a domain reach each other's memory, as devices of one process do. `None`, the default:
             if there is one process only. Where they do not, XLA's collectives copy.
+        processes: the process of each rank of each group, one group after the other, where ranks of a domain reach each
+            other's memory although each is a process of its own, on GPUs of one machine; else empty.
     """
 
     axis_name: Axes
@@ -42,6 +44,7 @@ class Route:
     chunk_bytes: int = 1 << 20
     domain: int | None = None
     reach: bool | None = None
+    processes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s <= 1e6:
@@ -73,7 +76,12 @@ class Pending:
 
 
 def native_platforms(route: Route) -> tuple[str, ...]:
-    """Names the platforms on which custom calls copy: all where ranks reach each other's memory, else none."""
+    """Names the platforms on which custom calls copy: all where ranks reach each other's memory, else none.
+
+    Between processes only GPUs reach it.
+    """
+    if route.processes:
+        return ("cuda",)
     reach = jax.process_count() == 1 if route.reach is None else route.reach
     return tuple(MODULES) if reach else ()
 
@@ -131,6 +139,7 @@ def attributes(num_home: int, route: Route) -> dict[str, Any]:
         "chunk_bytes": route.chunk_bytes,
         "timeout_s": np.float64(route.timeout_s),
         "site": route.site,
+        "processes": np.array(route.processes, np.int64),
     }
 
 

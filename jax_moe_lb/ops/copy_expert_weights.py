@@ -130,8 +130,9 @@ def add_at_home(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, rout
         return add_reference(sums, slots, wanted, num_home, route)
 
     platforms = native_platforms(route)
-    elsewhere = partial(by_platform, native=on_cuda, reference=reference, platforms=platforms[1:])
-    return by_platform(wanted, sums, slots, native=on_cpu, reference=elsewhere, platforms=platforms[:1])
+    cpu, cuda = (tuple(name for name in platforms if name == platform) for platform in ("cpu", "cuda"))
+    elsewhere = partial(by_platform, native=on_cuda, reference=reference, platforms=cuda)
+    return by_platform(wanted, sums, slots, native=on_cpu, reference=elsewhere, platforms=cpu)
 
 
 def add_pulled(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:

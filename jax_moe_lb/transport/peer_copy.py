@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Int
 
+from jax_moe_lb._neighbours import can_copy
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops._peer import Pending, Route
 from jax_moe_lb.ops.arrivals import Wanted
@@ -23,8 +24,9 @@ class PeerCopy(Replicate):
     weights travel in one call; `ops/copy_expert_weights.py` says how. Copies equal those of `Gather`. Gradients are
     added by rank, then by slot.
 
-    It works where the ranks of a domain are devices of one process, of one for the whole group or of one for each node.
-    Elsewhere, and where the custom calls were not built, it is `Gather`, and `plan.relay` changes nothing.
+    It works where the ranks of a domain are devices of one process, of one for the whole group or of one for each node;
+    and on GPUs where they are processes of one machine with one GPU each, whose memory CUDA can share. Elsewhere, and
+    where the custom calls were not built, it is `Gather`, and `plan.relay` changes nothing.
 
     Args:
         timeout_s: how long ranks wait for one that does not come, in seconds, before all stop with an error that
@@ -69,7 +71,10 @@ class PeerCopy(Replicate):
         together, domain = topology.ranks_per_process, topology.ranks_per_domain
         inside = None if together is None or together == topology.num_ranks else domain
         reach = None if together is None else together % domain == 0
-        return Route(topology.expert_axes, self.site, self.timeout_s, self.chunk_bytes, inside, reach)
+        # Asked of the other processes the first time, which trace the same program.
+        apart = reach is False and topology.processes and can_copy(topology.processes, domain)
+        processes = topology.processes if apart else ()
+        return Route(topology.expert_axes, self.site, self.timeout_s, self.chunk_bytes, inside, reach, processes)
 
     def again(self) -> "PeerCopy":
         """Returns the same under another name: messages then say in which pass ranks wait."""

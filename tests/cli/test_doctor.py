@@ -190,6 +190,18 @@ def test_custom_calls_that_the_driver_cannot_run_are_not_used(monkeypatch):
     assert not greedy.implementation.startswith("custom call")
 
 
+def test_what_the_driver_lacks_is_named(monkeypatch):
+    module = ModuleType("jax_moe_lb._some_driver")
+    module.__spec__ = ModuleSpec(module.__name__, None)
+    module.registrations = _ffi.registrations
+    module.why_unusable = module.why_not_between_processes = lambda: None
+    module.why_not_batched = lambda: "the driver here has no cuMemcpyBatchAsync"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(_custom_calls.MODULES, "cuda", module.__name__)
+    assert _custom_calls.is_built("cuda")
+    assert build_states()[module.__name__].endswith("; the driver here has no cuMemcpyBatchAsync")
+
+
 def test_a_build_against_newer_headers_is_named(monkeypatch):
     assert "build it again" not in build_states()["jax_moe_lb._ffi"]
     assert _ffi.registrations()["api_version"] <= newest_api_version()

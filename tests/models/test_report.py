@@ -27,7 +27,7 @@ def test_report_states_the_result(trained_run):
     for word in (
         "commit",
         "experts that no token chose",
-        "eplb_plus",
+        "eplb plus",
         "replication",
         "unigram entropy [nats]",
         "learning rate",

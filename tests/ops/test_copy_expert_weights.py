@@ -512,6 +512,27 @@ def test_lowering_for_cuda():
     assert "command_buffer" not in text
 
 
+def test_lowering_for_processes_of_one_machine():
+    route = Route(("expert",), timeout_s=20.0, reach=False, processes=tuple(range(RANKS)))
+
+    def gradient(home, wanted, target):
+        return jax.vjp(lambda h: copy_expert_weights(h, wanted, route=route), home)[1](target)[0]
+
+    run = over_ranks(gradient, (SPEC, ALL, SPEC))
+    home = jax.tree.map(lambda h: jax.ShapeDtypeStruct(h.shape, jnp.bfloat16), weights())
+    target = jax.tree.map(lambda h: jax.ShapeDtypeStruct((RANKS * SLOTS, *h.shape[1:]), jnp.bfloat16), home)
+    traced = run.trace(home, jax.ShapeDtypeStruct((RANKS, SLOTS), jnp.int32), target)
+    # CPUs have no memory that processes share.
+    assert "moe_lb_copy" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "moe_lb_copy_sum" not in text
+    assert ("@moe_lb_copy_start" in text) == is_built("cuda")
+    if is_built("cuda"):
+        assert text.count(f"[{', '.join(map(str, range(RANKS)))}]> : tensor<{RANKS}xi64>") == text.count(
+            "@moe_lb_copy_start"
+        )
+
+
 # ---- the benchmark --------------------------------------------------------------------
 
 

@@ -47,7 +47,15 @@ HandlerRegistration CudaHandler(const std::string& name) {
   std::abort();
 }
 
-Gpu::Gpu(int32_t ordinal, int cuda_device) : ordinal_(ordinal), cuda_device_(cuda_device) {
+namespace {
+
+constexpr size_t kSharedBytes = 1 << 20;
+
+}  // namespace
+
+Gpu::Gpu(int32_t ordinal, int cuda_device, std::optional<MemoryKind> shared)
+    : ordinal_(ordinal), cuda_device_(cuda_device), kind_(shared) {
+  if (kind_) shared_ = NewAllocation(kSharedBytes, *kind_);
   static_cast<void>(cudaSetDevice(cuda_device));
   static_cast<void>(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
 }
@@ -56,6 +64,24 @@ Gpu::~Gpu() {
   Synchronize(stream_);
   static_cast<void>(cudaStreamDestroy(stream_));
   for (void* memory : all_) std::free(memory);
+  if (kind_) FreeAllocation(shared_);
+}
+
+void* Gpu::Allocate(size_t size) {
+  if (!kind_) {
+    all_.push_back(std::malloc(size));
+    return all_.back();
+  }
+  char* const at = shared_.begin + used_;
+  used_ += (size + 63) / 64 * 64;
+  if (used_ > shared_.size) std::abort();  // more than tests need
+  return at;
+}
+
+void Gpu::ReallocateShared() {
+  char* const at = shared_.begin;
+  FreeAllocation(shared_);
+  shared_ = NewAllocation(kSharedBytes, *kind_, at);
 }
 
 DeviceArray Gpu::New(XLA_FFI_DataType dtype, std::vector<int64_t> dims) {
@@ -64,8 +90,7 @@ DeviceArray Gpu::New(XLA_FFI_DataType dtype, std::vector<int64_t> dims) {
   if (array.size_bytes() == 0) return array;
   std::vector<void*>& free = free_[array.size_bytes()];
   if (free.empty()) {
-    all_.push_back(std::malloc(array.size_bytes()));
-    free.push_back(all_.back());
+    free.push_back(Allocate(array.size_bytes()));
   }
   array.data = free.back();
   free.pop_back();

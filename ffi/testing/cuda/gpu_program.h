@@ -7,9 +7,11 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "ffi/testing/cuda/memory.h"
 #include "ffi/testing/fake_xla.h"
 
 namespace moe_lb::testing {
@@ -19,13 +21,17 @@ namespace moe_lb::testing {
 class Gpu {
  public:
   // ordinal: XLA's number of the device; cuda_device: CUDA's, the same for logical devices that share a GPU.
-  Gpu(int32_t ordinal, int cuda_device);
+  // With memory that other processes can map, if `shared` says so.
+  Gpu(int32_t ordinal, int cuda_device, std::optional<MemoryKind> shared = std::nullopt);
   ~Gpu();
   Gpu(const Gpu&) = delete;
   Gpu& operator=(const Gpu&) = delete;
 
   DeviceArray New(XLA_FFI_DataType dtype, std::vector<int64_t> dims);
   void Free(const DeviceArray& array);
+
+  // Gives all shared memory back and takes as much at the same addresses. No program may run.
+  void ReallocateShared();
 
   int32_t ordinal() const { return ordinal_; }
   int cuda_device() const { return cuda_device_; }
@@ -35,6 +41,11 @@ class Gpu {
   const int32_t ordinal_;
   const int cuda_device_;
   cudaStream_t stream_ = nullptr;
+  void* Allocate(size_t size);
+
+  const std::optional<MemoryKind> kind_;
+  Allocation shared_;  // arrays are cut out of it, as XLA does
+  size_t used_ = 0;
   std::vector<void*> all_;
   std::map<size_t, std::vector<void*>> free_;  // by size, which is exact: sanitizers see every byte beyond
 };

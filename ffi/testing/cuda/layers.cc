@@ -24,7 +24,8 @@ Attributes SiteOf(const LayerShape& shape) {
           {"num_home", Int(shape.home)},
           {"chunk_bytes", Int(40)},
           {"site", Text("layer")},
-          {"timeout_s", Double(shape.timeout_s)}};
+          {"timeout_s", Double(shape.timeout_s)},
+          {"processes", IntArray(shape.processes)}};
 }
 
 unsigned char ByteOf(int64_t run, int64_t expert, size_t kind, size_t i) {
@@ -155,36 +156,61 @@ CopyLayer::CopyLayer(LayerShape shape, bool relays)
       start_(CudaXla(), CudaHandler("moe_lb_copy_start"), SiteOf(shape_)),
       join_(CudaXla(), CudaHandler("moe_lb_copy_join"), {}) {}
 
-Ending CopyLayer::Run(Gpu& gpu, int64_t rank, int64_t run, const Between& between) {
+struct CopyLayer::Copies {
+  int64_t run;
+  std::vector<int32_t> wanted;  // of this rank
+  Weights weights;
+  Invocation* start;
+  Invocation* join;
+};
+
+CopyLayer::Copies CopyLayer::Add(Program& program, int64_t rank, int64_t run) {
   const CopyTables tables = TablesOf(shape_, run, relays_);
+  const Weights weights = WeightsIn(program, shape_);
+  const DeviceArray place = program.New(kS32, {2}), ticket = program.New(kS32, {2});
+  const DeviceArray wanted = program.New(kS32, {shape_.ranks, shape_.slots});
+  const DeviceArray relay = program.New(kS32, {shape_.ranks, shape_.slots});
+  const DeviceArrays operands = Joined({{place, wanted, relay}, weights.home});
+  Invocation& start = program.Add(start_, operands, Joined({{ticket}, weights.slots}));
+  Invocation& join = program.Add(join_, Joined({{ticket}, weights.slots, operands}), weights.slots);
+  program.Launch([=, shape = shape_] {
+    Int32s(place)[0] = static_cast<int32_t>(rank);
+    Int32s(place)[1] = 0;
+    std::copy(tables.wanted.begin(), tables.wanted.end(), Int32s(wanted));
+    std::copy(tables.relay.begin(), tables.relay.end(), Int32s(relay));
+    for (size_t kind = 0; kind < shape.widths.size(); ++kind) WriteHome(shape, weights.home[kind], run, rank, kind);
+  });
+  return {run, RowOf(tables.wanted, rank, shape_.slots), weights, &start, &join};
+}
+
+void CopyLayer::Join(Program& program, const Copies& copies) {
+  program.Execute(*copies.join);
+  Consume(program, shape_, copies.weights, copies.run, copies.wanted, &wrong_);
+}
+
+Ending CopyLayer::Run(Gpu& gpu, int64_t rank, int64_t run, const Between& between) {
   Weights weights;
   Ending ending;
   {
     Program program(gpu, run);
-    weights = WeightsIn(program, shape_);
-    const DeviceArray place = program.New(kS32, {2}), ticket = program.New(kS32, {2});
-    const DeviceArray wanted = program.New(kS32, {shape_.ranks, shape_.slots});
-    const DeviceArray relay = program.New(kS32, {shape_.ranks, shape_.slots});
-    const DeviceArrays operands = Joined({{place, wanted, relay}, weights.home});
-    Invocation& start = program.Add(start_, operands, Joined({{ticket}, weights.slots}));
-    Invocation& join = program.Add(join_, Joined({{ticket}, weights.slots, operands}), weights.slots);
-    program.Launch([=, shape = shape_] {
-      Int32s(place)[0] = static_cast<int32_t>(rank);
-      Int32s(place)[1] = 0;
-      std::copy(tables.wanted.begin(), tables.wanted.end(), Int32s(wanted));
-      std::copy(tables.relay.begin(), tables.relay.end(), Int32s(relay));
-      for (size_t kind = 0; kind < shape.widths.size(); ++kind) WriteHome(shape, weights.home[kind], run, rank, kind);
-    });
-    program.Execute(start);
+    const Copies copies = Add(program, rank, run);
+    weights = copies.weights;
+    program.Execute(*copies.start);
     Wave(program, between);
-    if (!between.fails) {
-      program.Execute(join);
-      Consume(program, shape_, weights, run, RowOf(tables.wanted, rank, shape_.slots), &wrong_);
-    }
+    if (!between.fails) Join(program, copies);
     ending = program.ending();
   }
   if (between.fails) UseMemoryAgain(gpu, weights, &wrong_);
   return ending;
+}
+
+Ending CopyLayer::RunAll(const std::vector<CopyLayer*>& layers, Gpu& gpu, int64_t rank, int64_t run) {
+  Program program(gpu, run);
+  std::vector<Copies> all;
+  for (CopyLayer* const layer : layers) all.push_back(layer->Add(program, rank, run));
+  for (const Copies& copies : all) program.Execute(*copies.start);
+  for (size_t i = 0; i < layers.size(); ++i) layers[i]->Join(program, all[i]);
+  return program.ending();
 }
 
 // ---- post, plan and copy, join -----------------------------------------------------

@@ -19,6 +19,7 @@ struct LayerShape {
   std::vector<int64_t> widths = {96, 24};  // bf16 of an expert, by kind of weights
   int64_t row_width = 0;                   // bf16 of a row that travels beside weights; 0: none do
   double timeout_s = 30;
+  std::vector<int64_t> processes;  // of the ranks; empty: all are devices of this process
 
   int64_t experts() const { return ranks * home; }
 };
@@ -46,10 +47,17 @@ class CopyLayer {
 
   // One execution on one device; how it ended. Values are compared on the GPU's stream.
   Ending Run(Gpu& gpu, int64_t rank, int64_t run, const Between& between = {});
+  // One of a program with several layers, in which all copies are begun before the first is joined.
+  static Ending RunAll(const std::vector<CopyLayer*>& layers, Gpu& gpu, int64_t rank, int64_t run);
 
   int64_t num_wrong() const { return wrong_; }
 
  private:
+  struct Copies;
+
+  Copies Add(Program& program, int64_t rank, int64_t run);
+  void Join(Program& program, const Copies& copies);
+
   const LayerShape shape_;
   const bool relays_;
   CallSite start_;

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "ffi/testing/cuda/calls.h"
 #include "ffi/testing/cuda/stand_in.h"
 #include "ffi/testing/cuda/streams.h"
 
@@ -80,52 +81,6 @@ cudaError_t Fail(cudaError_t error) {
   return error;
 }
 
-cudaError_t Forbidden(cudaError_t error, const std::string& what) {
-  const std::lock_guard<std::mutex> lock(TheState().mutex);
-  TheState().violations.push_back(what);
-  return Fail(error);
-}
-
-// Counts a call, and fails it where a test wants that.
-cudaError_t Enter(const char* name) {
-  if (in_host_function) {
-    return Forbidden(cudaErrorNotPermitted, std::string(name) + " was called by a host function");
-  }
-  Function& function = FunctionOf(name);
-  const int64_t call = function.calls.fetch_add(1, std::memory_order_relaxed);
-  if (call < function.fails_from.load(std::memory_order_relaxed)) return cudaSuccess;
-  if (call >= function.fails_until.load(std::memory_order_relaxed)) return cudaSuccess;
-  return Fail(static_cast<cudaError_t>(function.error.load(std::memory_order_relaxed)));
-}
-
-// Whether an ordering call from here is to be left out.
-bool IsIgnored(const char* function, const void* returns_to) {
-  for (Place& place : TheState().places) {
-    const void* found = place.returns_to.load(std::memory_order_relaxed);
-    if (found == returns_to) break;
-    if (found == nullptr && place.returns_to.compare_exchange_strong(found, returns_to, std::memory_order_relaxed)) {
-      place.function.store(function, std::memory_order_relaxed);
-      break;
-    }
-    if (found == returns_to) break;  // another thread was here first
-  }
-  return TheState().ignored.load(std::memory_order_relaxed) == returns_to;
-}
-
-// CUDA may let all devices finish first, and they may be waiting for this thread.
-void NoteAllocation(const char* name) {
-  if (is_executing) static_cast<void>(Forbidden(cudaSuccess, std::string(name) + " while a program runs"));
-}
-
-bool IsPinned(const void* memory) {
-  const char* const at = static_cast<const char*>(memory);
-  for (const Pinned& pinned : TheState().pinned) {
-    const char* const begin = pinned.begin.load(std::memory_order_relaxed);
-    if (begin != nullptr && begin <= at && at < begin + pinned.size.load(std::memory_order_relaxed)) return true;
-  }
-  return false;
-}
-
 // Nothing is launched while memory is given or taken and all devices are awaited for it.
 class DriverLock {
  public:
@@ -141,6 +96,63 @@ class DriverLock {
 
 void Sleep(int64_t us) {
   if (us > 0) std::this_thread::sleep_for(std::chrono::microseconds(us));
+}
+
+}  // namespace
+
+cudaError_t Forbidden(cudaError_t error, const std::string& what) {
+  const std::lock_guard<std::mutex> lock(TheState().mutex);
+  TheState().violations.push_back(what);
+  return Fail(error);
+}
+
+cudaError_t Enter(const char* name) {
+  if (in_host_function) {
+    return Forbidden(cudaErrorNotPermitted, std::string(name) + " was called by a host function");
+  }
+  Function& function = FunctionOf(name);
+  const int64_t call = function.calls.fetch_add(1, std::memory_order_relaxed);
+  if (call < function.fails_from.load(std::memory_order_relaxed)) return cudaSuccess;
+  if (call >= function.fails_until.load(std::memory_order_relaxed)) return cudaSuccess;
+  return Fail(static_cast<cudaError_t>(function.error.load(std::memory_order_relaxed)));
+}
+
+bool IsIgnored(const char* function, const void* returns_to) {
+  for (Place& place : TheState().places) {
+    const void* found = place.returns_to.load(std::memory_order_relaxed);
+    if (found == returns_to) break;
+    if (found == nullptr && place.returns_to.compare_exchange_strong(found, returns_to, std::memory_order_relaxed)) {
+      place.function.store(function, std::memory_order_relaxed);
+      break;
+    }
+    if (found == returns_to) break;  // another thread was here first
+  }
+  return TheState().ignored.load(std::memory_order_relaxed) == returns_to;
+}
+
+bool IsPinned(const void* memory) {
+  const char* const at = static_cast<const char*>(memory);
+  for (const Pinned& pinned : TheState().pinned) {
+    const char* const begin = pinned.begin.load(std::memory_order_relaxed);
+    if (begin != nullptr && begin <= at && at < begin + pinned.size.load(std::memory_order_relaxed)) return true;
+  }
+  return false;
+}
+
+void AddPinned(void* memory, size_t size) {
+  for (Pinned& pinned : TheState().pinned) {
+    const char* free = nullptr;
+    if (!pinned.begin.compare_exchange_strong(free, static_cast<char*>(memory), std::memory_order_relaxed)) continue;
+    return pinned.size.store(size, std::memory_order_relaxed);
+  }
+  std::abort();  // more allocations than the table has
+}
+
+namespace {
+
+// CUDA may let all devices finish first, and they may be waiting for this thread.
+void NoteAllocation(const char* name) {
+  if (is_executing) static_cast<void>(Forbidden(cudaSuccess, std::string(name) + " while a program runs"));
 }
 
 }  // namespace
@@ -343,46 +355,6 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyK
   return cudaSuccess;
 }
 
-#if CUDART_VERSION >= 12080
-#if CUDART_VERSION >= 13000
-cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* sizes, size_t count,
-                                 cudaMemcpyAttributes* attributes, size_t* firsts, size_t num_attributes,
-                                 cudaStream_t stream) {
-#else
-cudaError_t cudaMemcpyBatchAsync(void** to, void** from, size_t* sizes, size_t count, cudaMemcpyAttributes* attributes,
-                                 size_t* firsts, size_t num_attributes, size_t*, cudaStream_t stream) {
-#endif
-  MOE_LB_ENTER("cudaMemcpyBatchAsync");
-  if (!TheStandIn().batches_are_supported) return Fail(cudaErrorNotSupported);
-  if (stream == nullptr || count == 0 || num_attributes == 0 || num_attributes > count || firsts[0] != 0) {
-    return Forbidden(cudaErrorInvalidValue, "cudaMemcpyBatchAsync with arguments that CUDA refuses");
-  }
-  for (size_t i = 0; i < num_attributes; ++i) {
-    if (attributes[i].srcAccessOrder != cudaMemcpySrcAccessOrderStream) {
-      return Forbidden(cudaErrorInvalidValue, "cudaMemcpyBatchAsync reads its sources before the stream comes to it");
-    }
-  }
-  struct Copy {
-    void* to;
-    const void* from;
-    size_t size;
-  };
-  std::vector<Copy> copies;
-  for (size_t i = 0; i < count; ++i) {
-    if (sizes[i] == 0) return Forbidden(cudaErrorInvalidValue, "cudaMemcpyBatchAsync with a copy of no bytes");
-    copies.push_back({to[i], from[i], sizes[i]});
-  }
-  // A batch has no order inside, so this is one that nobody expects.
-  std::reverse(copies.begin(), copies.end());
-  const DriverLock lock(false);
-  stream->Push([copies = std::move(copies), us = TheStandIn().copy_us] {
-    Sleep(us);
-    for (const Copy& copy : copies) std::memcpy(copy.to, copy.from, copy.size);
-  });
-  return cudaSuccess;
-}
-#endif
-
 cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t stream) {
   MOE_LB_ENTER("cudaMemsetAsync");
   const DriverLock lock(false);
@@ -396,13 +368,8 @@ cudaError_t cudaHostAlloc(void** memory, size_t size, unsigned) {
   const DriverLock lock(true);
   char* const begin = static_cast<char*>(std::malloc(size));
   *memory = begin;
-  for (Pinned& pinned : TheState().pinned) {
-    const char* free = nullptr;
-    if (!pinned.begin.compare_exchange_strong(free, begin, std::memory_order_relaxed)) continue;
-    pinned.size.store(size, std::memory_order_relaxed);
-    return cudaSuccess;
-  }
-  std::abort();  // more allocations than the table has
+  AddPinned(begin, size);
+  return cudaSuccess;
 }
 cudaError_t cudaFreeHost(void* memory) {
   MOE_LB_ENTER("cudaFreeHost");

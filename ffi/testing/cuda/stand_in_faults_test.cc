@@ -4,11 +4,13 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "ffi/common/driver_calls_cuda.h"
 #include "ffi/common/driver_cuda.h"
 #include "ffi/common/testing.h"
 #include "ffi/testing/cuda/layers.h"
@@ -294,9 +296,25 @@ void AnOldDriverIsNamed() {
   TheStandIn().driver_version = CUDART_VERSION;
 }
 
+// What a driver has is asked when the first copy is made, so in a process that has asked nothing yet.
+void ADriverWithoutBatchesIsNamed() {
+  TheStandIn().driver_version = 12040;
+  EXPECT(Has(*moe_lb::DriverCalls::Get().CheckBatches(), "has no cuMemcpyBatchAsync"));
+  EXPECT(!moe_lb::DriverCalls::Get().CheckBetweenProcesses());
+  CopyLayer copies(LayerShape(), true);
+  const auto gpus = Gpus(4);
+  ExpectGoodRun(copies, gpus, 1);
+}
+
 }  // namespace
 
-int main() {
+// "old_driver": that part alone.
+int main(int argc, char** argv) {
+  if (argc > 1) {
+    ADriverWithoutBatchesIsNamed();
+    return 0;
+  }
+  EXPECT(std::system((std::string(argv[0]) + " old_driver").c_str()) == 0);
   AnOldDriverIsNamed();
   {
     CopyLayer copies(LayerShape(), true);
@@ -307,13 +325,13 @@ int main() {
   AnotherHomeIsRefused();
   CopyLayer copies(LayerShape(), true);
   for (const char* const function : {"cudaMemcpyAsync", "cudaEventQuery", "cudaStreamWaitEvent", "cudaMemsetAsync",
-                                     "cudaEventRecord", "cudaMemcpyBatchAsync", "cudaSetDevice"}) {
+                                     "cudaEventRecord", "cuMemcpyBatchAsync", "cudaSetDevice"}) {
     // The program's own calls of cudaSetDevice come first.
     const int64_t own = std::string(function) == "cudaSetDevice" ? 4 : 0;
     OneFailureEndsAll(copies, function, own + 1);
   }
   PlannedLayer planned{LayerShape()};
-  for (const char* const function : {"cudaMemcpyAsync", "cudaStreamWaitEvent", "cudaMemcpyBatchAsync"}) {
+  for (const char* const function : {"cudaMemcpyAsync", "cudaStreamWaitEvent", "cuMemcpyBatchAsync"}) {
     OneFailureEndsAll(planned, function, 1);
   }
   ADeviceThatIsStuckIsNamed<CopyLayer>();

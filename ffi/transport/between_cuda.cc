@@ -1,0 +1,277 @@
+#include "ffi/transport/between_cuda.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "ffi/transport/peer_site_cuda.h"
+
+namespace moe_lb::peer_cuda {
+namespace {
+
+// The processes of this one's group, by rank.
+Status OwnGroup(const PeerAttributes& attributes, int64_t own, std::vector<int64_t>* processes) {
+  const std::vector<int64_t>& all = attributes.processes;
+  const auto found = std::find(all.begin(), all.end(), own);
+  if (found == all.end()) return Refuse("processes do not name process ", own, "; expected all that run the program");
+  const auto size = attributes.num_participants;
+  const auto first = all.begin() + (found - all.begin()) / size * size;
+  processes->assign(first, first + size);
+  return Ok();
+}
+
+class Hash {
+ public:
+  void Add(const void* bytes, size_t size) {
+    for (size_t i = 0; i < size; ++i) value_ = (value_ ^ static_cast<const unsigned char*>(bytes)[i]) * 1099511628211u;
+  }
+  void Add(size_t value) { Add(&value, sizeof value); }
+  void Add(MatrixView<const int32_t> table) {
+    Add(table.rows());
+    Add(table.flat().data(), table.flat().size() * sizeof(int32_t));
+  }
+  uint64_t value() const { return value_; }
+
+ private:
+  uint64_t value_ = 14695981039346656037u;
+};
+
+// Stands for what all must ask alike.
+uint64_t AskedBy(const PeerAttributes& attributes, const PeerShare& share) {
+  Hash hash;
+  hash.Add(attributes.site.data(), attributes.site.size());
+  hash.Add(share.wanted);
+  hash.Add(share.relay);
+  hash.Add(share.first);
+  hash.Add(share.size);
+  for (const size_t rows : {share.weights.rows.row_bytes, share.weights.rows.at_home, share.weights.rows.room}) {
+    hash.Add(rows);
+  }
+  hash.Add(share.weights.num_home);
+  hash.Add(share.weights.chunk_bytes);
+  for (const size_t bytes : share.weights.expert_bytes) hash.Add(bytes);
+  return hash.value();
+}
+
+}  // namespace
+
+// ---- the group ---------------------------------------------------------------------
+
+Between::Between(ProcessGroup* group, int device)
+    : group_(group), device_(device), shared_(&group->neighbours()), mapped_(&group->neighbours()) {}
+
+Outcome Between::Of(const PeerAttributes& attributes, Between** between) {
+  struct All {
+    std::mutex mutex;
+    std::map<ProcessGroup*, Between*> by_group;
+  };
+  // Leaked on purpose, as the groups are.
+  static All* const all = new All;
+  const auto problem = [&](const Status& bad) { return Outcome{At(attributes.site, *bad), false}; };
+  Neighbours& neighbours = Neighbours::OfProcess();
+  std::vector<int64_t> processes;
+  ProcessGroup* group = nullptr;
+  int device = 0;
+  if (Status bad = DriverCalls::Get().CheckBetweenProcesses()) return problem(bad);
+  if (Status bad = OwnGroup(attributes, neighbours.own(), &processes)) return problem(bad);
+  if (Status bad = ProcessGroup::Of(&neighbours, processes, &group)) return problem(bad);
+  if (Status bad = Cuda(cudaGetDevice(&device), "cudaGetDevice")) return problem(bad);
+  if (const Outcome outcome = group->WaitForPages(attributes.site, attributes.timeout_s); outcome.failure) {
+    return outcome;
+  }
+  const std::lock_guard<std::mutex> lock(all->mutex);
+  Between*& found = all->by_group[group];
+  if (found == nullptr) {
+    auto fresh = std::unique_ptr<Between>(new Between(group, device));
+    if (Status bad = fresh->LockPages()) return problem(bad);
+    found = fresh.release();
+  }
+  if (found->device_ != device) {
+    return problem(Refuse("device is ", device, ", and was ", found->device_, " before; expected one GPU a process"));
+  }
+  *between = found;
+  return {};
+}
+
+Status Between::LockPages() {
+  for (size_t rank = 0; rank < group_->size(); ++rank) {
+    void* on_device = nullptr;
+    // Streams can write and await only memory that the device reaches.
+    MOE_LB_CUDA(cudaHostRegister(group_->page(rank), sizeof(SharedCalls), cudaHostRegisterMapped));
+    MOE_LB_CUDA(cudaHostGetDevicePointer(&on_device, group_->page(rank), 0));
+    pages_.push_back(static_cast<CUdeviceptr>(reinterpret_cast<uintptr_t>(on_device)));
+  }
+  return Ok();
+}
+
+CUdeviceptr Between::Word(size_t rank, const std::atomic<uint32_t>& word) const {
+  const auto offset = reinterpret_cast<const char*>(&word) - reinterpret_cast<const char*>(group_->page(rank));
+  return pages_[rank] + static_cast<CUdeviceptr>(offset);
+}
+
+// ---- a call ------------------------------------------------------------------------
+
+Outcome Between::Meet(const PeerAttributes& attributes, const Brought& brought, const Status& refusal) {
+  const uint32_t number = brought.begun->number;
+  std::vector<PeerTask> tasks;
+  std::vector<PeerShare> shares;
+  Outcome outcome = {refusal ? At(attributes.site, *refusal) : Ok(), false};
+  // A thread that plans has made no device its own yet.
+  if (Status bad = Cuda(cudaSetDevice(device_), "cudaSetDevice"); bad && !outcome.failure) outcome = {bad, false};
+  const Outcome ring = group_->WaitForRing(attributes.site, number, attributes.timeout_s);
+  if (!outcome.failure) outcome = ring;
+  if (!outcome.failure) outcome = Prepare(attributes, brought, &tasks, &shares);
+  if (outcome.failure) return Fail(number, outcome, brought.begun.get());
+  const PeerTable table(std::move(shares));
+  // `copy_join` also waits for those that read this rank's weights, as XLA knows nothing of their streams.
+  for (const PeerTask& task : tasks) {
+    const size_t reader = table.participant(task.to_rank);
+    const auto is_own = [&](const PeerPiece& piece) {
+      return piece.source != PeerSource::kNothing && table.participant(piece.from_rank) == group_->own();
+    };
+    auto& readers = brought.begun->readers;
+    if (reader == group_->own() || std::count(readers.begin(), readers.end(), reader) > 0) continue;
+    if (std::any_of(task.pieces.begin(), task.pieces.end(), is_own)) readers.push_back(reader);
+  }
+  outcome = Queue(attributes, brought, table, tasks);
+  // Also after a failure: part of the copies may be queued.
+  if (Status bad = End(brought); bad && !outcome.failure) outcome = {At(attributes.site, *bad), false};
+  if (outcome.failure) brought.begun->readers = group_->ShowFailure(number, outcome);
+  return outcome;
+}
+
+// Up to where all ranks agree on what is copied.
+Outcome Between::Prepare(const PeerAttributes& attributes, const Brought& brought, std::vector<PeerTask>* tasks,
+                         std::vector<PeerShare>* shares) {
+  const uint32_t number = brought.begun->number;
+  const PeerShare& own = brought.share;
+  const auto problem = [&](const Status& bad) { return Outcome{At(attributes.site, *bad), false}; };
+  if (Status bad = PlanTasks(own, tasks)) return problem(bad);
+  Announcement announcement;
+  announcement.asked = AskedBy(attributes, own);
+  if (Status bad = Share(own, &announcement)) return problem(bad);
+  group_->Announce(number, announcement);
+  const Outcome outcome = group_->WaitForAll(attributes.site, number, attributes.timeout_s);
+  if (outcome.failure) return outcome;
+  if (Status bad = MapShares(attributes, brought, *tasks, shares)) return problem(bad);
+  return {};
+}
+
+Status Between::Share(const PeerShare& share, Announcement* announcement) {
+  if (share.home.size() > SharedCall::kMaxKinds) {
+    return Refuse("home has ", share.home.size(), " kinds of weights; expected at most ", SharedCall::kMaxKinds,
+                  " between processes");
+  }
+  std::vector<int64_t> others;
+  for (size_t rank = 0; rank < group_->size(); ++rank) others.push_back(group_->process(rank));
+  for (size_t kind = 0; kind < share.home.size(); ++kind) {
+    SharedArray home, slots;
+    if (Status bad = shared_.Share(share.home[kind], others, &home)) return bad;
+    if (Status bad = shared_.Share(share.slots[kind], others, &slots)) return bad;
+    announcement->home.push_back(home);
+    announcement->slots.push_back(slots);
+  }
+  return Ok();
+}
+
+// Only what this process copies: a rank that it does not copy from does not wait for it, and may have freed what it
+// announced.
+Status Between::MapShares(const PeerAttributes& attributes, const Brought& brought, const std::vector<PeerTask>& tasks,
+                          std::vector<PeerShare>* shares) {
+  shares->assign(group_->size(), brought.share);
+  const PeerTable table(*shares);
+  std::set<std::tuple<size_t, PeerSource, size_t>> read;
+  for (const PeerTask& task : tasks) {
+    if (table.participant(task.to_rank) != group_->own()) continue;
+    for (const PeerPiece& piece : task.pieces) {
+      if (piece.source != PeerSource::kNothing) {
+        read.emplace(table.participant(piece.from_rank), piece.source, piece.kind);
+      }
+    }
+  }
+  for (const auto& [rank, source, kind] : read) {
+    if (rank == group_->own()) continue;
+    const SharedCall& call = group_->call(rank, brought.begun->number);
+    const SharedArray& array = source == PeerSource::kHome ? call.home[kind] : call.slots[kind];
+    const std::byte* here = nullptr;
+    if (Status bad = mapped_.Find(group_->process(rank), array, device_, attributes.timeout_s, &here)) return bad;
+    // The table is of arrays that may be written, and `Queue` writes this process's alone.
+    PeerShare& share = (*shares)[rank];
+    (source == PeerSource::kHome ? share.home : share.slots)[kind] = const_cast<std::byte*>(here);
+  }
+  return Ok();
+}
+
+// All processes go through the tasks of all in the same order, so the first that is not queued never waits for one that
+// will not be.
+Outcome Between::Queue(const PeerAttributes& attributes, const Brought& brought, const PeerTable& table,
+                       const std::vector<PeerTask>& tasks) {
+  const uint32_t number = brought.begun->number;
+  const cudaStream_t stream = brought.turn->gpu->copies();
+  const DriverCalls& driver = DriverCalls::Get();
+  const auto problem = [&](const Status& bad) { return Outcome{At(attributes.site, *bad), false}; };
+  const auto reader = [&](size_t task) { return table.participant(tasks[task].to_rank); };
+  std::vector<bool> is_forwarded(tasks.size(), false);
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    for (const size_t before : tasks[i].after)
+      is_forwarded[before] = is_forwarded[before] || reader(i) != reader(before);
+  }
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    if (reader(i) != group_->own()) continue;
+    for (const size_t before : tasks[i].after) {
+      // Tasks of this process follow each other on its stream.
+      if (reader(before) == group_->own()) continue;
+      const Outcome outcome = WaitForTask(attributes, number, reader(before), before, stream);
+      if (outcome.failure) return outcome;
+    }
+    if (Status bad = QueueTask(table, tasks[i], stream)) return problem(bad);
+    if (!is_forwarded[i]) continue;
+    const CUdeviceptr word = Word(group_->own(), group_->call(group_->own(), number).forwarded);
+    const CUresult written = driver.write_value(stream, word, static_cast<uint32_t>(i + 1), 0);
+    if (Status bad = driver.Error(written, "cuStreamWriteValue32 of forwarded")) return problem(bad);
+    group_->ShowQueued(number, i + 1);
+  }
+  return {};
+}
+
+Outcome Between::WaitForTask(const PeerAttributes& attributes, uint32_t number, size_t rank, size_t task,
+                             cudaStream_t stream) const {
+  const Outcome outcome = group_->WaitForQueued(attributes.site, number, rank, task, attributes.timeout_s);
+  if (outcome.failure) return outcome;
+  const DriverCalls& driver = DriverCalls::Get();
+  const CUdeviceptr word = Word(rank, group_->call(rank, number).forwarded);
+  const CUresult waits = driver.wait_value(stream, word, static_cast<uint32_t>(task + 1), CU_STREAM_WAIT_VALUE_GEQ);
+  const Status bad = driver.Error(waits, "cuStreamWaitValue32 for forwarded");
+  return {bad ? At(attributes.site, *bad) : Ok(), false};
+}
+
+// The word first, so that it is set when XLA's stream has come past the join: the process may end then.
+Status Between::End(const Brought& brought) const {
+  const uint32_t number = brought.begun->number;
+  const Turn& turn = *brought.turn;
+  const DriverCalls& driver = DriverCalls::Get();
+  const CUdeviceptr word = Word(group_->own(), group_->call(group_->own(), number).copied);
+  Status bad = driver.Error(driver.write_value(turn.gpu->copies(), word, number, 0), "cuStreamWriteValue32 of copied");
+  // Others must not wait for what will not come. After an error nothing here reads their weights for anybody's use.
+  if (bad) group_->ShowCopied(number);
+  const Status failed = Cuda(cudaEventRecord(turn.copied.get(), turn.gpu->copies()), "cudaEventRecord of copies");
+  brought.begun->turns.push_back(brought.turn);
+  return bad ? bad : failed;
+}
+
+Outcome Between::Fail(uint32_t number, Outcome outcome, Begun* begun) {
+  begun->readers = group_->ShowFailure(number, outcome);
+  group_->ShowCopied(number);
+  return outcome;
+}
+
+Status Between::WaitForReader(cudaStream_t stream, uint32_t number, size_t rank) const {
+  const DriverCalls& driver = DriverCalls::Get();
+  const CUdeviceptr word = Word(rank, group_->call(rank, number).copied);
+  return driver.Error(driver.wait_value(stream, word, number, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue32");
+}
+
+}  // namespace moe_lb::peer_cuda

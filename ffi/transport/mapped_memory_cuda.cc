@@ -1,0 +1,190 @@
+#include "ffi/transport/mapped_memory_cuda.h"
+
+#include <cuda_runtime_api.h>
+
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "ffi/transport/gpu_cuda.h"
+
+namespace moe_lb::peer_cuda {
+namespace {
+
+CUdeviceptr AsDevice(const void* address) { return static_cast<CUdeviceptr>(reinterpret_cast<uintptr_t>(address)); }
+
+// What others need to map an allocation. Memory that cudaMalloc gave has a handle of its own; what is mapped by
+// addresses, as by XLA's newer allocators, is passed as a file descriptor.
+Status Export(CUdeviceptr begin, PeerNote* note, Descriptor* descriptor) {
+  const DriverCalls& driver = DriverCalls::Get();
+  CUmemGenericAllocationHandle handle = 0;
+  if (driver.retain(&handle, reinterpret_cast<void*>(begin)) == CUDA_SUCCESS) {
+    int number = -1;
+    const CUresult exported = driver.export_handle(&number, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+    static_cast<void>(driver.release(handle));
+    *descriptor = Descriptor(number);
+    return driver.Error(exported, "cuMemExportToShareableHandle");
+  }
+  cudaIpcMemHandle_t classic = {};
+  MOE_LB_CUDA(cudaIpcGetMemHandle(&classic, reinterpret_cast<void*>(begin)));
+  static_assert(sizeof classic <= sizeof note->handle);
+  std::memcpy(note->handle, &classic, sizeof classic);
+  return Ok();
+}
+
+}  // namespace
+
+// ---- memory of this process --------------------------------------------------------
+
+Status SharedMemory::Share(const void* array, const std::vector<int64_t>& processes, SharedArray* shared) {
+  *shared = {0, 0};
+  if (array == nullptr) return Ok();
+  const DriverCalls& driver = DriverCalls::Get();
+  CUdeviceptr begin = 0;
+  size_t size = 0;
+  unsigned long long id = 0;
+  MOE_LB_DRIVER("cuMemGetAddressRange", driver.address_range(&begin, &size, AsDevice(array)));
+  MOE_LB_DRIVER("cuPointerGetAttribute", driver.pointer_attribute(&id, CU_POINTER_ATTRIBUTE_BUFFER_ID, begin));
+  *shared = {id, AsDevice(array) - begin};
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (allocations_.count(id) == 0) ForgetBelow(id, begin, size);
+  Allocation& allocation = allocations_.try_emplace(id, Allocation{begin, size, {}}).first->second;
+  for (const int64_t process : processes) {
+    if (process == neighbours_->own() || allocation.known_to.count(process) > 0) continue;
+    if (Status bad = Send(id, allocation, process)) return bad;
+    allocation.known_to.insert(process);
+  }
+  return Ok();
+}
+
+Status SharedMemory::Send(uint64_t id, const Allocation& allocation, int64_t process) const {
+  PeerNote note;
+  Descriptor descriptor;
+  note.kind = PeerNote::kMemory;
+  note.id = id;
+  note.size = allocation.size;
+  if (Status bad = Export(allocation.begin, &note, &descriptor)) return bad;
+  return neighbours_->Send(process, note, descriptor.get());
+}
+
+// What lay at these addresses before was freed. Nobody reads it any more: XLA frees weights only when their readers are
+// done.
+void SharedMemory::ForgetBelow(uint64_t id, CUdeviceptr begin, size_t size) {
+  for (auto old = allocations_.begin(); old != allocations_.end();) {
+    const Allocation& one = old->second;
+    if (one.begin >= begin + size || begin >= one.begin + one.size || old->first == id) {
+      ++old;
+      continue;
+    }
+    PeerNote note;
+    note.kind = PeerNote::kGone;
+    note.id = old->first;
+    // To one that has ended it need not be told.
+    for (const int64_t process : one.known_to) static_cast<void>(neighbours_->Send(process, note));
+    old = allocations_.erase(old);
+  }
+}
+
+Status CheckShareable(const void* array, int device) {
+  const DriverCalls& driver = DriverCalls::Get();
+  if (Status bad = driver.CheckBetweenProcesses()) return bad;
+  CUdeviceptr begin = 0;
+  size_t size = 0;
+  MOE_LB_CUDA(cudaSetDevice(device));
+  MOE_LB_DRIVER("cuMemGetAddressRange", driver.address_range(&begin, &size, AsDevice(array)));
+  PeerNote note;
+  Descriptor descriptor;
+  return Export(begin, &note, &descriptor);
+}
+
+// ---- memory of others --------------------------------------------------------------
+
+Status MappedAllocation::Map(const PeerNote& note, const Descriptor& descriptor, int device) {
+  size_ = note.size;
+  if (!descriptor) {
+    cudaIpcMemHandle_t handle;
+    std::memcpy(&handle, note.handle, sizeof handle);
+    void* mapped = nullptr;
+    MOE_LB_CUDA(cudaIpcOpenMemHandle(&mapped, handle, cudaIpcMemLazyEnablePeerAccess));
+    begin_ = static_cast<std::byte*>(mapped);
+    return Ok();
+  }
+  const DriverCalls& driver = DriverCalls::Get();
+  CUmemGenericAllocationHandle handle = 0;
+  MOE_LB_DRIVER("cuMemImportFromShareableHandle",
+                driver.import_handle(&handle, reinterpret_cast<void*>(static_cast<intptr_t>(descriptor.get())),
+                                     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
+  const Status bad = MapHandle(handle, device);
+  // The mapping keeps the memory.
+  static_cast<void>(driver.release(handle));
+  return bad;
+}
+
+Status MappedAllocation::MapHandle(CUmemGenericAllocationHandle handle, int device) {
+  const DriverCalls& driver = DriverCalls::Get();
+  MOE_LB_DRIVER("cuMemAddressReserve", driver.reserve(&reserved_, size_, 0, 0, 0));
+  MOE_LB_DRIVER("cuMemMap", driver.map(reserved_, size_, 0, handle, 0));
+  is_mapped_ = true;
+  CUmemAccessDesc access = {};
+  access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  access.location.id = device;
+  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  MOE_LB_DRIVER("cuMemSetAccess", driver.set_access(reserved_, size_, &access, 1));
+  begin_ = reinterpret_cast<std::byte*>(reserved_);
+  return Ok();
+}
+
+MappedAllocation::~MappedAllocation() {
+  const DriverCalls& driver = DriverCalls::Get();
+  if (reserved_ == 0) {
+    if (begin_ != nullptr) static_cast<void>(cudaIpcCloseMemHandle(begin_));
+    return;
+  }
+  if (is_mapped_) static_cast<void>(driver.unmap(reserved_, size_));
+  static_cast<void>(driver.free_address(reserved_, size_));
+}
+
+Status MappedMemory::Find(int64_t process, const SharedArray& array, int device, double timeout_s,
+                          const std::byte** here) {
+  *here = nullptr;
+  if (array.memory == 0) return Ok();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  DropGone(process);
+  std::unique_ptr<MappedAllocation>& found = mapped_[{process, array.memory}];
+  if (found == nullptr) {
+    PeerNote note;
+    Descriptor descriptor;
+    const auto begin = std::chrono::steady_clock::now();
+    while (!neighbours_->Take(process, PeerNote::kMemory, array.memory, &note, &descriptor)) {
+      if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > timeout_s) {
+        return Problem("process " + std::to_string(process) + " has named memory that it has not sent", true);
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    auto fresh = std::make_unique<MappedAllocation>();
+    if (Status bad = fresh->Map(note, descriptor, device)) {
+      return At("memory of process " + std::to_string(process), *bad);
+    }
+    found = std::move(fresh);
+  }
+  if (array.offset >= found->size()) {
+    return Problem("process " + std::to_string(process) + " has named byte " + std::to_string(array.offset) + " of " +
+                       std::to_string(found->size()),
+                   true);
+  }
+  *here = found->begin() + array.offset;
+  return Ok();
+}
+
+// No copy of this process reads them any more, or the other would not have freed them.
+void MappedMemory::DropGone(int64_t process) {
+  for (auto one = mapped_.begin(); one != mapped_.end();) {
+    PeerNote note;
+    Descriptor none;
+    const bool is_gone =
+        one->first.first == process && neighbours_->Take(process, PeerNote::kGone, one->first.second, &note, &none);
+    one = is_gone ? mapped_.erase(one) : std::next(one);
+  }
+}
+
+}  // namespace moe_lb::peer_cuda

@@ -1,0 +1,234 @@
+#include "ffi/transport/process_group_cuda.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <thread>
+#include <utility>
+
+namespace moe_lb {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// What a released word has, beyond every call that is under way: counts go round, see HasReached.
+constexpr uint32_t kBeyond = 1u << 30;
+
+uint64_t IdOf(const std::vector<int64_t>& processes) {
+  uint64_t id = 14695981039346656037u;
+  for (const int64_t process : processes) id = (id ^ static_cast<uint64_t>(process)) * 1099511628211u;
+  return id;
+}
+
+}  // namespace
+
+Status ProcessGroup::Of(Neighbours* neighbours, const std::vector<int64_t>& processes, ProcessGroup** group) {
+  static std::mutex mutex;
+  static auto* const all = new std::map<std::vector<int64_t>, ProcessGroup*>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  ProcessGroup*& found = (*all)[processes];
+  if (found == nullptr) {
+    if (std::count(processes.begin(), processes.end(), neighbours->own()) != 1) {
+      return Refuse("processes do not name process ", neighbours->own(), " once; expected the one that runs this");
+    }
+    auto fresh = std::unique_ptr<ProcessGroup>(new ProcessGroup(neighbours, processes));
+    if (Status bad = fresh->MakePage()) return bad;
+    if (Status bad = fresh->SendPage()) return bad;
+    found = fresh.release();
+  }
+  *group = found;
+  return Ok();
+}
+
+ProcessGroup::ProcessGroup(Neighbours* neighbours, const std::vector<int64_t>& processes)
+    : neighbours_(neighbours),
+      processes_(processes),
+      id_(IdOf(processes)),
+      own_(static_cast<size_t>(std::find(processes.begin(), processes.end(), neighbours->own()) - processes.begin())),
+      pages_(processes.size(), nullptr),
+      released_(processes.size(), false) {}
+
+Status ProcessGroup::MakePage() {
+  if (Status bad = MakeSharedMemory(sizeof(SharedCalls), &memory_)) return bad;
+  void* mapped = nullptr;
+  if (Status bad = MapSharedMemory(memory_, sizeof(SharedCalls), &mapped)) return bad;
+  pages_[own_] = static_cast<SharedCalls*>(mapped);
+  // As if calls 0 to kNum - 1 were done. All else is 0.
+  for (uint32_t i = 0; i < SharedCalls::kNum; ++i) pages_[own_]->calls[i].copied = i;
+  return Ok();
+}
+
+Status ProcessGroup::SendPage() {
+  PeerNote note;
+  note.kind = PeerNote::kPage;
+  note.id = id_;
+  for (size_t rank = 0; rank < size(); ++rank) {
+    if (rank == own_) continue;
+    if (Status bad = neighbours_->Send(processes_[rank], note, memory_.get())) return bad;
+  }
+  return Ok();
+}
+
+Outcome ProcessGroup::WaitForPages(const std::string& site, double timeout_s) {
+  const std::lock_guard<std::mutex> lock(waiting_);
+  if (std::count(pages_.begin(), pages_.end(), nullptr) == 0) return {};
+  for (size_t rank = 0; rank < size(); ++rank) {
+    if (pages_[rank] != nullptr) continue;
+    PeerNote note;
+    Descriptor memory;
+    const auto has_come = [&] { return neighbours_->Take(processes_[rank], PeerNote::kPage, id_, &note, &memory); };
+    if (const Outcome outcome = Until(site, "come", timeout_s, rank, has_come); outcome.failure) return outcome;
+    void* mapped = nullptr;
+    if (Status bad = MapSharedMemory(memory, sizeof(SharedCalls), &mapped)) return {At(site, *bad), false};
+    const std::lock_guard<std::mutex> release(mutex_);
+    pages_[rank] = static_cast<SharedCalls*>(mapped);
+  }
+  // From here on no page changes.
+  neighbours_->OnEnd([this](int64_t process) { Release(process); });
+  return {};
+}
+
+Outcome ProcessGroup::WaitForRing(const std::string& site, uint32_t number, double timeout_s) const {
+  for (size_t rank = 0; rank < size(); ++rank) {
+    // What stands there is read by hosts and streams until then, and this process's own streams still write it.
+    const auto is_free = [&] {
+      return HasReached(call(rank, number).copied.load(std::memory_order_acquire), number - SharedCalls::kNum);
+    };
+    const Outcome outcome = Until(site, "ring", timeout_s, rank, is_free);
+    if (outcome.failure) return outcome;
+  }
+  return {};
+}
+
+void ProcessGroup::Announce(uint32_t number, const Announcement& announcement) const {
+  SharedCall& mine = call(own_, number);
+  mine.queued.store(0, std::memory_order_relaxed);
+  mine.forwarded.store(0, std::memory_order_relaxed);
+  mine.asked = announcement.asked;
+  std::copy(announcement.home.begin(), announcement.home.end(), mine.home);
+  std::copy(announcement.slots.begin(), announcement.slots.end(), mine.slots);
+  mine.announced.store(number);
+}
+
+Outcome ProcessGroup::WaitForAll(const std::string& site, uint32_t number, double timeout_s) const {
+  for (size_t rank = 0; rank < size(); ++rank) {
+    const SharedCall& other = call(rank, number);
+    const auto has_come = [&] {
+      return other.failed.load(std::memory_order_acquire) == number ||
+             other.announced.load(std::memory_order_acquire) == number;
+    };
+    const Outcome outcome = Until(site, "all", timeout_s, rank, has_come);
+    if (outcome.failure) return outcome;
+    // In one order with `announced` for all processes: see ShowFailure.
+    if (other.failed.load() == number) {
+      return {Problem(other.message, other.is_internal != 0), other.timed_out != 0};
+    }
+    if (other.asked == call(own_, number).asked) continue;
+    return {Refuse(site, ": rank ", rank, " asks for other copies than rank ", own_,
+                   "; expected the same calls in the same order, with the same tables and sizes of weights"),
+            false};
+  }
+  return {};
+}
+
+Outcome ProcessGroup::WaitForQueued(const std::string& site, uint32_t number, size_t rank, size_t task,
+                                    double timeout_s) const {
+  const SharedCall& other = call(rank, number);
+  const auto is_queued = [&] {
+    return other.queued.load(std::memory_order_acquire) > task ||
+           other.failed.load(std::memory_order_acquire) == number;
+  };
+  const Outcome outcome = Until(site, "queued", timeout_s, rank, is_queued);
+  if (outcome.failure || other.failed.load(std::memory_order_acquire) != number) return outcome;
+  return {Problem(other.message, other.is_internal != 0), other.timed_out != 0};
+}
+
+void ProcessGroup::ShowQueued(uint32_t number, size_t tasks) const {
+  call(own_, number).queued.store(static_cast<uint32_t>(tasks), std::memory_order_release);
+}
+
+std::vector<size_t> ProcessGroup::ShowFailure(uint32_t number, const Outcome& outcome) const {
+  SharedCall& mine = call(own_, number);
+  std::strncpy(mine.message, outcome.failure->c_str(), SharedCall::kMaxMessage - 1);
+  mine.message[SharedCall::kMaxMessage - 1] = 0;
+  mine.timed_out = outcome.timed_out;
+  mine.is_internal = outcome.failure->is_internal;
+  mine.failed.store(number);
+  // Who announces after this sees the failure.
+  std::vector<size_t> others;
+  for (size_t rank = 0; rank < size(); ++rank) {
+    if (rank != own_ && call(rank, number).announced.load() == number) others.push_back(rank);
+  }
+  return others;
+}
+
+void ProcessGroup::ShowCopied(uint32_t number) const {
+  call(own_, number).copied.store(number, std::memory_order_release);
+}
+
+Status ProcessGroup::WhyReleased(const std::string& site, uint32_t number) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [broken, rank] : broken_) {
+    if (broken == number) return Ended(site, rank);
+  }
+  return Ok();
+}
+
+// On the thread that watches the sockets. What a process that ended has written stays, and nothing else is written: it
+// only reads the memory of others.
+void ProcessGroup::Release(int64_t process) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = std::find(processes_.begin(), processes_.end(), process);
+  if (found == processes_.end()) return;
+  const auto rank = static_cast<size_t>(found - processes_.begin());
+  if (rank == own_ || released_[rank]) return;
+  released_[rank] = true;
+  size_t none = SIZE_MAX;
+  first_ended_.compare_exchange_strong(none, rank);
+  const uint32_t next = next_;
+  for (uint32_t number = next - SharedCalls::kNum; number != next; ++number) {
+    SharedCall& other = call(rank, number);
+    // A process that had finished its part, as at the end of a program, leaves nothing undone.
+    if (HasReached(other.copied.load(std::memory_order_acquire), number)) continue;
+    broken_.emplace_back(number, rank);
+  }
+  for (SharedCall& other : pages_[rank]->calls) {
+    other.forwarded.store(kBeyond, std::memory_order_release);
+    other.copied.store(next + kBeyond, std::memory_order_release);
+  }
+}
+
+// Those that end because one has ended are not to blame.
+Status ProcessGroup::Ended(const std::string& site, size_t rank) const {
+  if (const size_t first = first_ended_; first != SIZE_MAX) rank = first;
+  return Problem(site + ": rank " + std::to_string(rank) + " of " + std::to_string(size()) + " has ended (process " +
+                     std::to_string(processes_[rank]) + "); expected all to run until the program ends",
+                 true);
+}
+
+Outcome ProcessGroup::Until(const std::string& site, const char* what, double timeout_s, size_t rank,
+                            const std::function<bool()>& is_so) const {
+  if (left_out_ == what) return {};
+  const Clock::time_point begin = Clock::now();
+  for (;;) {
+    // Whether it has ended is asked first: what it wrote before its end counts.
+    const bool is_gone = neighbours_->IsGone(processes_[rank]);
+    if (is_so()) return {};
+    if (is_gone) return {Ended(site, rank), false};
+    const Clock::duration waited = Clock::now() - begin;
+    if (std::chrono::duration<double>(waited).count() > timeout_s) {
+      return {Refuse(site, ": rank ", rank, " of ", size(), " did not arrive within ", timeout_s, " s (process ",
+                     processes_[rank], ")"),
+              true};
+    }
+    // Others are usually there within microseconds.
+    if (waited < std::chrono::microseconds(200)) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+}
+
+}  // namespace moe_lb
