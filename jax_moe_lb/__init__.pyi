@@ -12,6 +12,7 @@ from .balancers.cost import Cost as Cost
 from .balancers.eplb import EPLB as EPLB
 from .balancers.eplb_plus import EPLBPlus as EPLBPlus
 from .balancers.exact import Exact as Exact
+from .balancers.facts import LayerFacts as LayerFacts
 from .balancers.fastermoe import FasterMoE as FasterMoE
 from .balancers.feplb import FEPLB as FEPLB
 from .balancers.greedy import Greedy as Greedy
@@ -22,7 +23,6 @@ from .balancers.plain import Plain as Plain
 from .balancers.rails import RailS as RailS
 from .balancers.rails import interface_rows as interface_rows
 from .balancers.repacking import rebalance_experts as rebalance_experts
-from .balancers.sizes import LayerSizes as LayerSizes
 from .balancers.ultraep import UltraEP as UltraEP
 from .compiler_options import compiler_options as compiler_options
 from .experts import Experts as Experts

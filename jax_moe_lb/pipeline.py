@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jax_moe_lb._varying import varying_axes
-from jax_moe_lb.balancers.sizes import LayerSizes
+from jax_moe_lb.balancers.facts import LayerFacts
 from jax_moe_lb.capacity import capacity, within_capacity
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.faults import Checks, Fault, fault_code
@@ -125,7 +125,7 @@ def moe(
         shards,
         start,
         state,
-        balancer=system.balancer.sized(_sizes(tokens, weights, shards)),
+        balancer=system.balancer.sized(_facts(tokens, weights, shards)),
         replicate=system.replicate,
         topology=topology,
         checks=checks,
@@ -287,10 +287,10 @@ def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:
     return jax.tree.map(vary, experts)
 
 
-def _sizes(x: Tokens, weights: Weights, experts: Experts) -> LayerSizes:
+def _facts(x: Tokens, weights: Weights, experts: Experts) -> LayerFacts:
     # All of it is static: shapes and dtypes.
     expert_bytes = experts.nbytes // experts.up.shape[0]
-    return LayerSizes(
+    return LayerFacts(
         num_copies=weights.size,
         expert_bytes=expert_bytes,
         gradient_bytes=expert_bytes,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jax_moe_lb import EPLBPlus, Exact, Greedy, LayerSizes, Topology, UltraEP, imbalance, load, plain_plan
+from jax_moe_lb import EPLBPlus, Exact, Greedy, LayerFacts, Topology, UltraEP, imbalance, load, plain_plan
 
 PLANNERS = {"greedy": Greedy(), "ultraep": UltraEP(), "exact": Exact(), "eplb_plus": EPLBPlus()}
 
@@ -22,7 +22,7 @@ def other_systems(counts: np.ndarray, ranks_per_domain: int | None, replica_slot
     topology = Topology.flat(num_ranks, ranks_per_domain)
     slots = min(num_experts // num_ranks + replica_slots, num_experts)
     layers = counts[-STEPS:].reshape(-1, num_ranks, num_experts).astype(np.int32)
-    sizes = LayerSizes(num_copies=max(1, round(float(layers.sum((1, 2)).mean()) / num_ranks)))
+    sizes = LayerFacts(num_copies=max(1, round(float(layers.sum((1, 2)).mean()) / num_ranks)))
     found = {"plain": float(np.mean([imbalance(load(plain_plan(one, topology))) for one in layers]))}
     for name, planner in PLANNERS.items():
         after = []

@@ -9,7 +9,7 @@ from jax_moe_lb import (
     Cost,
     Exact,
     Greedy,
-    LayerSizes,
+    LayerFacts,
     RailS,
     System,
     TopK,
@@ -53,7 +53,7 @@ def test_a_layer_warns_of_it():
 
 
 def test_what_is_left_to_the_layer_is_derived_from_its_sizes():
-    sizes = LayerSizes(num_copies=6400, expert_bytes=100, gradient_bytes=200, token_flops=7)
+    sizes = LayerFacts(num_copies=6400, expert_bytes=100, gradient_bytes=200, token_flops=7)
     chain = Chain((UltraEP(), Exact(cost=Cost()), UltraEP(min_tokens=3), Exact())).sized(sizes)
     first, second, third, fourth = chain.balancers
     assert (first.min_tokens, third.min_tokens, fourth) == (100, 3, Exact())

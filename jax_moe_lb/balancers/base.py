@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Bool
 
-from jax_moe_lb.balancers.sizes import LayerSizes
+from jax_moe_lb.balancers.facts import LayerFacts
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.planners.native import NativePlanner
 from jax_moe_lb.topology import Topology
@@ -44,15 +44,15 @@ class Balancer(abc.ABC):
         del counts_shape
         return ()
 
-    def sized(self, sizes: LayerSizes) -> "Balancer":
+    def sized(self, facts: LayerFacts) -> "Balancer":
         """Returns the balancer for a layer: what the user left to be derived has a value in it; itself by default.
 
         `moe` asks for it once, when a program is traced.
 
         Args:
-            sizes: those of the layer.
+            facts: those of the layer.
         """
-        del sizes
+        del facts
         return self
 
     def why_idle(self, topology: Topology, num_home: int, slots: int) -> str | None:
@@ -143,9 +143,9 @@ class Chain(Balancer):
         """Returns one state per balancer, in their order."""
         return tuple(balancer.init(counts_shape) for balancer in self.balancers)
 
-    def sized(self, sizes: LayerSizes) -> "Chain":
+    def sized(self, facts: LayerFacts) -> "Chain":
         """Returns the chain of all of them for this layer."""
-        return Chain(tuple(balancer.sized(sizes) for balancer in self.balancers))
+        return Chain(tuple(balancer.sized(facts) for balancer in self.balancers))
 
     def why_idle(self, topology: Topology, num_home: int, slots: int) -> str | None:
         """Says why the first of them that cannot change anything cannot."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Bool
 
-from jax_moe_lb.balancers.sizes import LayerSizes
+from jax_moe_lb.balancers.facts import LayerFacts
 from jax_moe_lb.checks import INT32_MAX
 from jax_moe_lb.plan import IntScalar, Plan, load
 from jax_moe_lb.topology import Level, Topology
@@ -69,13 +69,13 @@ class Cost:
         if not 0 <= self.planner_s < math.inf:
             raise ValueError(f"planner_s is {self.planner_s}; expected a finite number, at least 0")
 
-    def sized(self, sizes: LayerSizes) -> "Cost":
+    def sized(self, facts: LayerFacts) -> "Cost":
         """Returns the costs of training a layer, where none were given."""
         expert_bytes, token_flops = self.expert_bytes, self.token_flops
-        if expert_bytes is None and sizes.expert_bytes is not None:
-            expert_bytes = float(2 * sizes.expert_bytes + (sizes.gradient_bytes or sizes.expert_bytes))
-        if token_flops is None and sizes.token_flops is not None:
-            token_flops = float(3 * sizes.token_flops)
+        if expert_bytes is None and facts.expert_bytes is not None:
+            expert_bytes = float(2 * facts.expert_bytes + (facts.gradient_bytes or facts.expert_bytes))
+        if token_flops is None and facts.token_flops is not None:
+            token_flops = float(3 * facts.token_flops)
         return replace(self, expert_bytes=expert_bytes, token_flops=token_flops)
 
     def may_pay(self, plan: Plan, topology: Topology) -> Answer:

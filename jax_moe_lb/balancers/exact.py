@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.balancers.cost import Cost
-from jax_moe_lb.balancers.sizes import LayerSizes
+from jax_moe_lb.balancers.facts import LayerFacts
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.planners.exact import check_exact, exact
 from jax_moe_lb.planners.native import alike, is_on_host
@@ -68,9 +68,9 @@ class Exact(Balancer):
     def __post_init__(self) -> None:
         check_exact(self.eps, self.max_fan_out)
 
-    def sized(self, sizes: LayerSizes) -> "Exact":
+    def sized(self, facts: LayerFacts) -> "Exact":
         """Returns it with the costs of a layer, where it has a `Cost` that leaves them to be derived."""
-        return self if self.cost is None else replace(self, cost=self.cost.sized(sizes))
+        return self if self.cost is None else replace(self, cost=self.cost.sized(facts))
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Makes one plan for all domains, each of which is planned for itself; see `Balancer.rebalance`.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.balancers.cost import min_saved, slowest_bytes_per_s
-from jax_moe_lb.balancers.sizes import LayerSizes
+from jax_moe_lb.balancers.facts import LayerFacts
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.planners.fastermoe import fastermoe
 from jax_moe_lb.topology import Topology
@@ -75,14 +75,14 @@ class FasterMoE(Balancer):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{field.name} is {value}; expected a finite number above 0")
 
-    def sized(self, sizes: LayerSizes) -> "FasterMoE":
+    def sized(self, facts: LayerFacts) -> "FasterMoE":
         """Returns it with the sizes of a layer, where none were given."""
         return replace(
             self,
-            expert_bytes=_first(self.expert_bytes, sizes.expert_bytes),
-            gradient_bytes=_first(self.gradient_bytes, sizes.gradient_bytes),
-            token_bytes=_first(self.token_bytes, sizes.token_bytes),
-            token_flops=_first(self.token_flops, sizes.token_flops),
+            expert_bytes=_first(self.expert_bytes, facts.expert_bytes),
+            gradient_bytes=_first(self.gradient_bytes, facts.gradient_bytes),
+            token_bytes=_first(self.token_bytes, facts.token_bytes),
+            token_flops=_first(self.token_flops, facts.token_flops),
         )
 
     def copy_s(self, topology: Topology, domain: int) -> float:

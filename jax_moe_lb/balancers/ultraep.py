@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.balancers.sizes import LayerSizes
+from jax_moe_lb.balancers.facts import LayerFacts
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.planners.ultraep import check_eps, ultraep
 from jax_moe_lb.split import Split, Tier
@@ -69,11 +69,11 @@ class UltraEP(Balancer):
             raise ValueError(f"min_tokens is {self.min_tokens}; expected at least 1")
         Split(self.tier, self.locality)
 
-    def sized(self, sizes: LayerSizes) -> "UltraEP":
+    def sized(self, facts: LayerFacts) -> "UltraEP":
         """Returns it with the `min_tokens` of a layer."""
         if self.min_tokens is not None:
             return self
-        return replace(self, min_tokens=max(1, sizes.num_copies // COPIES_PER_MIN))
+        return replace(self, min_tokens=max(1, facts.num_copies // COPIES_PER_MIN))
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Makes one plan for all domains, each of which is planned for itself; see `Balancer.rebalance`."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from jax_moe_lb.balancers.sizes import LayerSizes
+from jax_moe_lb.balancers.facts import LayerFacts
 from jax_moe_lb.cli.compile import compile_command
 from jax_moe_lb.cli.discover import load_balancer
 from jax_moe_lb.cli.doctor import diagnosis, facts_table, ops_table, version
@@ -151,7 +151,7 @@ def _planner(balancer: str, counts: np.ndarray, ranks_per_domain: str | None, sl
     if wanted is not None and wanted > num_experts:
         raise ValueError(f"--slots is {wanted}; expected at most the {num_experts} experts, each once on a rank")
     # On average over layers and steps.
-    sizes = LayerSizes(num_copies=max(1, round(counts.sum(dtype=np.float64) / math.prod(counts.shape[:-1]))))
+    sizes = LayerFacts(num_copies=max(1, round(counts.sum(dtype=np.float64) / math.prod(counts.shape[:-1]))))
     return Planner(
         load_balancer(balancer).sized(sizes), topology, wanted or min(num_experts // num_ranks + 2, num_experts)
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_moe_lb.balancers.sizes import LayerSizes
+from jax_moe_lb.balancers.facts import LayerFacts
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.transport.codec import Codec
@@ -101,9 +101,9 @@ class ModelShape:
         return self.matrices * self.hidden * self.inner * self.gradient_itemsize
 
     @property
-    def sizes(self) -> LayerSizes:
+    def facts(self) -> LayerFacts:
         """Returns what a layer of the model tells its balancer."""
-        return LayerSizes(
+        return LayerFacts(
             num_copies=self.tokens * self.per_token,
             expert_bytes=self.expert_bytes,
             gradient_bytes=self.expert_gradient_bytes,

@@ -161,7 +161,7 @@ def layer_work(
         The work, and the new states.
     """
     sizes = migration.sizes(cluster)
-    system = replace(system, balancer=system.balancer.sized(model.sizes))
+    system = replace(system, balancer=system.balancer.sized(model.facts))
     parts, after = [], []
     found = groups(cluster, sizes)
     for group, state in zip(found, states or [None] * len(found), strict=True):

@@ -121,7 +121,16 @@ def as_json(capsys):
 
 def test_json(capsys):
     found = as_json(capsys)
-    assert list(found) == ["versions", "build", "compilers", "shadowed", "backend", "devices", "compiler_options", "ops"]
+    assert list(found) == [
+        "versions",
+        "build",
+        "compilers",
+        "shadowed",
+        "backend",
+        "devices",
+        "compiler_options",
+        "ops",
+    ]
     assert list(found["versions"]) == ["python", "jax_moe_lb", "jax", "jaxlib", "flax", "numpy"]
     assert found["versions"]["python"] == platform.python_version()
     assert found["versions"]["jax"] == version("jax")

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class LayerSizes:
-    """These are sizes of a layer, from which a balancer derives what the user left to it.
+class LayerFacts:
+    """These are facts of a layer, from which a balancer derives what the user left to it.
 
     `moe` makes one from its arguments and gives it to `Balancer.sized`; do so yourself where you plan for a layer that
     is not there. `None` stands for what is not known.
@@ -19,8 +19,8 @@ class LayerSizes:
             parameters.
 
     Examples:
-        >>> from jax_moe_lb import LayerSizes, UltraEP
-        >>> UltraEP().sized(LayerSizes(num_copies=8192 * 8)).min_tokens
+        >>> from jax_moe_lb import LayerFacts, UltraEP
+        >>> UltraEP().sized(LayerFacts(num_copies=8192 * 8)).min_tokens
         1024
     """
 
