@@ -1,5 +1,6 @@
 """Mixture-of-Experts layers for JAX that stay fast when routing is skewed."""
 
+from ._custom_calls import shadowed_installation as shadowed_installation
 from .activations import ClampedSwiGLU as ClampedSwiGLU
 from .activations import geglu as geglu
 from .activations import gelu_exact as gelu_exact

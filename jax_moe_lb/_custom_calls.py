@@ -6,8 +6,10 @@ traced program lowers on either. Without them every operation still works, in pl
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,6 +42,32 @@ def why_unusable(module: str) -> str | None:
     except ImportError:
         return None  # `register` and `jax-moe-lb doctor` say it
     return None if ask is None else ask()
+
+
+def shadowed_installation() -> Path | None:
+    """Finds the folder of an installation with custom calls that Python passes by for this one, which has none.
+
+    That is so in a checkout, from which `pip install .` installs and which `python -m` finds first; there run from
+    another folder, or install with `pip install -e .`. All works without custom calls too, but slower.
+
+    Returns:
+        The folder of that installation; `None`, which is usual, where nothing is passed by.
+
+    Examples:
+        >>> from jax_moe_lb import shadowed_installation
+        >>> shadowed_installation() is None
+        True
+    """
+    if importlib.util.find_spec(MODULES["cpu"]) is not None:
+        return None
+    here = Path(__file__).parent
+    # Several may be on the path: a checkout has one as soon as anything was built in it.
+    for installed in importlib.metadata.distributions(name="jax_moe_lb"):
+        for file in installed.files or ():
+            where = Path(str(installed.locate_file(file)))
+            if where.name.startswith("_ffi.") and where.suffix == ".so" and where.exists() and where.parent != here:
+                return where.parent
+    return None
 
 
 def has_planning_module() -> bool:

@@ -65,13 +65,14 @@ class Tuning:
     model: Callable[[nnx.State], Decoder]
 
 
-def make_tuning(model: Decoder, config: TrainConfig, mesh: Mesh) -> Tuning:
-    """Builds the programs, compiling nothing; routing biases stay as they are.
+def make_tuning(model: Decoder, config: TrainConfig, mesh: Mesh, bias_rate: float = 0.0) -> Tuning:
+    """Builds the programs, compiling nothing.
 
     Args:
         model: what `from_pretrained` returned.
         config: the numbers of the run; the sizes of its model are not used.
         mesh: the devices of the model.
+        bias_rate: the step of routing biases, see `MoE.update_bias`; 0, the default, leaves them as they are.
     """
     graph, state = nnx.split((model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)))
     shardings = state_shardings(state, mesh)
@@ -82,6 +83,8 @@ def make_tuning(model: Decoder, config: TrainConfig, mesh: Mesh) -> Tuning:
         # optax mixes counts with floats.
         with jax.numpy_dtype_promotion("standard"):
             optimizer.update(model, gradients)
+        if bias_rate:
+            _move_biases(model, stats, bias_rate)
         return nnx.state((model, optimizer)), loss, stats
 
     def evaluate(state: nnx.State, tokens: Array) -> Array:
@@ -94,6 +97,12 @@ def make_tuning(model: Decoder, config: TrainConfig, mesh: Mesh) -> Tuning:
         evaluate=jax.jit(evaluate, **options),
         model=lambda state: nnx.merge(graph, state)[0],
     )
+
+
+def _move_biases(model: Decoder, stats: Stats, rate: float) -> None:
+    layers = [block.moe for block in model.blocks if block.moe is not None]
+    for i, moe in enumerate(layers):
+        moe.update_bias(jax.tree.map(lambda leaf, i=i: leaf[i], stats), rate)
 
 
 def tune(tuning: Tuning, corpus: Corpus, config: TrainConfig, mesh: Mesh, trace: CountsTrace) -> nnx.State:
@@ -132,6 +141,7 @@ def main(
     learning_rate: Annotated[float, typer.Option(help="At its peak.")] = 1e-5,
     seed: Annotated[int, typer.Option(help="Of the batches.")] = 0,
     dtype: Annotated[str, typer.Option(help="Of products: float32 or bfloat16.")] = "float32",
+    bias_rate: Annotated[float, typer.Option(help="Step of routing biases, in models that have some.")] = 0.0,
     record_counts: Annotated[Path | None, typer.Option(help="Write the routing, for jax-moe-lb replay.")] = None,
 ) -> None:
     """Tunes all parameters of a checkpoint, and writes what transformers loads."""
@@ -145,7 +155,9 @@ def main(
         corpus.check_length(sequence_length)
         mesh = make_mesh(parallel)
         model = from_pretrained(checkpoint, mesh, make_system(parallel), compute_dtype=dtype, scan_layers=True)
-        tuning = make_tuning(model, config, mesh)
+        if bias_rate and not model.config.use_routing_bias:
+            raise ValueError(f"bias_rate is {bias_rate}; expected 0 with a model without routing biases")
+        tuning = make_tuning(model, config, mesh, bias_rate)
         del model
         tuned = tuning.model(tune(tuning, corpus, config, mesh, trace))
         save_pretrained(tuned, out, dtype=_stored_dtype(tuned), keep_from=checkpoint)

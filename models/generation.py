@@ -1,4 +1,4 @@
-"""`Generator` continues prompts, a batch at a time: one pass over the prompts, then a token of each in every step."""
+"""`generate` continues prompts, a batch at a time: one pass over the prompts, then a token of each in every step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

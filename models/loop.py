@@ -4,6 +4,9 @@ import dataclasses
 import json
 import os
 import platform
+import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -319,7 +322,24 @@ def _described(config: TrainConfig, corpus: Corpus) -> dict:
     environment |= {package: version(package) for package in PACKAGES}
     devices = jax.devices()
     environment |= {"devices": f"{len(devices)} x {devices[0].device_kind}", "machine": platform.machine()}
-    return {"config": dataclasses.asdict(config), "data": data, "environment": environment}
+    environment |= {"command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "commit": _commit()}
+    system = make_system(config.parallel)
+    resolved = {
+        "balancer": repr(system.balancer),
+        "replication": repr(system.replicate),
+        "dispatch": repr(system.dispatch),
+        "replica_slots": system.replica_slots,
+    }
+    return {"config": dataclasses.asdict(config), "resolved": resolved, "data": data, "environment": environment}
+
+
+def _commit() -> str:
+    """The commit of the source, where it is a checkout and git is there."""
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
 
 
 def _compiled(run: Run) -> tuple[Callable, float]:

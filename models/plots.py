@@ -81,6 +81,23 @@ def imbalance_png(steps: np.ndarray, before: np.ndarray, after: np.ndarray) -> b
         return _png(figure)
 
 
+def speed_png(steps: list[dict]) -> bytes:
+    """Draws the time of each step, and how often the fullest receive buffer of a layer was filled in it.
+
+    Args:
+        steps: the recorded steps.
+    """
+    with rc_context(STYLE):
+        figure = Figure((WIDTH_IN, 3.6), layout="constrained")
+        above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+        numbers = [row["step"] for row in steps]
+        above.plot(numbers, [row["step_time_s"] * 1e3 for row in steps], color=AFTER, lw=1.1)
+        above.set(ylabel="step [ms]", xlim=(0, numbers[-1]), ylim=(0, None))
+        below.step(numbers, [row["rounds_max"] for row in steps], color=BEFORE, where="mid", lw=1.1)
+        below.set(xlabel="step", ylabel="most rounds", ylim=(0, None))
+        return _png(figure)
+
+
 def counts_png(counts: np.ndarray) -> bytes:
     """Draws heat maps of the copies that each rank routes to each expert, from counts `[layers, R, E]` of a step."""
     return _heat_maps([(counts, "rank that holds the token")])

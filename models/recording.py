@@ -22,7 +22,7 @@ PER_LAYER = ("imbalance_before", "imbalance_after")
 PER_STEP = ("counts", "quota", "load_before", "load_after")
 """These are kept whole, of the first expert-parallel group."""
 
-FIGURES = ("loss", "imbalance", "load", "served", "counts")
+FIGURES = ("loss", "imbalance", "speed", "load", "served", "counts")
 
 
 @dataclass(frozen=True)

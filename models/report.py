@@ -8,7 +8,8 @@ from string import Template
 import numpy as np
 
 from models.files import write_whole
-from models.plots import counts_png, imbalance_png, load_png, loss_png, served_png
+from models.others import STEPS, other_systems
+from models.plots import counts_png, imbalance_png, load_png, loss_png, served_png, speed_png
 from models.recording import RunFolder
 from models.summary import RECENT_STEPS
 
@@ -62,7 +63,7 @@ def write_report(folder: RunFolder) -> None:
     """Writes `report.html` and its figures from the other files of a finished run."""
     described, summary = json.loads(folder.config.read_text()), json.loads(folder.summary.read_text())
     with np.load(folder.counts) as arrays:
-        figures = _figures(folder, dict(arrays), summary)
+        figures, replayed = _figures(folder, dict(arrays), summary), _replayed(described, arrays["counts"])
     for path, (_, _, png) in zip(folder.figures, figures, strict=True):
         write_whole(path, png)
     config = described["config"]
@@ -72,7 +73,7 @@ def write_report(folder: RunFolder) -> None:
         headline=escape(_headline(config, summary)),
         cards="".join(f"<div class=card><b>{escape(n)}</b><span>{escape(t)}</span></div>" for n, t in _cards(summary)),
         sections="\n".join(map(_section, figures)),
-        tables="".join(_table(*table) for table in _tables(described, summary)),
+        tables="".join(_table(*table) for table in _tables(described, summary, replayed)),
     )
     write_whole(folder.report, page.encode())
 
@@ -120,6 +121,11 @@ def _figures(folder: RunFolder, arrays: dict[str, np.ndarray], summary: dict) ->
             imbalance_png(arrays["steps"], before, after),
         ),
         (
+            "Time and rounds over training",
+            "Seconds of each step, checkpoints included; the rounds of the layer that needed most.",
+            speed_png(folder.rows("step")),
+        ),
+        (
             f"Load of each rank at step {last}",
             f"Token copies that a rank{of} serves with every expert at home, and with the balanced plan.",
             load_png(before[-1], after[-1]),
@@ -146,11 +152,22 @@ def _section(figure: Figure) -> str:
     )
 
 
-def _tables(described: dict, summary: dict) -> list[tuple[str, dict]]:
+def _replayed(described: dict, counts: np.ndarray) -> dict[str, float | str]:
+    """The imbalance that other planners leave on the last steps, and the experts that nobody chose."""
+    resolved = described.get("resolved", {})
+    parallel = described["config"]["parallel"]
+    found = other_systems(counts, parallel["ranks_per_domain"], resolved.get("replica_slots") or 2)
+    unused = (counts[-STEPS:].sum((0, 2)) == 0).sum(1)
+    return found | {"experts that no token chose, by layer": " ".join(map(str, unused.tolist()))}
+
+
+def _tables(described: dict, summary: dict, replayed: dict[str, float | str]) -> list[tuple[str, dict]]:
     config = dict(described["config"])
     model, parallel = config.pop("model"), config.pop("parallel")
     return [
         ("Result", summary | {"date": described["environment"]["date"]}),
+        (f"Imbalance by system, its last {STEPS} steps planned again", replayed),
+        ("Defaults of the system", described.get("resolved", {})),
         ("Training", config),
         ("Model and mesh", model | parallel),
         ("Data and environment", described["data"] | described["environment"]),

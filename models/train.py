@@ -14,6 +14,7 @@ import typer
 from jax.experimental import multihost_utils
 from rich.console import Console
 
+from jax_moe_lb import shadowed_installation
 from jax_moe_lb.compiled import Target
 from jax_moe_lb.systems import system_named, system_names
 from models import dry_run
@@ -98,6 +99,8 @@ def train(
         place = _place(distributed, coordinator, num_processes, process_id, join_timeout_s)
         with _joined(place, join_timeout_s), StopRequest() as stop:
             console = Console(quiet=place is not None and place.process_id > 0)
+            if hidden := shadowed_installation():
+                _print(console, f"{hidden}, which has custom calls, is passed by for this folder: pip install -e .")
             try:
                 run = prepared(place, partial(_print, console))
             except ValueError as error:

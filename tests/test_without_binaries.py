@@ -86,6 +86,7 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(without_binaries):
         assert "missing" in line
         assert "pip install ." in line
     assert "custom call moe_lb_" not in printed
+    assert "is passed by for" in printed
 
 
 if __name__ == "__main__":

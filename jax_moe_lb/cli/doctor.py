@@ -3,6 +3,7 @@
 import platform
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -154,11 +155,21 @@ def diagnosis() -> dict:
         "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
         "build": build_states(),
         "compilers": compiler_states(),
+        "shadowed": shadow_line(),
         "backend": backend,
         "devices": [f"{device} ({device.device_kind})" for device in jax.devices()],
         "compiler_options": compiler_options(Mesh(np.array(jax.devices()), ("devices",))),
         "ops": [asdict(implementation) for implementation in implementations(backend)],
     }
+
+
+def shadow_line() -> str | None:
+    """Says in a line what to do where the source folder hides an installation; `None`, which is usual, elsewhere."""
+    hidden = _custom_calls.shadowed_installation()
+    if hidden is None:
+        return None
+    here = Path(__file__).parents[1]
+    return f"{hidden} is passed by for {here}, which has no custom calls: pip install -e ., or run from another folder"
 
 
 def facts_table(found: dict) -> Table:
@@ -168,6 +179,8 @@ def facts_table(found: dict) -> Table:
         for name, value in found[part].items():
             table.add_row(name, escape(value))
         table.add_section()
+    if found["shadowed"]:
+        table.add_row("installation", escape(found["shadowed"]))
     table.add_row("backend", found["backend"])
     table.add_row("devices", "\n".join(found["devices"]))
     options = "\n".join(f"{name}={value}" for name, value in found["compiler_options"].items())

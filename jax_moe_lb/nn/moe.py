@@ -1,5 +1,6 @@
 """The Flax layer holds parameters and the balancer's state, and calls `pipeline.moe`."""
 
+import inspect
 import math
 import warnings
 from typing import Any
@@ -18,6 +19,7 @@ from jax_moe_lb.losses import Losses
 from jax_moe_lb.nn.parameters import LogicalAxisRules, Parameters
 from jax_moe_lb.nn.sharded import Inputs, Layer, expert_axes, place, sharded_known, sharded_moe
 from jax_moe_lb.nn.shared import SharedMix
+from jax_moe_lb.pipeline import TOKEN_DTYPES
 from jax_moe_lb.routing import Router, updated_bias
 from jax_moe_lb.stats import Stats
 from jax_moe_lb.systems import System, system_named, system_names
@@ -169,6 +171,10 @@ class MoE(nnx.Module):
         checks: Checks | None = None,
         rngs: nnx.Rngs,
     ) -> None:
+        if dtype is not None and jnp.dtype(dtype) not in map(jnp.dtype, TOKEN_DTYPES):
+            raise ValueError(
+                f"dtype is {jnp.dtype(dtype)}; expected bfloat16, float32 or float64. Rows travel in 8 bits with a Wire"
+            )
         if fused and not gated:
             raise ValueError("fused is True; expected False without a gate")
         if topology is None:
@@ -410,6 +416,16 @@ def as_linen(*args: Any, **kwargs: Any) -> nnx.bridge.ToLinen:
         ((6, 8), ['down', 'gate', 'kernel', 'up'])
     """
     return nnx.bridge.to_linen(MoE, *args, **kwargs)
+
+
+def _linen_signature() -> inspect.Signature:
+    of_moe = inspect.signature(MoE.__init__)
+    kept = [parameter for name, parameter in of_moe.parameters.items() if name not in {"self", "rngs"}]
+    return of_moe.replace(parameters=kept, return_annotation=nnx.bridge.ToLinen)
+
+
+# What `help` and editors show in place of `*args`.
+as_linen.__signature__ = _linen_signature()  # type: ignore[attr-defined]
 
 
 def checks_of(mesh: Mesh) -> Checks:

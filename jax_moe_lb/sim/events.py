@@ -26,6 +26,7 @@ class Task:
         before: the tasks that it waited for: dependencies, and what its streams did before.
         together: whether no rank starts before all can, as in an exchange.
         flow: the bytes on links, if it sends any.
+        rows: the token copies that each rank serves, if it serves any.
     """
 
     stage: str
@@ -36,6 +37,7 @@ class Task:
     before: tuple["Task", ...] = field(repr=False)
     together: bool
     flow: Flow | None
+    rows: np.ndarray | None = None
 
     @property
     def seconds(self) -> float:
@@ -66,6 +68,7 @@ class Timeline:
         layer: int = -1,
         together: bool = False,
         flow: Flow | None = None,
+        rows: np.ndarray | None = None,
     ) -> Task:
         """Adds a task behind all those that its streams have.
 
@@ -77,6 +80,7 @@ class Timeline:
             layer: the layer that it belongs to; -1 for none.
             together: whether no rank starts before all can.
             flow: the bytes on links, if it sends any.
+            rows: the token copies that each rank serves, if it serves any.
         """
         # A stream does one task after the other, in the order of these calls.
         before = (*after, *(self._last[stream] for stream in streams if stream in self._last))
@@ -85,7 +89,7 @@ class Timeline:
             start = np.maximum(start, task.end)
         if together:
             start = np.full(self.num_ranks, start.max())
-        task = Task(stage, layer, streams, start, start + seconds, before, together, flow)
+        task = Task(stage, layer, streams, start, start + seconds, before, together, flow, rows)
         self.tasks.append(task)
         self._last |= dict.fromkeys(streams, task)
         return task

@@ -205,7 +205,7 @@ class Scheduler:
 
     def _experts(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> tuple[Task, ...]:
         experts_s = self.cluster.gemm.seconds(wave.rows, factor * self.model.row_flops, max(wave.rounds, 1))
-        return (self.timeline.add("experts" + mark, ("compute",), experts_s, after, layer=at),)
+        return (self.timeline.add("experts" + mark, ("compute",), experts_s, after, layer=at, rows=wave.rows.sum(1)),)
 
     def _exchanges(
         self,

@@ -25,6 +25,13 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     critical = {id(task): rank for task, rank in timeline.critical_path()}
     ranks = _shown(timeline)
     events: list[dict[str, Any]] = [_name(rank, f"rank {rank}") for rank in ranks] + [_name(LINKS, "links")]
+    # The format numbers threads, and says their names apart.
+    threads = {
+        stream: number for number, stream in enumerate(dict.fromkeys(s for t in timeline.tasks for s in t.streams))
+    }
+    for stream, number in threads.items():
+        processes = [LINKS] if stream.endswith("links") else ranks
+        events += [_name(process, stream, number) for process in processes]
     for task in timeline.tasks:
         for stream in task.streams:
             of_links = stream.endswith("links")
@@ -32,7 +39,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
             for rank in ranks[:1] if of_links else ranks:
                 process = LINKS if of_links else rank
                 is_critical = id(task) in critical and (of_links or critical[id(task)] == rank)
-                events.append(_event(task, stream, rank, process, is_critical))
+                events.append(_event(task, threads[stream], rank, process, is_critical))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -95,21 +102,26 @@ def _slowest(timeline: Timeline) -> int:
     return int(busy.argmax()) if timeline.tasks else 0  # type: ignore[union-attr]
 
 
-def _name(process: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+def _name(process: int, name: str, thread: int | None = None) -> dict[str, Any]:
+    of = {"name": "process_name"} if thread is None else {"name": "thread_name", "tid": thread}
+    return {"ph": "M", "pid": process, "args": {"name": name}} | of
 
 
-def _event(task: Task, stream: str, rank: int, process: int, is_critical: bool) -> dict[str, Any]:
+def _event(task: Task, thread: int, rank: int, process: int, is_critical: bool) -> dict[str, Any]:
     start, end = float(task.start[rank]), float(task.end[rank])
     args: dict[str, Any] = {"layer": task.layer}
     if task.flow is not None:
         args["busiest_link_bytes"] = max(float(sent.max(initial=0)) for sent in task.flow.sent)
+    if task.rows is not None:
+        # Where all ranks have the same there is one number.
+        rows = float(task.rows[min(rank, len(task.rows) - 1)])
+        args |= {"rows": rows, "load_over_mean": rows / max(float(task.rows.mean()), 1e-9)}
     return {
         "ph": "X",
         "name": task.stage,
         "cat": "critical" if is_critical else "hidden",
         "pid": process,
-        "tid": stream,
+        "tid": thread,
         "ts": start * 1e6,
         "dur": (end - start) * 1e6,
         "args": args,

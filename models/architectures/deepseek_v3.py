@@ -21,7 +21,7 @@ def config(fields: Fields) -> DecoderConfig:
         value_dim=fields.integer("v_head_dim"),
     )
     num_heads, mlp_dim = fields.integer("num_attention_heads"), fields.integer("moe_intermediate_size")
-    has_bias, num_layers = fields.flag("attention_bias", False), fields.integer("num_hidden_layers")
+    has_bias, num_layers = fields.flag("attention_bias", False), fields.num_layers()
     head_dim = latent.plain_dim + latent.rotated_dim
     return DecoderConfig(
         vocab_size=fields.integer("vocab_size"),

@@ -9,6 +9,9 @@ from models.decoder.rope import Rope, yarn_scale
 MOST_BYTES = 2**20
 """A `config.json` has at most so many bytes."""
 
+MOST_LAYERS, MOST_EXPERTS = 2**10, 2**12
+"""A model has at most so many layers, and experts in each."""
+
 
 class Fields:
     """These are the fields of a `config.json`; an absent one is an error that names it.
@@ -29,17 +32,21 @@ class Fields:
             raise ValueError("config.json is no JSON object")
         self.text = text
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """Reads an integer that is not negative."""
+    def integer(self, name: str, default: int | None = None, most: int = 2**31) -> int:
+        """Reads an integer from 0 to `most`."""
         value = self.raw.get(name)
         value = default if value is None else value
-        if type(value) is not int or value < 0:
-            raise ValueError(f"config.json: {name} is {value!r}; expected an integer, at least 0")
+        if type(value) is not int or not 0 <= value <= most:
+            raise ValueError(f"config.json: {name} is {str(value)[:40]!r}; expected an integer, 0 to {most}")
         return value
+
+    def num_layers(self) -> int:
+        """Reads the number of layers, which is no such that listing them would take long."""
+        return self.integer("num_hidden_layers", most=MOST_LAYERS)
 
     def num_experts(self, name: str) -> int:
         """Reads the number of experts, which newer versions of `transformers` call the same in all models."""
-        return self.integer(name if name in self.raw else "num_local_experts")
+        return self.integer(name if name in self.raw else "num_local_experts", most=MOST_EXPERTS)
 
     def number(self, name: str, default: float | None = None) -> float:
         """Reads a number."""

@@ -28,7 +28,7 @@ def config(fields: Fields) -> DecoderConfig:
     fields.require("hidden_act", "silu")
     num_heads, head_dim = fields.integer("num_attention_heads"), fields.integer("head_dim", 128)
     share = fields.rope_settings().get("partial_rotary_factor", fields.number("partial_rotary_factor", 0.5))
-    num_layers, mlp_dim = fields.integer("num_hidden_layers"), fields.integer("moe_intermediate_size")
+    num_layers, mlp_dim = fields.num_layers(), fields.integer("moe_intermediate_size")
     return DecoderConfig(
         vocab_size=fields.integer("vocab_size"),
         embed_dim=fields.integer("hidden_size"),

@@ -13,7 +13,7 @@ LAYER_TYPES = ("sliding_attention", "full_attention")
 
 def config(fields: Fields) -> DecoderConfig:
     """Reads the sizes of a GPT-OSS."""
-    num_layers, has_bias = fields.integer("num_hidden_layers"), fields.flag("attention_bias", True)
+    num_layers, has_bias = fields.num_layers(), fields.flag("attention_bias", True)
     width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", width // max(num_heads, 1))
     return DecoderConfig(

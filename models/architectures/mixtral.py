@@ -14,7 +14,7 @@ def config(fields: Fields) -> DecoderConfig:
     fields.require("hidden_act", "silu")
     width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", width // max(num_heads, 1))
-    num_layers, window = fields.integer("num_hidden_layers"), fields.integer("sliding_window", 0)
+    num_layers, window = fields.num_layers(), fields.integer("sliding_window", 0)
     return DecoderConfig(
         vocab_size=fields.integer("vocab_size"),
         embed_dim=width,
@@ -23,7 +23,7 @@ def config(fields: Fields) -> DecoderConfig:
         num_kv_heads=fields.integer("num_key_value_heads", 8),
         head_dim=head_dim,
         mlp_dim=fields.integer("intermediate_size"),
-        num_experts=fields.integer("num_local_experts", 8),
+        num_experts=fields.num_experts("num_local_experts"),
         router=TopK(fields.integer("num_experts_per_tok", 2)),
         norm_eps=fields.number("rms_norm_eps", 1e-5),
         rope=fields.rope(head_dim, base=1e6),

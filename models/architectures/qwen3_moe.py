@@ -12,7 +12,7 @@ def config(fields: Fields) -> DecoderConfig:
     """Reads the sizes of a Qwen3-MoE."""
     fields.require("hidden_act", "silu")
     fields.require("use_sliding_window", False)
-    num_layers, sparse_step = fields.integer("num_hidden_layers"), fields.integer("decoder_sparse_step", 1)
+    num_layers, sparse_step = fields.num_layers(), fields.integer("decoder_sparse_step", 1)
     without = fields.integers("mlp_only_layers")
     dense = [i for i in range(num_layers) if i in without or (i + 1) % max(sparse_step, 1)]
     width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")

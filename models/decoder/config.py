@@ -64,7 +64,7 @@ class DecoderConfig:
         scan_layers: whether equal layers are one loop, for training; see `models.layers.scanned`.
 
     Raises:
-        ValueError: a size is below 1, or does not divide what it has to.
+        ValueError: a size is below 1, or does not divide what it has to; or no layer has experts.
     """
 
     vocab_size: int
@@ -107,6 +107,8 @@ class DecoderConfig:
         for name in ("compute_dtype", "param_dtype"):
             if getattr(self, name) not in COMPUTE_DTYPES:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(COMPUTE_DTYPES)}")
+        if set(range(self.num_layers)) <= set(self.dense_layers):
+            raise ValueError(f"dense_layers are all {self.num_layers} layers; expected one with experts, at least")
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(
                 f"windows has {len(self.windows)} entries; expected one of each of {self.num_layers} layers"

@@ -82,8 +82,8 @@ class Rope:
     def __call__(self, x: Array, positions: Array) -> Array:
         """Rotates the first `dim` channels of `x`, `[B, T, N, C]`, by int32 positions `[B, T]`.
 
-        Interleaved pairs come out side by side of each other as halves, which scores do not see if queries and keys
-        both do.
+        Of interleaved pairs the first channels come out before all second ones: in queries and keys alike, so that
+        scores do not change.
         """
         # bfloat16 has no number between 256 and 258: angles are wide whatever `x` is.
         angles = positions.astype(jnp.float32)[:, :, None, None] * jnp.asarray(self.frequencies())[None, None, None]

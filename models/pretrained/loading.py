@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jax_moe_lb import System
 from models.architectures.catalogue import configured, pieces_of
-from models.architectures.fields import Fields, read_fields
+from models.architectures.fields import MOST_LAYERS, Fields, read_fields
 from models.architectures.names import Piece
 from models.decoder.model import Decoder
 from models.parallel import state_shardings
@@ -85,8 +85,8 @@ def _grouped(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
 
 def _passed_over(fields: Fields) -> tuple[str, ...]:
     """Lists how names begin that are not read: layers that predict further tokens, and a copy of the embedding."""
-    first, name = fields.integer("num_hidden_layers"), "num_nextn_predict_layers"
-    more = fields.integer(name if name in fields.raw else "num_mtp_layers", 0)
+    first, name = fields.num_layers(), "num_nextn_predict_layers"
+    more = fields.integer(name if name in fields.raw else "num_mtp_layers", 0, most=MOST_LAYERS)
     layers = tuple(f"model.layers.{layer}." for layer in range(first, first + more))
     return (*layers, "lm_head.weight") if fields.raw.get("tie_word_embeddings") else layers
 

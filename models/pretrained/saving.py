@@ -165,7 +165,10 @@ def assembled(pieces: list[Piece], values: dict[str, Any], dtype: Any) -> np.nda
     """Makes a tensor of a checkpoint, in that dtype, of its pieces."""
     whole = np.empty(pieces[0].shape, dtype)
     for piece in pieces:
-        value = _on_host(values[piece.path], piece.expert)
+        homes = values.get(f"{piece.path.rpartition('.')[0]}.homes")
+        # Experts that have moved are at other lines of the parameter.
+        line = piece.expert if homes is None or piece.expert is None else int(homes[piece.expert])
+        value = _on_host(values[piece.path], line)
         whole[piece.index] = np.swapaxes(value, -1, -2) if piece.transposed else value
     return whole
 

@@ -11,6 +11,8 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from jax_moe_lb import System
+from jax_moe_lb.nn import relocate
+from jax_moe_lb.systems import system_named
 from models import finetune, generate
 from models.architectures.catalogue import configured
 from models.architectures.fields import Fields
@@ -20,6 +22,7 @@ from models.presets import ParallelConfig
 from models.pretrained.header import read_header
 from models.pretrained.loading import by_path, from_pretrained
 from models.pretrained.saving import save_pretrained
+from models.published import PUBLISHED, num_params, published_config
 from models.tiny_checkpoint import tiny_config, write_tiny
 
 NAME = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
@@ -99,6 +102,18 @@ def test_experts_are_at_home_and_the_host_holds_a_tensor_at_a_time(tmp_path, all
     print(f"peak {peak_bytes} bytes; largest tensor {largest}, all {total}")
     # It is read, and turned round, and Python has some hundred kilobytes of its own.
     assert peak_bytes < total / 10
+
+
+@pytest.mark.slow
+def test_experts_that_have_moved_are_saved_under_their_names(mixtral, tmp_path):
+    model = from_pretrained(mixtral, mesh(), system_named("two_tier"))
+    order = np.stack([np.roll(np.arange(16), 3), np.arange(16)[::-1]])
+    params, _ = relocate(nnx.state(model), (), order)
+    nnx.update(model, params)
+    assert model.blocks[0].moe.homes[0] == 3
+    save_pretrained(model, tmp_path / "out")
+    before, after = (load_file(folder / "model.safetensors") for folder in (mixtral, tmp_path / "out"))
+    assert all(np.array_equal(value, after[name]) for name, value in before.items())
 
 
 def header_of(**entries):
@@ -201,11 +216,14 @@ def test_an_index_that_lies(mixtral, tmp_path, places, expected):
     ("field", "value", "expected"),
     [
         ("model_type", "llama4", "model_type is 'llama4'; expected one of"),
-        ("hidden_size", "64", "hidden_size is '64'; expected an integer"),
+        ("hidden_size", "64", "hidden_size is '64'; expected an integer, 0 to"),
         ("num_key_value_heads", 3, "num_kv_heads is 3; expected a divisor"),
         ("rope_scaling", {"rope_type": "longrope"}, "rope_type is 'longrope'"),
         ("hidden_act", "gelu", "hidden_act is 'gelu'; expected 'silu'"),
         ("num_local_experts", 6, "not of this model"),
+        ("num_hidden_layers", 10**12, "num_hidden_layers is '1000000000000'; expected an integer, 0 to 1024"),
+        ("model_type", "qwen3_moe", "moe_intermediate_size is 'None'"),
+        ("num_local_experts", -1, "num_local_experts is '-1'"),
     ],
 )
 def test_configs_that_are_not_supported(mixtral, tmp_path, field, value, expected):
@@ -245,11 +263,23 @@ def test_generating_from_the_command_line(mixtral, tmp_path):
     assert counts.sum((2, 3)).tolist() == [[20, 20], [4, 4], [4, 4]]
 
 
-def test_a_missing_tokenizer_is_one_line(mixtral, tmp_path):
-    folder = copied(mixtral, tmp_path / "bad")
-    result = CliRunner().invoke(generate.app, ["--checkpoint", str(folder), "--prompt", "a"])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--checkpoint", "nowhere"], "tokenizer.json cannot be read"),
+        (["--expert-parallel", "3"], "num_experts is 16; expected a positive multiple of the 3 ranks"),
+        (["--dtype", "int8"], "compute_dtype is 'int8'"),
+        (["--system", "best"], "system is 'best'"),
+        (["--prompt", ""], "prompt has no tokens"),
+        (["--top-p", "0"], "top_p is 0.0"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+    ],
+)
+def test_what_generate_refuses_is_one_line(mixtral, options, expected):
+    result = CliRunner().invoke(generate.app, ["--checkpoint", str(mixtral), "--prompt", "a", *options])
     assert result.exit_code == 2
-    assert "tokenizer.json" in result.output
+    assert expected in result.output
+    assert result.output.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -257,7 +287,18 @@ def test_tuning_from_the_command_line(tmp_path, all_devices):
     write_tiny("glm4_moe", tmp_path / "tiny")
     (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     options = ["--checkpoint", str(tmp_path / "tiny"), "--data", str(tmp_path / "text"), "--out", str(tmp_path / "out")]
-    options += ["--steps", "12", "--learning-rate", "3e-3", "--sequence-length", "16", "--system", "greedy"]
+    options += [
+        "--steps",
+        "12",
+        "--learning-rate",
+        "3e-3",
+        "--sequence-length",
+        "16",
+        "--system",
+        "greedy",
+        "--bias-rate",
+        "0.01",
+    ]
     options += ["--data-parallel", "2", "--expert-parallel", "4", "--record-counts", str(tmp_path / "counts.npz")]
     result = CliRunner().invoke(finetune.app, options)
     assert result.exit_code == 0, result.output
@@ -266,8 +307,23 @@ def test_tuning_from_the_command_line(tmp_path, all_devices):
     assert np.load(tmp_path / "counts.npz")["counts"].shape == (12, 1, 4, 16)
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("tiny", "out"))
     kept = {name for name, value in before.items() if np.array_equal(value, after[name])}
-    assert kept == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert not kept
+    bias = after["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert np.abs(bias).max() <= 0.12 + 1e-6
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "tiny" / "tokenizer.json").read_bytes()
     again = CliRunner().invoke(finetune.app, options)
     assert again.exit_code == 2
     assert "something in it" in again.output
+
+
+def test_published_sizes():
+    """In billions: all parameters, and those of a token, with embedding and output."""
+    counted = {name: num_params(published_config(name)) for name in PUBLISHED}
+    found = {name: (round(total / 1e9, 1), round(active / 1e9, 1)) for name, (total, active) in counted.items()}
+    assert found == {
+        "Mixtral-8x7B": (46.7, 12.9),
+        "Qwen3-30B-A3B": (30.5, 3.4),
+        "DeepSeek-V3": (671.0, 37.6),
+        "GLM-4.5": (352.8, 33.6),
+        "gpt-oss-120b": (116.8, 5.7),
+    }

@@ -24,5 +24,15 @@ def test_report_states_the_result(trained_run):
     headline = re.search(r"<h1>(.*?)</h1>", page).group(1)
     assert f"After 8 steps the model needs {validation[-1]['loss']:.2f} nats" in headline
     assert "of 8 ranks" in headline
-    for word in ("unigram entropy [nats]", "learning rate", "jaxlib", "a fox", "imbalance after"):
+    for word in (
+        "commit",
+        "experts that no token chose",
+        "eplb plus",
+        "replication",
+        "unigram entropy [nats]",
+        "learning rate",
+        "jaxlib",
+        "a fox",
+        "imbalance after",
+    ):
         assert word in page

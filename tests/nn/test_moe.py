@@ -1,3 +1,5 @@
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -414,3 +416,16 @@ def test_tokens_on_no_mesh_go_through_a_layer_on_an_explicit_one():
         outs.append(layer(x)[0])
     assert outs[1].sharding.is_fully_replicated
     np.testing.assert_allclose(*outs, rtol=1e-6)
+
+
+def test_the_linen_form_says_what_it_takes():
+    parameters = inspect.signature(as_linen).parameters
+    assert {"system", "capacity_factor", "embed_dim"} < set(parameters)
+    assert "rngs" not in parameters
+
+
+def test_a_narrow_dtype_is_refused_when_the_layer_is_made():
+    with pytest.raises(
+        ValueError, match=r"dtype is float8_e4m3fn; expected bfloat16.*Rows travel in 8 bits with a Wire"
+    ):
+        make(make_mesh((1,), ("expert",)), dtype=jnp.float8_e4m3fn)

@@ -46,7 +46,15 @@ SIGMOID = {
     "head_dim": 16,
 }
 CONFIGS = {
-    "mixtral": ("MixtralConfig", {"num_local_experts": 8, "intermediate_size": 24, "sliding_window": 7}),
+    "mixtral": (
+        "MixtralConfig",
+        {
+            "num_local_experts": 8,
+            "intermediate_size": 24,
+            "sliding_window": 7,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        },
+    ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {

@@ -62,7 +62,7 @@ def test_logits_and_gradients(reference, name, mesh, system, scan_layers):
 
 @pytest.mark.parametrize("system", [name for name in system_names() if name not in ("plain", "exact")])
 def test_every_system(reference, system):
-    compare(reference("mixtral"), "2x4", system)
+    compare(reference("mixtral"), "2x4", system, scan_layers=True)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -25,10 +25,16 @@ def test_every_task_is_there_on_every_stream(tmp_path, timeline):
     ranks = {event["pid"] for event in spans} - {LINKS}
     assert len(ranks) == SHOWN_RANKS
     computing = [task for task in timeline.tasks if task.streams == ("compute",)]
-    assert len([event for event in spans if event["tid"] == "compute"]) == SHOWN_RANKS * len(computing)
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert all(type(event["tid"]) is int and (event["pid"], event["tid"]) in names for event in spans)
+    on_compute = [event for event in spans if names[event["pid"], event["tid"]] == "compute"]
+    assert len(on_compute) == SHOWN_RANKS * len(computing)
+    served = [event["args"] for event in on_compute if event["name"] == "experts"]
+    assert {args["rows"] > 0 for args in served} == {True}
+    assert max(args["load_over_mean"] for args in served) >= 1
     assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(timeline.end_s * 1e6)
     links = [event for event in spans if event["pid"] == LINKS]
-    assert {event["tid"] for event in links} == {"gpu links"}
+    assert {names[LINKS, event["tid"]] for event in links} == {"gpu links"}
     assert all(event["args"]["busiest_link_bytes"] > 0 for event in links)
     assert {event["cat"] for event in spans} == {"critical", "hidden"}
 

@@ -134,13 +134,17 @@ def test_the_simulator_is_told_what_is_served():
 def test_the_static_wave_needs_neither_plan_nor_copies():
     graph = of_compiled(compiled().as_text())
     plans, posts = graph.holding("moe_lb_plan_feplb_and_copy"), graph.holding("moe_lb_copy_post")
-    forward = graph.needs(plans)
-    static, dynamic = graph.holding(HEAVY + "static_wave") & forward, graph.holding(HEAVY + "dynamic_wave")
+    # Further rounds know the plan.
+    static = graph.holding(HEAVY + "static_wave") - graph.holding("further_rounds")
+    dynamic = graph.holding(HEAVY + "dynamic_wave")
     starts = graph.holding("moe_lb_copy_start")
     joins = {join for join in graph.holding("moe_lb_copy_join") if not starts & graph.needs([join])}
     assert all((plans, posts, static, dynamic, joins))
     assert not graph.needs(static) & (plans | joins)
     assert not graph.needs(posts) & static
+    # Launched after the wave, so that it hands the plan on when that has been launched.
+    assert posts <= graph.needs(static)
+    assert static <= graph.needs(plans)
     assert plans | joins <= graph.needs(dynamic)
 
 
@@ -155,10 +159,12 @@ def test_the_same_where_it_is_lowered_for_a_gpu():
     graph = of_lowered(text, "@moe_lb_copy_post")
     plans, posts = graph.holding("@moe_lb_plan_feplb_and_copy"), graph.holding("@moe_lb_copy_post")
     joins = graph.holding("@moe_lb_copy_join")
-    static, dynamic = (graph.holding(rf"ragged_dot.*{wave}_wave") for wave in ("static", "dynamic"))
+    static = graph.holding("static_wave") - graph.holding("further_rounds")
+    dynamic = graph.holding("dynamic_wave")
     assert all((static, dynamic, plans, joins))
     assert not graph.needs(static) & (plans | joins)
-    assert posts <= graph.needs(static) <= graph.needs(plans)
+    assert posts <= graph.needs(static)
+    assert static & graph.needs(plans)
     assert plans | joins <= graph.needs(dynamic)
 
 
