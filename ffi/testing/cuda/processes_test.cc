@@ -22,7 +22,7 @@
 #include "ffi/transport/neighbours_cuda.h"
 
 // It would wait a second before the end of each process.
-extern "C" const char* __tsan_default_options() { return "atexit_sleep_ms=0"; }
+extern "C" __attribute__((visibility("default"))) const char* __tsan_default_options() { return "atexit_sleep_ms=0"; }
 
 namespace {
 
