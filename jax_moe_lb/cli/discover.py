@@ -30,7 +30,10 @@ def load_balancer(text: str) -> Balancer:
     """
     parts = tuple(_one(part) for part in text.split("+"))
     if any(isinstance(part, Exact) for part in parts[1:]):
-        raise ValueError(f"--balancer is {shown(text)}; expected exact first, as it drops the replicas of others")
+        raise ValueError(
+            f"--balancer is {shown(text)}; expected exact first, as it drops the replicas of others; "
+            f"simulate --system takes hybridep+exact"
+        )
     return parts[0] if len(parts) == 1 else Chain(parts)
 
 
