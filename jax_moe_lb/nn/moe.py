@@ -17,7 +17,7 @@ from jax_moe_lb.experts import Experts
 from jax_moe_lb.faults import Checks
 from jax_moe_lb.losses import Losses
 from jax_moe_lb.nn.parameters import LogicalAxisRules, Parameters
-from jax_moe_lb.nn.sharded import Inputs, Layer, expert_axes, place, sharded_known, sharded_moe
+from jax_moe_lb.nn.sharded import Inputs, Layer, expert_axes, place, reshaped, sharded_known, sharded_moe
 from jax_moe_lb.nn.shared import SharedMix
 from jax_moe_lb.pipeline import TOKEN_DTYPES
 from jax_moe_lb.routing import Router, updated_bias
@@ -280,7 +280,8 @@ class MoE(nnx.Module):
         missing = -num_tokens % (self._num_groups() * self.topology.num_ranks)
         mask = jnp.ones(x.shape[:-1], bool) if missing and mask is None else mask
         ids = None if token_ids is None else token_ids.astype(jnp.int32)
-        tokens, mask, ids = (_flat(array, x.ndim - 1, missing, self.mesh) for array in (x, mask, ids))
+        by_token = PartitionSpec(self.topology.data_axes + self.topology.expert_axes)
+        tokens, mask, ids = (_flat(array, x.ndim - 1, missing, self.mesh, by_token) for array in (x, mask, ids))
         state = self.empty_state if self.state is None else self.state.get_value()
         stored = self._experts()
         experts = jax.tree.map(lambda w: w.astype(x.dtype), stored)
@@ -319,7 +320,7 @@ class MoE(nnx.Module):
         # The caller finds the outputs where the input was.
         if missing:
             y = place(y, NamedSharding(self.mesh, PartitionSpec()), self.mesh)[:num_tokens]
-        y = place(y.reshape(x.shape), jax.typeof(x).sharding, self.mesh)
+        y = reshaped(y, x.shape, jax.typeof(x).sharding, self.mesh)
         if self.has_shared:
             shared, kernel = jax.tree.map(lambda w: w.astype(x.dtype), (self._shared(), _value(self.shared_kernel)))
             y = self.shared_mix(x, y, shared, kernel)
@@ -469,15 +470,15 @@ def _system(system: System | str) -> System:
     raise TypeError(f"system is {system!r}; expected a System, or one of {', '.join(system_names())}")
 
 
-def _flat(array: Array | None, num_dims: int, missing: int, mesh: Mesh) -> Array | None:
+def _flat(array: Array | None, num_dims: int, missing: int, mesh: Mesh, by_token: PartitionSpec) -> Array | None:
     """Makes one dimension of the first ones, the tokens, and puts zeros for `missing` ones after them."""
     if array is None:
         return None
-    array = array.reshape(-1, *array.shape[num_dims:])
+    shape = (math.prod(array.shape[:num_dims]), *array.shape[num_dims:])
     if not missing:
-        return array
+        return reshaped(array, shape, NamedSharding(mesh, by_token), mesh)
     # On an Explicit mesh no axis may divide what it does not divide evenly: these are few, and every device has them.
-    array = place(array, NamedSharding(mesh, PartitionSpec()), mesh)
+    array = reshaped(array, shape, NamedSharding(mesh, PartitionSpec()), mesh)
     return jnp.pad(array, ((0, missing), *[(0, 0)] * (array.ndim - 1)))
 
 

@@ -154,6 +154,13 @@ def _place_by(tree: Any, specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda leaf, spec: place(leaf, NamedSharding(mesh, spec), mesh), tree, specs)
 
 
+def reshaped(array: Array, shape: tuple[int, ...], sharding: jax.sharding.Sharding, mesh: Mesh) -> Array:
+    """Reshapes, and where the mesh has Explicit axes reshards at once: alone not every split can be reshaped there."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return array.reshape(shape)
+    return jax.lax.reshape(array, shape, out_sharding=sharding)
+
+
 def place(tree: Any, sharding: jax.sharding.Sharding, mesh: Mesh) -> Any:
     """Reshards a tree where the mesh has Explicit axes; where they are Auto, the compiler does."""
     if AxisType.Explicit not in mesh.axis_types:

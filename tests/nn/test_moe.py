@@ -18,6 +18,7 @@ from jax_moe_lb import (
     System,
     TopK,
     Topology,
+    eplb,
     exact,
     greedy,
     plain,
@@ -429,3 +430,32 @@ def test_a_narrow_dtype_is_refused_when_the_layer_is_made():
         ValueError, match=r"dtype is float8_e4m3fn; expected bfloat16.*Rows travel in 8 bits with a Wire"
     ):
         make(make_mesh((1,), ("expert",)), dtype=jnp.float8_e4m3fn)
+
+
+@pytest.mark.slow
+def test_explicit_axes_may_both_split_the_sequence_in_a_scan_with_remat():
+    """Two layers with a state that is carried from step to step, beside the same ones on Auto axes."""
+    x, names = tokens(), ("data", "expert")
+
+    def run(axis_type, spec):
+        mesh = make_mesh((2, 2), names, axis_type)
+        layers = [make(mesh, eplb(1), router=TopK(2)) for _ in range(2)]
+        graph = nnx.split(layers[0])[0]
+        stack = jax.tree.map(lambda *parts: jnp.stack(parts), *(nnx.split(layer)[1] for layer in layers))
+
+        @jax.checkpoint
+        def body(x, state):
+            layer = nnx.merge(graph, state)
+            y, stats = layer(x)
+            return x + y, (nnx.state(layer, BalancerState), stats.counts)
+
+        def loss(x):
+            y, out = jax.lax.scan(body, x, stack)
+            return jnp.square(y).mean(), out
+
+        placed = x if spec is None else jax.device_put(x, NamedSharding(mesh, spec))
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(placed)
+
+    explicit = run(AxisType.Explicit, PartitionSpec(None, names))
+    auto = run(AxisType.Auto, PartitionSpec(names))
+    assert_close(jax.tree.leaves(explicit), jax.tree.leaves(auto), 1e-5)
