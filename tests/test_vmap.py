@@ -14,6 +14,7 @@ from jax_moe_lb import (
     CHECKPOINT_NAMES,
     Codec,
     ExpertDomains,
+    LayerFacts,
     Migrate,
     TopK,
     Topology,
@@ -60,9 +61,12 @@ def test_every_system_serves_one_microbatch_after_the_other(name):
     dense = dense_with_gradients(TopK(2))
     want, want_gradients = stacked([dense(one, *fixed, wanted) for one, wanted in zip(x, target, strict=True)])
     assert_close((y, gradients), (want[0], want_gradients), 1e-5)
+    numbers = 3 * CASE.width * CASE.mlp_dim
+    facts = LayerFacts(CASE.num_tokens * CASE.per_tok, 4 * numbers, 4 * numbers, 4 * CASE.width, 2 * numbers)
+    balancer = system.balancer.sized(facts)
     for counts, quota in zip(np.asarray(stats.counts)[:, 0], stats.quota[:, 0], strict=True):
         start = plain_plan(counts, topology, CASE.num_experts // 8 + system.replica_slots)
-        plan, _ = system.balancer.rebalance(counts, start, topology, system.balancer.init(counts.shape))
+        plan, _ = balancer.rebalance(counts, start, topology, balancer.init(counts.shape))
         np.testing.assert_array_equal(quota, plan.quota)
     assert stats.rounds.min() > 1
 
