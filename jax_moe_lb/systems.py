@@ -1,6 +1,7 @@
 """A system joins three choices: who serves, how weights travel, and how tokens travel."""
 
 import inspect
+import math
 from dataclasses import dataclass, field, replace
 
 from jax_moe_lb.balancers.base import Balancer
@@ -75,6 +76,30 @@ class System:
             return None
         num_home = num_experts // topology.num_ranks
         return self.balancer.why_idle(topology, num_home, num_home + self.replica_slots)
+
+    def most_rounds(self, topology: Topology, num_experts: int, num_copies: int) -> int:
+        """Returns how many rounds a layer may need, whatever the routing; 1: one round is guaranteed.
+
+        `exact` guarantees one where all ranks are one domain and have as many replica slots as home experts; other
+        systems, UltraEP among them, keep loads low but promise nothing, so that the worst is all tokens on one rank.
+
+        Args:
+            topology: the ranks and domains.
+            num_experts: `E`.
+            num_copies: `T * K`, the token copies of a rank.
+
+        Examples:
+            >>> from jax_moe_lb import Topology
+            >>> ranks = Topology.flat(8)
+            >>> [system.most_rounds(ranks, 16, 4096) for system in (exact(2), exact(1), ultraep(2), plain())]
+            [1, 8, 8, 8]
+        """
+        num_home = num_experts // topology.num_ranks
+        # Rows that pass home come there before anything is balanced.
+        bound = float(topology.num_ranks)
+        if not self.dispatch.passes_home:
+            bound = min(bound, self.balancer.bound(topology, num_home, num_home + self.replica_slots))
+        return max(1, math.ceil(bound * num_copies / self.dispatch.capacity(num_copies)))
 
     def with_rounds(self, max_rounds: int | None) -> "System":
         """Returns the same system with as many rounds in its program.

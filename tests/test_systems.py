@@ -15,8 +15,11 @@ from jax_moe_lb import (
     TopK,
     Topology,
     UltraEP,
+    exact,
+    feplb,
     greedy,
     hybridep,
+    load,
     plain_plan,
     rails,
     two_tier,
@@ -85,3 +88,38 @@ def test_two_tiers_keep_what_relocation_needs():
     assert layer.homes is not None
     assert layer.loads is not None
     assert MoE(8, 8, 8, TopK(2), mesh=mesh, topology=topology, system="exact", rngs=nnx.Rngs(0)).homes is None
+
+
+@pytest.mark.parametrize(
+    ("system", "topology", "rounds"),
+    [
+        (exact(2), Topology.flat(8), 1),
+        (exact(1), Topology.flat(8), 8),
+        (exact(2), Topology.flat(8, ranks_per_domain=4), 2),
+        (two_tier(2), Topology.flat(8), 1),
+        (feplb(4), Topology.flat(8), 6),
+        (ultraep(2, headroom=8.0), Topology.flat(8), 1),
+        (System(Exact(max_fan_out=2), replica_slots=2), Topology.flat(8), 8),
+    ],
+)
+def test_the_rounds_that_a_layer_needs_at_most(system, topology, rounds):
+    assert system.most_rounds(topology, num_experts=16, num_copies=4096) == rounds
+
+
+def test_exact_keeps_the_bound_that_it_promises():
+    """Loads that are drawn to be hard: few hot experts, many equal ones on one rank, heavy tails."""
+    rng = np.random.default_rng(0)
+    draws = (
+        lambda n: rng.dirichlet(np.full(n, 0.1)),
+        lambda n: np.exp(3 * rng.normal(size=n)),
+        lambda n: (rng.random(n) < 0.3) * rng.random(n) + 1e-9,
+        lambda n: (np.arange(n) < n // 4) + 1e-3 * rng.random(n),
+    )
+    for trial in range(400):
+        num_ranks, num_home = [(2, 4), (3, 2), (8, 1), (8, 2), (4, 4)][trial % 5]
+        share = draws[trial % 4](num_ranks * num_home)
+        total = rng.multinomial(1000 * num_ranks, share / share.sum())
+        counts = rng.multinomial(total, np.full(num_ranks, 1 / num_ranks)).T.astype(np.int32)
+        topology, slots = Topology.flat(num_ranks), min(2 * num_home, num_ranks * num_home)
+        plan, _ = Exact().rebalance(counts, plain_plan(counts, topology, slots), topology, ())
+        assert load(plan).max() <= Exact().bound(topology, num_home, slots) * 1000 + 1

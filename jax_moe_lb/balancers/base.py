@@ -69,6 +69,19 @@ class Balancer(abc.ABC):
             return "domains have one rank each, so that no expert may move"
         return "replica_slots is 0" if slots == num_home else None
 
+    def bound(self, topology: Topology, num_home: int, slots: int) -> float:
+        """Returns an imbalance that no routing exceeds after it; by default that of all tokens on one rank.
+
+        `System.most_rounds` asks for it.
+
+        Args:
+            topology: the ranks and domains.
+            num_home: `L`, the home experts of a rank.
+            slots: `S`, the slots of a rank.
+        """
+        del num_home, slots
+        return float(topology.num_ranks)
+
     @abc.abstractmethod
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Edits the plan for this microbatch.

@@ -14,6 +14,9 @@ from jax_moe_lb.planners.native import alike, is_on_host
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import Counts, State
 
+SEARCH_ENDS = 1 / 4096
+"""The planner looks no further where it misses the mean by less."""
+
 
 @dataclass(frozen=True)
 class Exact(Balancer):
@@ -71,6 +74,19 @@ class Exact(Balancer):
     def sized(self, facts: LayerFacts) -> "Exact":
         """Returns it with the costs of a layer, where it has a `Cost` that leaves them to be derived."""
         return self if self.cost is None else replace(self, cost=self.cost.sized(facts))
+
+    def bound(self, topology: Topology, num_home: int, slots: int) -> float:
+        """Returns `1 + eps` for one domain whose ranks have a replica slot for each home expert, more for several.
+
+        A rank above the limit has an expert with more than its `L`-th part. A receiver that takes such experts whole,
+        the hottest of a rank each time, is full before it has taken `L`. With fewer slots nothing is promised, nor with
+        a `max_fan_out` or a `cost`. Domains are levelled each for itself: one may have all tokens.
+        """
+        enough = slots - num_home >= min(num_home, num_home * (topology.ranks_per_domain - 1))
+        if not enough or self.max_fan_out is not None or self.cost is not None:
+            return super().bound(topology, num_home, slots)
+        # The search ends where it is as near as that.
+        return topology.num_domains * (1 + max(self.eps, SEARCH_ENDS))
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
         """Makes one plan for all domains, each of which is planned for itself; see `Balancer.rebalance`.

@@ -154,7 +154,7 @@ def _place_by(tree: Any, specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda leaf, spec: place(leaf, NamedSharding(mesh, spec), mesh), tree, specs)
 
 
-def reshaped(array: Array, shape: tuple[int, ...], sharding: jax.sharding.Sharding, mesh: Mesh) -> Array:
+def reshaped(array: Array, shape: tuple[int, ...], sharding: NamedSharding, mesh: Mesh) -> Array:
     """Reshapes, and where the mesh has Explicit axes reshards at once: alone not every split can be reshaped there."""
     if AxisType.Explicit not in mesh.axis_types:
         return array.reshape(shape)
