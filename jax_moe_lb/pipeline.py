@@ -118,18 +118,7 @@ def moe(
     # One rank alone has all experts at home.
     num_slots = experts.up.shape[0] + (system.replica_slots if topology.num_ranks > 1 else 0)
     start = plain_plan(routed.counts, topology, num_slots)
-    tokens, weights, shards = on_tensor_shards(x, routed.weights, vary_like_tokens(experts, topology), topology)
-    served, state = system.dispatch.serve(
-        tokens,
-        routed._replace(weights=weights),
-        shards,
-        start,
-        state,
-        balancer=system.balancer.sized(_facts(tokens, weights, shards)),
-        replicate=system.replicate,
-        topology=topology,
-        checks=checks,
-    )
+    served, state = _served(x, routed, experts, start, state, system, topology, checks)
     y = _outputs(served, homes, is_homed, system.dispatch.max_rounds, topology, checks)
     loss = losses(routing, counted.asked, topology.expert_axes, sequence_length)
     fault = _fault(counted, routed.counts, homes, is_homed, served, system.dispatch.max_rounds)
@@ -285,6 +274,30 @@ def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:
         return jax.lax.pcast(leaf, axes, to="varying") if axes else leaf
 
     return jax.tree.map(vary, experts)
+
+
+def _served(
+    x: Tokens,
+    routed: Routed,
+    experts: Experts,
+    start: Plan,
+    state: State,
+    system: System,
+    topology: Topology,
+    checks: Checks,
+) -> tuple[Served, State]:
+    x, weights, experts = on_tensor_shards(x, routed.weights, vary_like_tokens(experts, topology), topology)
+    return system.dispatch.serve(
+        x,
+        routed._replace(weights=weights),
+        experts,
+        start,
+        state,
+        balancer=system.balancer.sized(_facts(x, weights, experts)),
+        replicate=system.replicate,
+        topology=topology,
+        checks=checks,
+    )
 
 
 def _facts(x: Tokens, weights: Weights, experts: Experts) -> LayerFacts:

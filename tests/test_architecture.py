@@ -96,9 +96,7 @@ def test_files_and_functions_stay_short(path):
     assert path.read_text().count("\n") <= 500
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
-            # A docstring takes the lines that it needs.
-            described = node.body[0].end_lineno - node.body[0].lineno + 1 if ast.get_docstring(node) else 0
-            assert node.end_lineno - node.lineno - described <= 65, node.name
+            assert node.end_lineno - node.lineno <= 80, node.name
 
 
 # What has a clock knows plans and systems, not what runs on devices; only the command line knows it.
