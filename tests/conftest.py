@@ -22,7 +22,7 @@ use_virtual_cpu_devices(8)
 
 def pytest_addoption(parser):
     group = parser.getgroup("random layer test", "tests/stress")
-    group.addoption("--layer-cases", type=int, default=152, help="how many random inputs the layer is tested on")
+    group.addoption("--layer-cases", type=int, default=300, help="how many random inputs the layer is tested on")
     group.addoption("--layer-case", metavar="P.I", help="only the input of this number of the program of this number")
 
 

@@ -1,6 +1,6 @@
 """Random programs on random inputs equal a dense layer in float64, in values and all gradients.
 
-`pytest tests/stress --layer-cases 3000` tries twenty times as many; `--layer-case 7.3` repeats one that failed, by the
+`pytest tests/stress --layer-cases 3000` tries ten times as many; `--layer-case 7.3` repeats one that failed, by the
 number of its program and that of its input.
 """
 
@@ -33,7 +33,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("number", numbers)
 
 
-def test_three_hundred_cases_cover_every_choice():
+def test_the_default_programs_cover_every_choice():
     programs = draw_programs(-(-300 // INPUTS))
     assert {program.system for program in programs} == set(SYSTEMS)
     assert {program.layout for program in programs} == set(LAYOUTS)
