@@ -67,10 +67,8 @@ class RoutedMoE(nnx.Module):
     def __call__(self, inputs: jax.Array) -> tuple[jax.Array, None]:
         """Returns the outputs, and `None` for the loss that a balanced plan has no need of."""
         x = inputs.astype(self.dtype)
-        experts = Experts(up=self.wi_1[...], down=self.wo[...], gate=self.wi_0[...], activation=self.activation)
-        if self.has_bias:
-            biases = self.wi_1_bias[...], self.wo_bias[...], self.wi_0_bias[...]
-            experts = Experts(experts.up, experts.down, experts.gate, self.activation, *biases)
+        biases = (self.wi_1_bias[...], self.wo_bias[...], self.wi_0_bias[...]) if self.has_bias else ()
+        experts = Experts(self.wi_1[...], self.wo[...], self.wi_0[...], self.activation, *biases)
         experts = jax.tree.map(lambda w: w.astype(self.dtype), experts)
         tokens, ranks = PartitionSpec((*self.topology.data_axes, "expert")), PartitionSpec("expert")
 
