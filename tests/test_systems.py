@@ -26,6 +26,7 @@ from jax_moe_lb import (
     ultraep,
 )
 from jax_moe_lb.nn import MoE
+from jax_moe_lb.planners.exact_in_jax import exact_in_jax
 from tests.layer import assert_close, make_mesh
 
 
@@ -106,8 +107,8 @@ def test_the_rounds_that_a_layer_needs_at_most(system, topology, rounds):
     assert system.most_rounds(topology, num_experts=16, num_copies=4096) == rounds
 
 
-def test_exact_keeps_the_bound_that_it_promises():
-    """Loads that are drawn to be hard: few hot experts, many equal ones on one rank, heavy tails."""
+def hard_counts(shapes):
+    """Counts that are drawn to be hard: few hot experts, many equal ones on one rank, heavy tails."""
     rng = np.random.default_rng(0)
     draws = (
         lambda n: rng.dirichlet(np.full(n, 0.1)),
@@ -116,10 +117,21 @@ def test_exact_keeps_the_bound_that_it_promises():
         lambda n: (np.arange(n) < n // 4) + 1e-3 * rng.random(n),
     )
     for trial in range(400):
-        num_ranks, num_home = [(2, 4), (3, 2), (8, 1), (8, 2), (4, 4)][trial % 5]
+        num_ranks, num_home = shapes[trial % len(shapes)]
         share = draws[trial % 4](num_ranks * num_home)
         total = rng.multinomial(1000 * num_ranks, share / share.sum())
         counts = rng.multinomial(total, np.full(num_ranks, 1 / num_ranks)).T.astype(np.int32)
-        topology, slots = Topology.flat(num_ranks), min(2 * num_home, num_ranks * num_home)
+        yield counts, Topology.flat(num_ranks), num_home, min(2 * num_home, num_ranks * num_home)
+
+
+def test_exact_keeps_the_bound_that_it_promises():
+    for counts, topology, num_home, slots in hard_counts([(2, 4), (3, 2), (8, 1), (8, 2), (4, 4)]):
         plan, _ = Exact().rebalance(counts, plain_plan(counts, topology, slots), topology, ())
         assert load(plan).max() <= Exact().bound(topology, num_home, slots) * 1000 + 1
+
+
+@pytest.mark.slow
+def test_exact_in_jnp_keeps_it_too():
+    run = jax.jit(lambda counts: exact_in_jax(counts, 4, 8, 0.01, 2**63 - 1, True)[1].sum(0).max())
+    for counts, topology, num_home, slots in hard_counts([(8, 2)]):
+        assert int(run(counts)) <= Exact().bound(topology, num_home, slots) * 1000 + 1
