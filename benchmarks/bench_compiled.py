@@ -5,6 +5,7 @@ It needs their compilers: `jax_moe_lb[cuda,tpu]`, as `ci/accelerators.sh` instal
 
 from dataclasses import dataclass
 
+from jax_moe_lb import Wire
 from jax_moe_lb.compiled import Report, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.compiler_options import IN_GRAPHS
 from jax_moe_lb.systems import system_named
@@ -25,6 +26,7 @@ class Row:
         max_rounds: the rounds that it has; `None` for a loop.
         fused: whether experts have gate and up projection in one weight.
         options: options of XLA, over those of `compiler_options`.
+        wire: in which precision rows travel forward.
     """
 
     target: str
@@ -34,10 +36,11 @@ class Row:
     max_rounds: int | None = None
     fused: bool = False
     options: tuple[tuple[str, str | bool], ...] = ()
+    wire: Wire | None = None
 
     def compile(self) -> Report:
         """Compiles the layer of the reference sizes."""
-        system = system_named(self.system).with_rounds(self.max_rounds)
+        system = system_named(self.system).with_rounds(self.max_rounds).with_wire(self.wire)
         return compile_layer(
             system, Target.parse(self.target), gradients=self.train, fused=self.fused, options=dict(self.options)
         )
@@ -53,6 +56,7 @@ ROWS = (
     Row("h100:1x8", "exact", "no loop", train=False, max_rounds=1),
     Row("h100:1x8", "exact", "no loop", max_rounds=1),
     Row("h100:1x8", "exact", "no loop, `fused`", max_rounds=1, fused=True),
+    Row("h100:1x8", "exact", "no loop, rows in fp8", max_rounds=1, wire=Wire()),
     Row("h100:1x8", "exact", "a loop", train=False),
     Row("h100:1x8", "exact", "a loop, XLA's own graphs", options=(("xla_gpu_enable_command_buffer", XLAS_OWN),)),
     Row("h100:1x8", "exact", "a loop"),
@@ -62,6 +66,7 @@ ROWS = (
     Row("v5e:2x4", "plain", "no loop", train=False, max_rounds=1),
     Row("v5e:2x4", "plain", "no loop", max_rounds=1),
     Row("v5e:2x4", "exact", "no loop", max_rounds=1),
+    Row("v5e:2x4", "exact", "no loop, rows in fp8", max_rounds=1, wire=Wire()),
 )
 
 
