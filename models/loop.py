@@ -24,7 +24,7 @@ from rich.console import Console
 
 from jax_moe_lb import System, moved_experts, raise_fault
 from models.checkpoint import Checkpoints, restore_newest, steps_in
-from models.data import Corpus
+from models.data import Batches, Corpus, place_rows, rows_here
 from models.files import FolderLock, free_sibling, write_whole
 from models.parallel import batch_sharding, make_mesh, make_system, place_batch
 from models.presets import ModelConfig, ParallelConfig, TrainConfig
@@ -145,7 +145,7 @@ def execute(run: Run, console: Console, stop: StopRequest | None = None) -> dict
 
 
 def _execute(run: Run, console: Console, stop: StopRequest) -> dict:
-    started, config, corpus, step = time.perf_counter(), run.config, run.corpus, run.done_steps
+    started, config, step = time.perf_counter(), run.config, run.done_steps
 
     def tell(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -155,10 +155,14 @@ def _execute(run: Run, console: Console, stop: StopRequest) -> dict:
     validate = _validation(run)
     # Compiled before the clock of the first step starts, which would otherwise seem slow.
     step_program, compile_s = _compiled(run)
-    with Checkpoints(run.folder.checkpoints) as checkpoints, StepLine(console, step, config.steps) as line:
+    with (
+        Checkpoints(run.folder.checkpoints) as checkpoints,
+        StepLine(console, step, config.steps) as line,
+        _batches(run) as batches,
+    ):
         while step < config.steps and not stop.requested():
             step += 1
-            tokens = place_batch(corpus.batch(config.seed, step, config.batch_size, config.sequence_length), run.mesh)
+            tokens = place_rows(next(batches), batch_sharding(run.mesh), config.batch_size)
             step_started = time.perf_counter()
             state, loss, stats = step_program(state, tokens)
             # Waiting for each step also keeps the devices from being flooded with executions.
@@ -313,8 +317,9 @@ def _claim(run: Run, resume: bool, overwrite: bool, tell: Tell) -> None:
 def _described(config: TrainConfig, corpus: Corpus) -> dict:
     data = {
         "source": corpus.source,
-        "train_bytes": len(corpus.train),
-        "validation_bytes": len(corpus.validation),
+        "unit": corpus.unit,
+        "train_tokens": corpus.length(held_out=False),
+        "validation_tokens": corpus.length(held_out=True),
         "unigram_entropy_nats": corpus.unigram_entropy_nats,
         "fingerprint": corpus.fingerprint,
     }
@@ -347,6 +352,15 @@ def _compiled(run: Run) -> tuple[Callable, float]:
     started = time.perf_counter()
     program = run.step.lower().compile()
     return program, time.perf_counter() - started
+
+
+def _batches(run: Run) -> Batches:
+    """Reads on where the steps so far stopped."""
+    config, rows = run.config, rows_here(batch_sharding(run.mesh), run.config.batch_size)
+    sizes = {"batch_size": config.batch_size, "sequence_length": config.sequence_length}
+    batches = Batches(run.corpus, seed=config.seed, rows=rows, **sizes)
+    batches.restore({"sequences": run.done_steps * config.batch_size})
+    return batches
 
 
 def _validation(run: Run) -> Callable[[nnx.State], float]:

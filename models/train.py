@@ -18,14 +18,14 @@ from jax_moe_lb import shadowed_installation
 from jax_moe_lb.compiled import Target
 from jax_moe_lb.systems import system_named, system_names
 from models import dry_run
-from models.data import Corpus, corpus_from, default_corpus
+from models.data import TEXT_FIELD, Bytes, Corpus, Tokenizer, TokenizerFile, corpus_from, default_corpus
 from models.distributed import join
 from models.files import in_words
 from models.loop import PACKAGES, Run, Tell, execute, prepare
 from models.parallel import offer_cpu_devices
 from models.peers import Peers
 from models.place import Place, find_place
-from models.presets import PRESETS, TrainConfig, preset
+from models.presets import COMPUTE_DTYPES, PRESETS, SCHEDULES, TrainConfig, preset
 from models.recording import RunFolder
 from models.refusal import REFUSED, Refused, say
 from models.stopping import StopRequest
@@ -36,6 +36,8 @@ RELOCATE_INTERVAL = 50
 
 RUN_DIR = "Where files go. [default: runs/PRESET, then runs/PRESET-2, ...; the last of them to resume or overwrite]"
 COORDINATOR = "Where process 0 listens. [default: this and the next two are detected, as jax.distributed does]"
+DATA = "File or folder of text, JSON lines or token arrays; may be repeated, also with shares: PATH:WEIGHT."
+REMAT = "What is computed again backward: none, full, or all but names such as moe_routing,moe_plan,attention."
 DRY_RUN = "Train nothing: compile the step for a machine that need not be here, h100:1x8 or the like."
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -60,10 +62,22 @@ def train(
     force_balanced: Annotated[bool, typer.Option("--force-balanced", help="Route round robin: the ideal.")] = False,
     steps: Annotated[int | None, typer.Option(help="Steps of the optimizer.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences per step, over all devices.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Bytes of a sequence.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="At its peak.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of parameters and batches.")] = None,
-    data: Annotated[list[Path] | None, typer.Option(help="File or folder of text; may be repeated.")] = None,
+    schedule: Annotated[str | None, typer.Option(help=f"Of the learning rate: {', '.join(SCHEDULES)}.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Microbatches of a step.")] = None,
+    z_loss: Annotated[float | None, typer.Option(help="Weight of the routers' z-loss.")] = None,
+    aux_loss: Annotated[float | None, typer.Option(help="Weight of the experts' load balance.")] = None,
+    bias_rate: Annotated[float | None, typer.Option(help="Step of routing biases.")] = None,
+    compute_dtype: Annotated[str | None, typer.Option(help=f"Of products: {', '.join(COMPUTE_DTYPES)}.")] = None,
+    remat: Annotated[str | None, typer.Option(help=REMAT)] = None,
+    scan_layers: Annotated[bool | None, typer.Option(help="Whether layers are one loop.")] = None,
+    fsdp: Annotated[bool | None, typer.Option(help="Whether parameters are split over groups, too.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help=DATA)] = None,
+    text_field: Annotated[str, typer.Option(help="Field of JSON lines that is a document.")] = TEXT_FIELD,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json. [default: bytes]")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Words. [default: those of the tokenizer]")] = None,
     run_dir: Annotated[Path | None, typer.Option(help=RUN_DIR)] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run folder.")
@@ -76,16 +90,21 @@ def train(
     """Trains a model and writes metrics, checkpoints and a report into a run folder."""
     parallel: dict[str, Any] = {"system": system, "data_parallel": data_parallel, "expert_parallel": expert_parallel}
     parallel |= {"replica_slots": replica_slots, "headroom": headroom, "ranks_per_domain": ranks_per_domain}
+    parallel |= {"fsdp": fsdp}
+    model: dict[str, Any] = {"compute_dtype": compute_dtype, "remat": remat, "scan_layers": scan_layers}
+    model |= {"z_loss": z_loss, "aux_loss": aux_loss, "bias_rate": bias_rate, "vocab_size": vocab_size}
+    model |= {"force_balanced": force_balanced or None}
     sizes: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "sequence_length": sequence_length}
-    sizes |= {"learning_rate": learning_rate, "seed": seed}
+    sizes |= {"learning_rate": learning_rate, "seed": seed, "schedule": schedule, "accumulate": accumulate}
     if relocate_interval is None and system in system_names() and system_named(system).relocates:
         relocate_interval = RELOCATE_INTERVAL
     sizes |= {"relocate_interval": relocate_interval, "relocate_min_gain": relocate_min_gain}
     how = {"resume": resume, "overwrite": overwrite}
 
     def prepared(place: Place | None, tell: Tell) -> Run:
-        config = _configured(preset(name), parallel, sizes, force_balanced)
-        corpus = default_corpus(config.max_corpus_bytes) if not data else corpus_from(data)
+        words = Bytes() if tokenizer is None else TokenizerFile(tokenizer)
+        config = _configured(preset(name), model, parallel, sizes, words)
+        corpus = _corpus(config, data, words, text_field)
         offer_cpu_devices(max(config.parallel.num_shards // (place.num_processes if place else 1), 1))
         if place is not None:
             agree(place, Store(), _options(config, corpus, run_dir, place) | how)
@@ -94,7 +113,8 @@ def train(
 
     try:
         if dry_run_target is not None:
-            _dry_run(name, parallel, sizes, force_balanced, dry_run_target)
+            words = Bytes() if tokenizer is None else TokenizerFile(tokenizer)
+            _dry_run(_configured(preset(name), model, parallel, sizes, words), dry_run_target)
             raise typer.Exit
         place = _place(distributed, coordinator, num_processes, process_id, join_timeout_s)
         with _joined(place, join_timeout_s), StopRequest() as stop:
@@ -119,9 +139,17 @@ def train(
         raise typer.Exit(stop.exit_code)
 
 
-def _dry_run(name: str, parallel: dict[str, Any], sizes: dict[str, Any], force_balanced: bool, target: str) -> None:
+def _corpus(config: TrainConfig, data: list[str] | None, tokenizer: Tokenizer, text_field: str) -> Corpus:
+    if data:
+        return corpus_from(data, tokenizer, vocab_size=config.model.vocab_size, text_field=text_field)
+    if tokenizer != Bytes():
+        raise ValueError("tokenizer is given, but no data; expected --data with it")
+    return default_corpus(config.max_corpus_bytes)
+
+
+def _dry_run(config: TrainConfig, target: str) -> None:
     try:
-        dry_run.show(_configured(preset(name), parallel, sizes, force_balanced), Target.parse(target))
+        dry_run.show(config, Target.parse(target))
     except ValueError as error:
         raise Refused(str(error)) from error
 
@@ -176,7 +204,7 @@ def _default_run_dir(first: Path, *, last: bool, distributed: bool) -> Path:
 
 
 def _configured(
-    config: TrainConfig, parallel: dict[str, Any], sizes: dict[str, Any], force_balanced: bool
+    config: TrainConfig, model: dict[str, Any], parallel: dict[str, Any], sizes: dict[str, Any], tokenizer: Tokenizer
 ) -> TrainConfig:
     """Changes the preset by what was given on the command line."""
 
@@ -184,28 +212,32 @@ def _configured(
         # `None` is an option that was not given, 0 one that was.
         return {name: value for name, value in options.items() if value is not None}
 
-    model = dataclasses.replace(config.model, force_balanced=force_balanced or config.model.force_balanced)
+    words = {} if tokenizer == Bytes() else {"vocab_size": tokenizer.vocab_size}
+    of = dataclasses.replace(config.model, **words | given(model))
     on = dataclasses.replace(config.parallel, **given(parallel))
     if parallel["replica_slots"] and not system_named(on.system).replica_slots:
         slots = parallel["replica_slots"]
         raise ValueError(f"replica_slots is {slots}; expected none with system {on.system}, which makes no replicas")
-    return dataclasses.replace(config, model=model, parallel=on, **given(sizes))
+    return dataclasses.replace(config, model=of, parallel=on, **given(sizes))
 
 
 def _introduce(console: Console, run: Run) -> None:
     config, corpus = run.config, run.corpus
     devices = f"{config.parallel.data_parallel} x {config.parallel.expert_parallel} {jax.devices()[0].platform} devices"
-    where = f"{config.tokens_per_step} bytes a step, in {run.folder.path}"
+    where = f"{config.tokens_per_step} {corpus.unit}s a step, in {run.folder.path}"
     _print(console, f"{config.parallel.system} on {devices}, {where}")
-    _print(console, f"data: {len(corpus.train):,} + {len(corpus.validation):,} bytes of {corpus.source}")
-    _print(console, f"byte-unigram entropy of the validation text: {_nats(corpus.unigram_entropy_nats)}")
+    lengths = f"{corpus.length(held_out=False):,} + {corpus.length(held_out=True):,}"
+    _print(console, f"data: {lengths} {corpus.unit}s of {corpus.source}")
+    _print(
+        console,
+        f"{corpus.unit}-unigram entropy of the validation text: {_nats(corpus.unigram_entropy_nats, corpus.unit)}",
+    )
 
 
 def _conclude(console: Console, summary: dict, run_dir: Path) -> None:
-    entropy_nats = summary["unigram_entropy_nats"]
-    _print(
-        console, f"validation loss {_nats(summary['validation_loss_nats'])}; byte-unigram entropy {_nats(entropy_nats)}"
-    )
+    unit, entropy_nats = summary["unit"], summary["unigram_entropy_nats"]
+    loss = _nats(summary["validation_loss_nats"], unit)
+    _print(console, f"validation loss {loss}; {unit}-unigram entropy {_nats(entropy_nats, unit)}")
     before, after = summary["imbalance_before"], summary["imbalance_after"]
     _print(console, f"imbalance {before:.2f} -> {after:.2f}, {summary['tokens_per_s']:,.0f} tokens/s")
     _print(
@@ -214,8 +246,8 @@ def _conclude(console: Console, summary: dict, run_dir: Path) -> None:
     )
 
 
-def _nats(value: float) -> str:
-    return f"{value:.3f} nats/byte ({value / math.log(2):.3f} bits)"
+def _nats(value: float, unit: str) -> str:
+    return f"{value:.3f} nats/{unit} ({value / math.log(2):.3f} bits)"
 
 
 def _print(console: Console, text: str) -> None:

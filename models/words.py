@@ -2,12 +2,8 @@
 
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from models.architectures.fields import read_fields
-
-MOST_BYTES = 2**28
-"""A `tokenizer.json` has at most so many bytes."""
+from models.data.tokenizers import read_tokenizer
 
 
 class Words:
@@ -21,16 +17,7 @@ class Words:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        try:
-            if path.stat().st_size > MOST_BYTES:
-                raise ValueError(f"it has more than {MOST_BYTES} bytes")
-            self.tokenizer = Tokenizer.from_buffer(path.read_bytes())
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror}; expected a tokenizer") from error
-        except Exception as error:
-            # Its parser, written in Rust, raises nothing narrower.
-            raise ValueError(f"{path} is no tokenizer: {error}") from error
+        self.tokenizer = read_tokenizer(folder / "tokenizer.json")
         end = read_fields(folder).raw.get("eos_token_id")
         ends = end if isinstance(end, list) else [end]
         self.end_tokens = tuple(token for token in ends if type(token) is int)
