@@ -168,7 +168,8 @@ def _execute(run: Run, console: Console, stop: StopRequest) -> dict:
             # Waiting for each step also keeps the devices from being flooded with executions.
             loss, stats = jax.device_get((loss, stats))
             raise_fault(stats)
-            row = recorder.step(step, float(loss), stats, config.tokens_per_step, time.perf_counter() - step_started)
+            seconds = time.perf_counter() - step_started
+            row = recorder.step(step, float(loss), stats, config.tokens_per_step, seconds, config.accumulate)
             line.show(row)
             if step % config.validation_interval == 0 or step == config.steps:
                 validation_loss = validate(state)
@@ -251,6 +252,9 @@ def _fixed(described: dict) -> dict:
     fixed |= {name: config[name] for name in ("batch_size", "sequence_length", "seed")}
     # A run that is older than an option has its default.
     fixed |= dataclasses.asdict(ModelConfig(**config["model"])) | {"data": described["data"]["fingerprint"]}
+    fixed["accumulate"] = config.get("accumulate", 1)
+    # It changes what a step holds, not what it learns.
+    del fixed["remat"]
     # Without it a checkpoint holds no homes.
     return fixed | {"relocating": config.get("relocate_interval") is not None}
 

@@ -56,29 +56,27 @@ def test_microbatches_learn_what_a_batch_does(usual):
 
 @pytest.mark.slow
 def test_balancers_that_remember_see_each_microbatch():
-    config = dataclasses.replace(SMALL, parallel=ParallelConfig(1, 8, "eplb"), accumulate=2)
-    once, twice = (trained(c, steps=1)[0] for c in (dataclasses.replace(config, accumulate=1), config))
-    states = [jax.tree.leaves(state[0]["blocks"][0]["moe"]["state"]) for state in (once, twice)]
-    assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(*states, strict=True))
+    state, _, _ = trained(dataclasses.replace(SMALL, parallel=ParallelConfig(1, 2, "eplb"), accumulate=2), steps=1)
+    history = state[0]["blocks"][0]["moe"]["state"].get_value().history
+    assert np.asarray(history.steps).tolist() == [2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_split_parameters_learn_the_same(usual, scan_layers):
-    model = dataclasses.replace(LAYER, scan_layers=scan_layers)
+@pytest.mark.parametrize("changes", [{}, {"scan_layers": True, "remat": "moe_plan,attention"}], ids=str)
+def test_split_parameters_learn_the_same(usual, changes):
+    model = dataclasses.replace(LAYER, **changes)
     split = trained(dataclasses.replace(SMALL, model=model, parallel=dataclasses.replace(ON_8, fsdp=True)))
     assert_same(split, usual)
     # Of each matrix, and of both of Adam's moments, a device has a quarter, and of the experts' an eighth.
-    matrices = [leaf for leaf in jax.tree.leaves(split[0]) if leaf.ndim >= 2 and leaf.shape != (4, 2)]
+    matrices = [leaf for leaf in jax.tree.leaves(split[0]) if leaf.ndim >= 2]
     assert len(matrices) == 3 * (2 + 3 + 1 + 2)
     for leaf in matrices:
         assert leaf.size == (8 if leaf.ndim == 3 else 4) * leaf.addressable_shards[0].data.size
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["full", "moe_plan,attention"])
-def test_what_is_computed_again_is_the_same(usual, remat):
-    assert_same(trained(dataclasses.replace(SMALL, model=dataclasses.replace(LAYER, remat=remat))), usual)
+def test_what_is_computed_again_is_the_same(usual):
+    assert_same(trained(dataclasses.replace(SMALL, model=dataclasses.replace(LAYER, remat="full"))), usual)
 
 
 def test_remat_says_what_is_kept():
@@ -99,16 +97,18 @@ def test_remat_says_what_is_kept():
 
 @pytest.mark.slow
 def test_router_losses_and_biases_do_what_they_say(usual):
-    _, losses, stats = trained(dataclasses.replace(SMALL, model=dataclasses.replace(LAYER, z_loss=1.0, aux_loss=1.0)))
+    model = dataclasses.replace(LAYER, z_loss=1.0, aux_loss=1.0, bias_rate=0.1)
+    state, losses, stats = trained(dataclasses.replace(SMALL, model=model))
     # The first loss is that of the same parameters, without router losses; the second is not.
     assert losses[0] == pytest.approx(usual[1][0], rel=1e-6)
     assert losses[1] != pytest.approx(usual[1][1], rel=1e-6)
     assert (np.asarray(stats.loss) > 1).all()
     assert (np.asarray(usual[2].loss) == 0).all()
-    state, _, stats = trained(dataclasses.replace(SMALL, model=dataclasses.replace(LAYER, bias_rate=0.1)), steps=1)
+    # Both steps moved the biases, the second against this load.
     load = np.asarray(stats.counts).sum((0, 1, 2))
-    bias = np.asarray(state[0]["blocks"][0]["moe"]["bias"].get_value())
-    np.testing.assert_allclose(bias, 0.1 * np.sign(load.mean() - load), atol=1e-7)
+    first = np.asarray(state[0]["blocks"][0]["moe"]["bias"].get_value()) - 0.1 * np.sign(load.mean() - load)
+    np.testing.assert_allclose(np.abs(first)[np.abs(first) > 1e-7], 0.1, rtol=1e-5)
+    assert np.ptp(first) == pytest.approx(0.2)
 
 
 def test_beginnings_of_documents_are_not_predicted():
