@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from jax_moe_lb import CHECKPOINT_NAMES
 
+NUM_BYTES = 256
+"""The words of a vocabulary of bytes."""
+
 COMPUTE_DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 REMAT = ("none", "full")
@@ -54,7 +57,7 @@ class ModelConfig:
     force_balanced: bool = False
     compute_dtype: str = "float32"
     scan_layers: bool = False
-    vocab_size: int = 256
+    vocab_size: int = NUM_BYTES
     remat: str | None = None
     z_loss: float = 0.0
     aux_loss: float = 0.0

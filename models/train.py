@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from importlib import metadata
@@ -101,8 +102,9 @@ def train(
     sizes |= {"relocate_interval": relocate_interval, "relocate_min_gain": relocate_min_gain}
     how = {"resume": resume, "overwrite": overwrite}
 
+    words = Bytes() if tokenizer is None else TokenizerFile(tokenizer)
+
     def prepared(place: Place | None, tell: Tell) -> Run:
-        words = Bytes() if tokenizer is None else TokenizerFile(tokenizer)
         config = _configured(preset(name), model, parallel, sizes, words)
         corpus = _corpus(config, data, words, text_field)
         offer_cpu_devices(max(config.parallel.num_shards // (place.num_processes if place else 1), 1))
@@ -113,30 +115,34 @@ def train(
 
     try:
         if dry_run_target is not None:
-            words = Bytes() if tokenizer is None else TokenizerFile(tokenizer)
-            _dry_run(_configured(preset(name), model, parallel, sizes, words), dry_run_target)
+            _dry_run(lambda: _configured(preset(name), model, parallel, sizes, words), dry_run_target)
             raise typer.Exit
         place = _place(distributed, coordinator, num_processes, process_id, join_timeout_s)
         with _joined(place, join_timeout_s), StopRequest() as stop:
             console = Console(quiet=place is not None and place.process_id > 0)
-            if hidden := shadowed_installation():
-                _print(console, f"{hidden}, which has custom calls, is passed by for this folder: pip install -e .")
-            try:
-                run = prepared(place, partial(_print, console))
-            except ValueError as error:
-                raise Refused(str(error)) from error
-            try:
-                _introduce(console, run)
-                summary = execute(run, console, stop)
-                if summary:
-                    _conclude(console, summary, run.folder.path)
-            except OSError as error:
-                raise Refused(in_words(error)) from error
+            _carry_out(partial(prepared, place), console, stop)
     except Refused as error:
         say(f"error: {error}")
         raise typer.Exit(REFUSED) from error
     if stop.exit_code:
         raise typer.Exit(stop.exit_code)
+
+
+def _carry_out(prepared: Callable[[Tell], Run], console: Console, stop: StopRequest) -> None:
+    """Prepares and executes a run, and tells of it."""
+    if hidden := shadowed_installation():
+        _print(console, f"{hidden}, which has custom calls, is passed by for this folder: pip install -e .")
+    try:
+        run = prepared(partial(_print, console))
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    try:
+        _introduce(console, run)
+        summary = execute(run, console, stop)
+        if summary:
+            _conclude(console, summary, run.folder.path)
+    except OSError as error:
+        raise Refused(in_words(error)) from error
 
 
 def _corpus(config: TrainConfig, data: list[str] | None, tokenizer: Tokenizer, text_field: str) -> Corpus:
@@ -147,9 +153,9 @@ def _corpus(config: TrainConfig, data: list[str] | None, tokenizer: Tokenizer, t
     return default_corpus(config.max_corpus_bytes)
 
 
-def _dry_run(config: TrainConfig, target: str) -> None:
+def _dry_run(configured: Callable[[], TrainConfig], target: str) -> None:
     try:
-        dry_run.show(config, Target.parse(target))
+        dry_run.show(configured(), Target.parse(target))
     except ValueError as error:
         raise Refused(str(error)) from error
 

@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from models.architectures.fields import read_fields
-from models.data.tokenizers import read_tokenizer
+
+MOST_BYTES = 2**28
+"""A `tokenizer.json` has at most so many bytes."""
 
 
 class Words:
@@ -29,3 +33,20 @@ class Words:
     def text(self, tokens: list[int]) -> str:
         """Joins tokens to a text; special ones are left out."""
         return self.tokenizer.decode(tokens)
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Reads a `tokenizer.json`.
+
+    Raises:
+        ValueError: there is none, or it cannot be read; the message names the file.
+    """
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES} bytes")
+        return Tokenizer.from_buffer(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; expected a tokenizer") from error
+    except Exception as error:
+        # Its parser, written in Rust, raises nothing narrower.
+        raise ValueError(f"{path} is no tokenizer: {error}") from error

@@ -10,7 +10,6 @@ from models.data.reading import default_corpus as default_corpus
 from models.data.sources import TEXT_FIELD as TEXT_FIELD
 from models.data.stream import Stream as Stream
 from models.data.stream import joined as joined
-from models.data.tokenizers import NUM_BYTES as NUM_BYTES
 from models.data.tokenizers import Bytes as Bytes
 from models.data.tokenizers import Tokenizer as Tokenizer
 from models.data.tokenizers import TokenizerFile as TokenizerFile

@@ -8,11 +8,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer as FromFile
 
-NUM_BYTES = 256
-"""The words of a vocabulary of bytes."""
-
-MOST_BYTES = 2**28
-"""A tokenizer's file has at most so many bytes."""
+from models.presets import NUM_BYTES
+from models.words import read_tokenizer
 
 
 class Tokenizer(abc.ABC):
@@ -82,20 +79,3 @@ class TokenizerFile(Tokenizer):
     def tokens(self, text: bytes) -> np.ndarray:
         """Splits a document, int32, with what the file puts around every text; bytes that are no UTF-8 are replaced."""
         return np.array(self._read.encode(text.decode(errors="replace")).ids, np.int32)
-
-
-def read_tokenizer(path: Path) -> FromFile:
-    """Reads a `tokenizer.json`.
-
-    Raises:
-        ValueError: there is none, or it cannot be read; the message names the file.
-    """
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES} bytes")
-        return FromFile.from_buffer(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; expected a tokenizer") from error
-    except Exception as error:
-        # Its parser, written in Rust, raises nothing narrower.
-        raise ValueError(f"{path} is no tokenizer: {error}") from error
