@@ -84,13 +84,12 @@ class Stream:
         """
         for start in range(0, len(self.tokens), TOKENS_AT_ONCE):
             part = self.tokens[start : start + TOKENS_AT_ONCE]
-            for token, wrong in ((part.min(), part < 0), (part.max(), part >= vocab_size)):
-                if not 0 <= token < vocab_size:
-                    place = start + int(np.argmax(wrong))
-                    raise ValueError(
-                        f"data is {name!r}, whose token {place} is {self.tokens[place]}; "
-                        f"expected 0 to {vocab_size - 1}, as the vocabulary has {vocab_size} words"
-                    )
+            if part.min() < 0 or part.max() >= vocab_size:
+                place = start + int(np.argmax((part < 0) | (part >= vocab_size)))
+                raise ValueError(
+                    f"data is {name!r}, whose token {place} is {self.tokens[place]}; "
+                    f"expected 0 to {vocab_size - 1}, as the vocabulary has {vocab_size} words"
+                )
 
     @cached_property
     def fingerprint(self) -> str:
