@@ -242,3 +242,15 @@ def test_a_bad_tokenizer_is_refused_in_one_line(tmp_path):
     for path, message in [(tmp_path / "missing", "cannot be read"), (tmp_path / "text", "is no tokenizer")]:
         with pytest.raises(ValueError, match=message):
             corpus_from([tmp_path / "text"], TokenizerFile(path))
+
+
+@pytest.mark.parametrize("name", ["text", "lines.jsonl", "array.npy"])
+def test_an_unreadable_file_is_refused_in_one_line(tmp_path, monkeypatch, name):
+    def refuse(path, *_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / name).write_text("text")
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    monkeypatch.setattr("numpy.load", lambda path, **_: refuse(path))
+    with pytest.raises(ValueError, match=f"{name}'; expected a readable file: Permission denied$"):
+        corpus_from([tmp_path / name])
