@@ -29,6 +29,9 @@ from models.training import Programs, make_programs
 IDEAL = "forced balance"
 """Plain expert parallelism with tokens sent round robin: it learns little, and nothing is to be balanced."""
 
+SLOTS = {"hybridep": 4}
+"""Replica slots where the default is too few to do anything here: those for expert domains of two ranks."""
+
 WARM_STEPS = 2
 """So many steps are not timed: the first allocate."""
 
@@ -48,7 +51,8 @@ def config_of(base: TrainConfig, name: str) -> TrainConfig:
     """The config with a system, or that of the ideal."""
     system = "plain" if name == IDEAL else name
     model = dataclasses.replace(base.model, force_balanced=name == IDEAL)
-    return dataclasses.replace(base, model=model, parallel=dataclasses.replace(base.parallel, system=system))
+    parallel = dataclasses.replace(base.parallel, system=system, replica_slots=SLOTS.get(name))
+    return dataclasses.replace(base, model=model, parallel=parallel)
 
 
 def start(base: TrainConfig, name: str) -> Training:
