@@ -17,7 +17,7 @@ from rich.console import Console
 from jax_moe_lb import shadowed_installation
 from jax_moe_lb.compiled import Target
 from jax_moe_lb.systems import system_named, system_names
-from models import dry_run
+from models import dry_run, published_runs
 from models.data import Corpus, corpus_from, default_corpus
 from models.distributed import join
 from models.files import in_words
@@ -34,6 +34,7 @@ from models.store import Store, agree
 RELOCATE_INTERVAL = 50
 """The steps between moves of a system that relocates, where nobody says."""
 
+SIZES = f"Sizes: {', '.join(PRESETS)}; with --dry-run {', '.join(published_runs.PRESETS)}, too."
 RUN_DIR = "Where files go. [default: runs/PRESET, then runs/PRESET-2, ...; the last of them to resume or overwrite]"
 COORDINATOR = "Where process 0 listens. [default: this and the next two are detected, as jax.distributed does]"
 DRY_RUN = "Train nothing: compile the step for a machine that need not be here, h100:1x8 or the like."
@@ -43,7 +44,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command()
 def train(
-    name: Annotated[str, typer.Option("--preset", help=f"Sizes: {', '.join(PRESETS)}.")] = "tiny",
+    name: Annotated[str, typer.Option("--preset", help=SIZES)] = "tiny",
     system: Annotated[str | None, typer.Option(help=f"Who balances the load: {', '.join(system_names())}.")] = None,
     data_parallel: Annotated[int | None, typer.Option(help="Groups of ranks side by side.")] = None,
     expert_parallel: Annotated[int | None, typer.Option(help="Ranks in a group.")] = None,
@@ -84,6 +85,7 @@ def train(
     how = {"resume": resume, "overwrite": overwrite}
 
     def prepared(place: Place | None, tell: Tell) -> Run:
+        published_runs.refuse_training(name)
         config = _configured(preset(name), parallel, sizes, force_balanced)
         corpus = default_corpus(config.max_corpus_bytes) if not data else corpus_from(data)
         offer_cpu_devices(max(config.parallel.num_shards // (place.num_processes if place else 1), 1))
@@ -121,7 +123,10 @@ def train(
 
 def _dry_run(name: str, parallel: dict[str, Any], sizes: dict[str, Any], force_balanced: bool, target: str) -> None:
     try:
-        dry_run.show(_configured(preset(name), parallel, sizes, force_balanced), Target.parse(target))
+        if name in published_runs.PRESETS:
+            published_runs.show(name, Target.parse(target), parallel, sizes, force_balanced)
+        else:
+            dry_run.show(_configured(preset(name), parallel, sizes, force_balanced), Target.parse(target))
     except ValueError as error:
         raise Refused(str(error)) from error
 

@@ -36,14 +36,14 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(arguments, message, monk
 def test_the_mesh_must_have_all_devices(monkeypatch):
     monkeypatch.setattr(Target, "devices", lambda self: [object()] * 64)
     with pytest.raises(ValueError, match="is 1 x 8; expected a product of 64, the devices of h100:8x8"):
-        module._mesh(preset("tiny"), Target.parse("h100:8x8"))
+        module.mesh_of(preset("tiny").parallel, Target.parse("h100:8x8"))
 
 
 def test_devices_of_a_group_lie_side_by_side(monkeypatch):
     devices = jax.devices()[:8]
     monkeypatch.setattr(Target, "devices", lambda self: devices)
     config = TrainConfig(parallel=ParallelConfig(data_parallel=2, expert_parallel=4))
-    mesh = module._mesh(config, Target.parse("h100:2x4"))
+    mesh = module.mesh_of(config.parallel, Target.parse("h100:2x4"))
     assert mesh.axis_names == ("data", "expert")
     assert np.array_equal(mesh.devices, np.array(devices).reshape(2, 4))
 
