@@ -71,7 +71,7 @@ def state_bytes(run: PublishedRun, target: Target) -> int:
 def row(run: PublishedRun, report: Report) -> tuple[str, ...]:
     """Writes what came out as the cells of `COLUMNS`."""
     parallel = run.train.parallel
-    moved = {axes: 0 for axes in (("data",), ("expert",), ("data", "expert"))}
+    moved = dict.fromkeys((("data",), ("expert",), ("data", "expert")), 0)
     for one in report.collectives:
         if one.axes in moved:
             moved[one.axes] += one.nbytes

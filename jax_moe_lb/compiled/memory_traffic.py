@@ -81,6 +81,9 @@ class MemoryTraffic:
         while start.opcode.endswith("-update"):
             start = computation.operands(start)[0]
         operands = computation.operands(start)
+        if start.opcode == "async-start" and (called := self.module.called(start)):
+            # It runs what it calls, such as an update in place, and nothing else.
+            return self.nbytes(called[0], called[0].root)
         if start.opcode == "ragged-all-to-all-start":
             return self._exchanged(operands[0], end)
         if start.opcode in ("copy-start", "slice-start"):
