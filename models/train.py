@@ -79,7 +79,8 @@ def train(
     parallel |= {"replica_slots": replica_slots, "headroom": headroom, "ranks_per_domain": ranks_per_domain}
     sizes: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "sequence_length": sequence_length}
     sizes |= {"learning_rate": learning_rate, "seed": seed}
-    if relocate_interval is None and system in system_names() and system_named(system).relocates:
+    relocates = system in system_names() and system_named(system).relocates
+    if relocate_interval is None and relocates and name not in published_runs.PRESETS:
         relocate_interval = RELOCATE_INTERVAL
     sizes |= {"relocate_interval": relocate_interval, "relocate_min_gain": relocate_min_gain}
     how = {"resume": resume, "overwrite": overwrite}
