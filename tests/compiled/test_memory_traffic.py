@@ -70,6 +70,10 @@ ENTRY %main (x: f32[1024,256], r: f32[1,256], k: s32[]) -> f32[1024,256] {
   %k = s32[] parameter(2)
   %in_place = f32[1024,256]{1,0} fusion(%x, %r, %k), kind=kLoop, calls=%update
   %start = ((f32[1024,256], f32[1,256], s32[]), f32[1024,256]{1,0}, u32[]) async-start(%x, %r, %k), calls=%later
+  %short = ((f32[1024,256], f32[1,256], s32[]), f32[1024,256]{1,0}, u32[]) fusion-start(%x, %r, %k), calls=%update
+  %shorter = f32[1024,256]{1,0} fusion-done(%short)
+  %wrapped = ((f32[1024,256], f32[1,256], s32[]), f32[1024,256]{1,0}, u32[]) fusion-start(%x, %r, %k), calls=%later
+  %wrapping = f32[1024,256]{1,0} fusion-done(%wrapped)
   %beside = f32[1024,256]{1,0} async-done(%start)
   %picked = f32[1,256]{1,0} fusion(%x, %k), kind=kLoop, calls=%picks
   %to_fast = (f32[1024,256]{1,0:S(1)}, f32[1024,256]{1,0}, u32[]) copy-start(%x)
@@ -93,7 +97,7 @@ def test_an_update_in_place_moves_the_update(by_name):
 
 
 def test_an_update_beside_other_work_moves_the_update(by_name):
-    assert by_name["beside"] == by_name["in_place"]
+    assert by_name["beside"] == by_name["shorter"] == by_name["wrapping"] == by_name["in_place"]
     assert "start" not in by_name
 
 
