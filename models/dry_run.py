@@ -7,7 +7,7 @@ from jax.sharding import AxisType, Mesh
 
 from jax_moe_lb.compiled import Report, Target, compile_for, print_report, quiet_stderr, use_no_accelerators
 from models.parallel import MESH_AXES, batch_sharding, make_system
-from models.presets import ModelConfig, TrainConfig
+from models.presets import ModelConfig, ParallelConfig, TrainConfig
 from models.training import make_programs
 
 BACKWARD = 3
@@ -35,7 +35,7 @@ def dry_run(config: TrainConfig, target: Target) -> Report:
     """
     target.require_compiler()
     use_no_accelerators()
-    mesh = _mesh(config, target)
+    mesh = mesh_of(config.parallel, target)
     programs = make_programs(config, mesh, make_system(config.parallel))
     shape = (config.batch_size, config.sequence_length + 1)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
@@ -56,8 +56,13 @@ def ideal_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     return 2 * BACKWARD * (model.num_layers * (attention + experts) + width * model.vocab_size)
 
 
-def _mesh(config: TrainConfig, target: Target) -> Mesh:
-    devices, parallel = target.devices(), config.parallel
+def mesh_of(parallel: ParallelConfig, target: Target) -> Mesh:
+    """Makes the mesh `(data, expert)` of all devices of a target.
+
+    Raises:
+        ValueError: it has another number of devices.
+    """
+    devices = target.devices()
     if len(devices) != parallel.num_shards:
         raise ValueError(
             f"data_parallel x expert_parallel is {parallel.data_parallel} x {parallel.expert_parallel}; "

@@ -75,17 +75,48 @@ def scanned(layers: Sequence[Any], x: Array, sharding: NamedSharding, remat: str
     """
     graphs, states = zip(*(nnx.split(layer) for layer in layers), strict=True)
     stacked = jax.tree.map_with_path(lambda path, *leaves: jnp.stack(_narrowed(path, leaves, x)), *states)
+    x, (stats, kept) = _loop(graphs[0], stacked, x, sharding, lambda state: state, remat)
+    for i, layer in enumerate(layers):
+        nnx.update(layer, jax.tree.map(lambda leaf, i=i: leaf[i], kept))
+    return x, stats
 
+
+def scan_stacked(
+    stack: Any, x: Array, sharding: NamedSharding, gather: Callable[[nnx.State], nnx.State], kept: Sequence[str] = KEPT
+) -> tuple[Array, Any]:
+    """Sends `x` through a stack of layers, in a loop as that of `scanned`, which copies no parameters.
+
+    Args:
+        stack: a module whose arrays are those of all layers, stacked; it maps `x` to the next `x` and its statistics.
+        x: the residual stream `[B, T, H]`.
+        sharding: where it lies, in every layer.
+        gather: makes the state that a layer is computed with of what is stored of it, forward and again backward.
+        kept: what is kept for the backward pass beside the input of a layer, by the names of `checkpoint_name`.
+
+    Returns:
+        The last `x`, and the statistics stacked over the layers.
+    """
+    graph, state = nnx.split(stack)
+    x, (stats, moved) = _loop(graph, state, x, sharding, gather, ",".join(kept))
+    nnx.update(stack, moved)
+    return x, stats
+
+
+def _loop(
+    graph: nnx.GraphDef,
+    stacked: nnx.State,
+    x: Array,
+    sharding: NamedSharding,
+    gather: Callable[[nnx.State], nnx.State],
+    remat: str,
+) -> tuple[Array, tuple[Any, nnx.State]]:
     def run(x: Array, state: nnx.State) -> tuple[Array, tuple[Any, nnx.State]]:
-        layer: Any = nnx.merge(graphs[0], state)
+        layer: Any = nnx.merge(graph, gather(state))
         x, stats = layer(jax.lax.with_sharding_constraint(x, sharding))
         return x, (stats, nnx.state(layer, nnx.Not(nnx.Param)))
 
     # A loop's body stands alone: no expression of the forward pass is there to be shared.
-    x, (stats, kept) = jax.lax.scan(computed_again(run, remat, prevent_cse=False), x, stacked)
-    for i, layer in enumerate(layers):
-        nnx.update(layer, jax.tree.map(lambda leaf, i=i: leaf[i], kept))
-    return x, stats
+    return jax.lax.scan(computed_again(run, remat, prevent_cse=False), x, stacked)
 
 
 def _narrowed(path: Any, leaves: Sequence[Array], x: Array) -> list[Array]:

@@ -18,7 +18,7 @@ from rich.console import Console
 from jax_moe_lb import shadowed_installation
 from jax_moe_lb.compiled import Target
 from jax_moe_lb.systems import system_named, system_names
-from models import dry_run
+from models import dry_run, published_runs
 from models.data import TEXT_FIELD, Bytes, Corpus, Tokenizer, TokenizerFile, corpus_from, default_corpus
 from models.distributed import join
 from models.files import in_words
@@ -35,6 +35,7 @@ from models.store import Store, agree
 RELOCATE_INTERVAL = 50
 """The steps between moves of a system that relocates, where nobody says."""
 
+SIZES = f"Sizes: {', '.join(PRESETS)}; with --dry-run {', '.join(published_runs.PRESETS)}, too."
 RUN_DIR = "Where files go. [default: runs/PRESET, then runs/PRESET-2, ...; the last of them to resume or overwrite]"
 COORDINATOR = "Where process 0 listens. [default: this and the next two are detected, as jax.distributed does]"
 DATA = "File or folder of text, JSON lines or token arrays; may be repeated, also with shares: PATH:WEIGHT."
@@ -46,7 +47,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command()
 def train(
-    name: Annotated[str, typer.Option("--preset", help=f"Sizes: {', '.join(PRESETS)}.")] = "tiny",
+    name: Annotated[str, typer.Option("--preset", help=SIZES)] = "tiny",
     system: Annotated[str | None, typer.Option(help=f"Who balances the load: {', '.join(system_names())}.")] = None,
     data_parallel: Annotated[int | None, typer.Option(help="Groups of ranks side by side.")] = None,
     expert_parallel: Annotated[int | None, typer.Option(help="Ranks in a group.")] = None,
@@ -97,7 +98,8 @@ def train(
     model |= {"force_balanced": force_balanced or None}
     sizes: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "sequence_length": sequence_length}
     sizes |= {"learning_rate": learning_rate, "seed": seed, "schedule": schedule, "accumulate": accumulate}
-    if relocate_interval is None and system in system_names() and system_named(system).relocates:
+    relocates = system in system_names() and system_named(system).relocates
+    if relocate_interval is None and relocates and name not in published_runs.PRESETS:
         relocate_interval = RELOCATE_INTERVAL
     sizes |= {"relocate_interval": relocate_interval, "relocate_min_gain": relocate_min_gain}
     how = {"resume": resume, "overwrite": overwrite}
@@ -105,6 +107,7 @@ def train(
     words = Bytes() if tokenizer is None else TokenizerFile(tokenizer)
 
     def prepared(place: Place | None, tell: Tell) -> Run:
+        published_runs.refuse_training(name)
         config = _configured(preset(name), model, parallel, sizes, words)
         corpus = _corpus(config, data, words, text_field)
         offer_cpu_devices(max(config.parallel.num_shards // (place.num_processes if place else 1), 1))
@@ -115,7 +118,7 @@ def train(
 
     try:
         if dry_run_target is not None:
-            _dry_run(lambda: _configured(preset(name), model, parallel, sizes, words), dry_run_target)
+            _dry_run(name, model, parallel, sizes, words, dry_run_target)
             raise typer.Exit
         place = _place(distributed, coordinator, num_processes, process_id, join_timeout_s)
         with _joined(place, join_timeout_s), StopRequest() as stop:
@@ -153,9 +156,14 @@ def _corpus(config: TrainConfig, data: list[str] | None, tokenizer: Tokenizer, t
     return default_corpus(config.max_corpus_bytes)
 
 
-def _dry_run(configured: Callable[[], TrainConfig], target: str) -> None:
+def _dry_run(
+    name: str, model: dict[str, Any], parallel: dict[str, Any], sizes: dict[str, Any], words: Tokenizer, target: str
+) -> None:
     try:
-        dry_run.show(configured(), Target.parse(target))
+        if name in published_runs.PRESETS:
+            published_runs.show(name, Target.parse(target), parallel, sizes, model)
+        else:
+            dry_run.show(_configured(preset(name), model, parallel, sizes, words), Target.parse(target))
     except ValueError as error:
         raise Refused(str(error)) from error
 

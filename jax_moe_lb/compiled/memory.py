@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from jax_moe_lb.compiled.hlo import Computation, Instruction, Module
 
 ALLOCATION = re.compile(r"^allocation \d+: (.*):$")
-VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)(\{[\d,]*\})?(?: \(phi\))? @\d+>")
+VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)(\{[\d,]*\})?(?: \(phi\))? @\d+>(?: \(size=\d+,offset=(\d+)\))?")
 COLOR = re.compile(r"\bcolor (\d+)")
 LIVE = re.compile(r"^    ([\w.\-]+)\{([\d,]*)\}: (\d+) bytes")
 
@@ -62,10 +62,12 @@ def peak_buffers(module: Module, live_ranges: str, assignment: str, fast_spaces:
     """
     where = {one.name: Value(part, one) for part in module.computations.values() for one in part}
     temporary = _temporaries(assignment, fast_spaces)
-    found = []
+    found, taken = [], set()
     for name, index, nbytes in _live_at_peak(live_ranges):
         key = f"{name}{{{index}}}" if index else name
-        if key in temporary and name in where:
+        # What is changed in place has several names.
+        if key in temporary and name in where and temporary[key] not in taken:
+            taken |= {temporary[key]} - {None}
             value = replace(where[name], index=int(index) if index.isdecimal() else None)
             origin = _origin(module, value).instruction
             found.append(Buffer(key, int(nbytes), value.shape, module.op_name(origin), module.source(origin)))
@@ -83,16 +85,18 @@ def _live_at_peak(live_ranges: str) -> list[tuple[str, str, str]]:
     return found
 
 
-def _temporaries(assignment: str, fast_spaces: frozenset[int]) -> set[str]:
-    names: set[str] = set()
-    is_temporary = False
+def _temporaries(assignment: str, fast_spaces: frozenset[int]) -> dict[str, tuple[str, str] | None]:
+    """Finds by name where each temporary lies, allocation and offset; `None` where the dump does not say."""
+    places: dict[str, tuple[str, str] | None] = {}
+    allocation, is_temporary = "", False
     for line in assignment.splitlines():
         if found := ALLOCATION.match(line):
             color = COLOR.search(found[1])
+            allocation = line
             is_temporary = "preallocated-temp" in found[1] and (not color or int(color[1]) not in fast_spaces)
         elif is_temporary and (value := VALUE.match(line)):
-            names.add(value[1] + (value[2] or "").replace("{}", ""))
-    return names
+            places[value[1] + (value[2] or "").replace("{}", "")] = (allocation, value[3]) if value[3] else None
+    return places
 
 
 def _origin(module: Module, value: Value) -> Value:

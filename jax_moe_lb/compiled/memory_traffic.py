@@ -81,6 +81,14 @@ class MemoryTraffic:
         while start.opcode.endswith("-update"):
             start = computation.operands(start)[0]
         operands = computation.operands(start)
+        if start.opcode == "async-start" and (called := self.module.called(start)):
+            # It runs what it calls, such as an update in place, and nothing else.
+            return self.nbytes(called[0], called[0].root)
+        if start.opcode == "fusion-start" and (called := self.module.called(start)):
+            root = called[0].root
+            # Of a fusion it calls what wraps it, or the fusion's own computation.
+            wraps = root.opcode == "fusion"
+            return self.nbytes(called[0], root) if wraps else self._fused(computation, start, end)
         if start.opcode == "ragged-all-to-all-start":
             return self._exchanged(operands[0], end)
         if start.opcode in ("copy-start", "slice-start"):
@@ -94,6 +102,10 @@ class MemoryTraffic:
         return 2 * min(self._held(operand), self._held(result))
 
     def _fusion(self, computation: Computation, instruction: Instruction) -> int:
+        return self._fused(computation, instruction, instruction)
+
+    def _fused(self, computation: Computation, instruction: Instruction, end: Instruction) -> int:
+        """Counts a fusion, given where it starts, with what it reads, and where its result is known."""
         (called,) = self.module.called(instruction)[:1]
         operands = [computation.instructions.get(name) for name in instruction.operands]
         read = sum(
@@ -101,7 +113,7 @@ class MemoryTraffic:
             for operand, parameter in zip(operands, called.parameters, strict=False)
             if operand is not None
         )
-        return read + self._written(called, instruction)
+        return read + self._written(called, end)
 
     def _read(self, name: str, of: str) -> int:
         """Counts how much of a value inside a fusion is read, at most all of it."""

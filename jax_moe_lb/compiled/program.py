@@ -164,5 +164,5 @@ def _custom_calls(module: Module) -> dict[str, int]:
 
 def _dump(folder: Path, name: str) -> str:
     """Reads the dump of that name of the largest program, empty if this compiler writes none."""
-    files = [path for path in folder.iterdir() if re.search(rf"[.\-]{name}\.txt$", path.name)]
+    files = [path for path in folder.iterdir() if re.search(rf"[._\-]{name}\.txt$", path.name)]
     return max((path.read_text() for path in files), key=len, default="")

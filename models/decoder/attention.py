@@ -61,7 +61,7 @@ class GroupedAttention(nnx.Module):
             return causal_attention(q, k, v, self.mesh)
         window = None if self.window is None else self.window[...]
         sinks = None if self.sinks is None else self.sinks[...]
-        return attend(q, k, v, positions, scale=scale, window=window, sinks=sinks)
+        return attend(q, k, v, positions, scale=scale, window=window, sinks=sinks, whole=whole)
 
     def empty_cache(self, batch_size: int, length: int) -> Cache:
         """Makes a cache for so many tokens of so many sequences."""

@@ -54,7 +54,8 @@ class LatentAttention(nnx.Module):
             cache = small, turned = remember(cache, (small, turned), positions)
         k, v = self._keys_and_values(small, turned)
         q, k, v = checkpoint_name((q, k, v), "attention")
-        y = checkpoint_name(attend(q, k, v, positions, scale=self.config.attention_scale), "attention")
+        y = attend(q, k, v, positions, scale=self.config.attention_scale, whole=cache is None)
+        y = checkpoint_name(y, "attention")
         return self.out(y.reshape(*x.shape[:2], -1)), cache
 
     def _queries(self, x: Array, positions: Array) -> Array:

@@ -16,6 +16,7 @@ from models.decoder.attention import GroupedAttention, norm
 from models.decoder.config import DecoderConfig
 from models.decoder.latent_attention import LatentAttention
 from models.decoder.scores import Cache
+from models.decoder.split import Rules
 from models.layers import scanned
 from models.parallel import batch_sharding
 
@@ -48,11 +49,20 @@ class DecoderBlock(nnx.Module):
         mesh: the mesh of the expert and data axes.
         topology: what `Topology.from_mesh(mesh)` reads.
         system: the strategies that balance the load.
+        rules: how experts are split over the mesh, see `nn.MoE`; `None`: over the expert axes alone.
         rngs: random numbers for the parameters.
     """
 
     def __init__(
-        self, config: DecoderConfig, layer: int, *, mesh: Mesh, topology: Topology, system: System, rngs: nnx.Rngs
+        self,
+        config: DecoderConfig,
+        layer: int,
+        *,
+        mesh: Mesh,
+        topology: Topology,
+        system: System,
+        rules: Rules | None = None,
+        rngs: nnx.Rngs,
     ) -> None:
         self.attention_norm = norm(config.embed_dim, config.norm_eps, config, rngs)
         self.attention: GroupedAttention | LatentAttention
@@ -62,7 +72,8 @@ class DecoderBlock(nnx.Module):
             self.attention = LatentAttention(config, config.latent, rngs=rngs)
         self.moe_norm = norm(config.embed_dim, config.norm_eps, config, rngs)
         self.dense = FeedForward(config, rngs=rngs) if layer in config.dense_layers else None
-        self.moe = None if self.dense else _experts(config, mesh=mesh, topology=topology, system=system, rngs=rngs)
+        where: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system, "rules": rules}
+        self.moe = None if self.dense else _experts(config, **where, rngs=rngs)
 
     def __call__(
         self, x: Array, positions: Array | None = None, mask: Array | None = None, cache: Cache | None = None
@@ -99,15 +110,26 @@ class Decoder(nnx.Module):
         config: the sizes of the model.
         mesh: the mesh of the expert and data axes, as `models.parallel.make_mesh` makes it.
         system: the strategies that balance the load.
+        ranks_per_domain: `M`, the ranks among which expert weights may move, see `Topology`; `None`: all of a group.
+        rules: how experts are split over the mesh, see `nn.MoE`; `None`, the default: over the expert axes alone.
         rngs: random numbers for the parameters.
     """
 
-    def __init__(self, config: DecoderConfig, *, mesh: Mesh, system: System, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        mesh: Mesh,
+        system: System,
+        ranks_per_domain: int | None = None,
+        rules: Rules | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
         self.config, self.mesh = config, mesh
-        topology = Topology.from_mesh(mesh)
+        topology = Topology.from_mesh(mesh, ranks_per_domain=ranks_per_domain)
         dtypes: dict[str, Any] = {"param_dtype": config.param_dtype, "rngs": rngs}
         self.embed = nnx.Embed(config.vocab_size, config.embed_dim, dtype=config.compute_dtype, **dtypes)
-        options: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system, "rngs": rngs}
+        options: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system, "rules": rules, "rngs": rngs}
         self.blocks = nnx.List([DecoderBlock(config, layer, **options) for layer in range(config.num_layers)])
         self.norm = norm(config.embed_dim, config.norm_eps, config, rngs)
         words: dict[str, Any] = {"use_bias": False, "dtype": config.compute_dtype, **dtypes}
@@ -168,7 +190,9 @@ class Decoder(nnx.Module):
         return [block.attention.empty_cache(batch_size, length) for block in self.blocks]
 
 
-def _experts(config: DecoderConfig, *, mesh: Mesh, topology: Topology, system: System, rngs: nnx.Rngs) -> MoE:
+def _experts(
+    config: DecoderConfig, *, mesh: Mesh, topology: Topology, system: System, rules: Rules | None, rngs: nnx.Rngs
+) -> MoE:
     return MoE(
         config.embed_dim,
         config.mlp_dim,
@@ -184,6 +208,7 @@ def _experts(config: DecoderConfig, *, mesh: Mesh, topology: Topology, system: S
         use_bias=config.use_routing_bias,
         dtype=jnp.dtype(config.compute_dtype),
         param_dtype=jnp.dtype(config.param_dtype),
+        rules=rules,
         # Whoever trains or generates reads the statistics of each step anyway.
         checks="deferred",
         rngs=rngs,

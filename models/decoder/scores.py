@@ -24,6 +24,7 @@ def attend(
     scale: float,
     window: Array | None = None,
     sinks: Array | None = None,
+    whole: bool = False,
 ) -> Array:
     """Computes the attention of each query to the keys up to its position, in float32.
 
@@ -37,35 +38,49 @@ def attend(
         scale: the factor on the scores.
         window: int32, how many keys back a query sees, itself counted; `None`: all.
         sinks: `[N]`, a score of each head that takes its share of the softmax and brings no value.
+        whole: whether query `t` is at position `t`, as in training: then no block reads keys that none of it sees.
 
     Returns:
         `[B, T, N, V]`, in the dtype of `q`.
     """
-    block = partial(_of_block, scale=scale)
     if q.shape[1] <= QUERY_BLOCK:
-        return block(q, k, v, positions, window, sinks)
-    again = jax.checkpoint(block)
-    starts = range(0, q.shape[1], QUERY_BLOCK)
-    parts = [slice(start, min(start + QUERY_BLOCK, q.shape[1])) for start in starts]
-    return jnp.concatenate([again(q[:, at], k, v, positions[:, at], window, sinks) for at in parts], 1)
+        return _of_block(q, k, v, positions, window, sinks, scale=scale, start=0, stop=q.shape[1], keys=k.shape[1])
+    parts = []
+    for start in range(0, q.shape[1], QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, q.shape[1])
+        block = partial(_of_block, scale=scale, start=start, stop=stop, keys=stop if whole else k.shape[1])
+        # Whole arrays go in, of which each block takes its part: slices would be kept for the backward pass.
+        parts.append(jax.checkpoint(block)(q, k, v, positions, window, sinks))
+    return jnp.concatenate(parts, 1)
 
 
 def _of_block(
-    q: Array, k: Array, v: Array, positions: Array, window: Array | None, sinks: Array | None, *, scale: float
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    window: Array | None,
+    sinks: Array | None,
+    *,
+    scale: float,
+    start: int,
+    stop: int,
+    keys: int,
 ) -> Array:
+    q, k, v, positions = q[:, start:stop], k[:, :keys], v[:, :keys], positions[:, start:stop]
     num_groups = k.shape[2]
     # Heads of a group lie side by side: [B, T, G, N / G, C].
     grouped = q.reshape(*q.shape[:2], num_groups, -1, q.shape[-1]).astype(jnp.float32)
     scores = jnp.einsum("btgnc,bsgc->bgnts", grouped, k.astype(jnp.float32)) * scale
-    keys = jnp.arange(k.shape[1], dtype=positions.dtype)[None, None]
-    seen = keys <= positions[:, :, None]
+    places = jnp.arange(keys, dtype=positions.dtype)[None, None]
+    seen = places <= positions[:, :, None]
     if window is not None:
-        seen &= keys > positions[:, :, None] - window
+        seen &= places > positions[:, :, None] - window
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, num_groups, -1, 1, 1)
         scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], -1)
-    shares = jax.nn.softmax(scores, -1)[..., : k.shape[1]]
+    shares = jax.nn.softmax(scores, -1)[..., :keys]
     y = jnp.einsum("bgnts,bsgv->btgnv", shares, v.astype(jnp.float32))
     return y.reshape(*q.shape[:3], -1).astype(q.dtype)
 

@@ -57,11 +57,24 @@ TEXT = """
   ROOT %inner = f32[1,256]{1,0} fusion(%p, %j), kind=kLoop, calls=%nested
 }
 
+%later (a: f32[1024,256], b: f32[1,256], d: s32[]) -> f32[1024,256] {
+  %a = f32[1024,256]{1,0} parameter(0)
+  %b = f32[1,256]{1,0} parameter(1)
+  %d = s32[] parameter(2)
+  ROOT %updated = f32[1024,256]{1,0} fusion(%a, %b, %d), kind=kLoop, calls=%update
+}
+
 ENTRY %main (x: f32[1024,256], r: f32[1,256], k: s32[]) -> f32[1024,256] {
   %x = f32[1024,256]{1,0} parameter(0)
   %r = f32[1,256]{1,0} parameter(1)
   %k = s32[] parameter(2)
   %in_place = f32[1024,256]{1,0} fusion(%x, %r, %k), kind=kLoop, calls=%update
+  %start = ((f32[1024,256], f32[1,256], s32[]), f32[1024,256]{1,0}, u32[]) async-start(%x, %r, %k), calls=%later
+  %short = ((f32[1024,256], f32[1,256], s32[]), f32[1024,256]{1,0}, u32[]) fusion-start(%x, %r, %k), calls=%update
+  %shorter = f32[1024,256]{1,0} fusion-done(%short)
+  %wrapped = ((f32[1024,256], f32[1,256], s32[]), f32[1024,256]{1,0}, u32[]) fusion-start(%x, %r, %k), calls=%later
+  %wrapping = f32[1024,256]{1,0} fusion-done(%wrapped)
+  %beside = f32[1024,256]{1,0} async-done(%start)
   %picked = f32[1,256]{1,0} fusion(%x, %k), kind=kLoop, calls=%picks
   %to_fast = (f32[1024,256]{1,0:S(1)}, f32[1024,256]{1,0}, u32[]) copy-start(%x)
   %fast = f32[1024,256]{1,0:S(1)} copy-done(%to_fast)
@@ -81,6 +94,11 @@ def by_name():
 def test_an_update_in_place_moves_the_update(by_name):
     # The row is read and written, and the place is read.
     assert by_name["in_place"] == 2 * KB + 4
+
+
+def test_an_update_beside_other_work_moves_the_update(by_name):
+    assert by_name["beside"] == by_name["shorter"] == by_name["wrapping"] == by_name["in_place"]
+    assert "start" not in by_name
 
 
 def test_a_slice_inside_a_nested_fusion_reads_the_slice(by_name):

@@ -1,14 +1,16 @@
-"""`python -m tests.models.compile_reference` compiles a step of the preset `reference`, and holds limits.
+"""`python -m tests.models.compile_reference` compiles steps of a preset and of a published model, and holds limits.
 
 It needs the compilers that `ci/accelerators.sh` installs, and no accelerator.
 """
 
 import dataclasses
+import math
 import sys
 
-from jax_moe_lb.compiled import Target, quiet_stderr
+from jax_moe_lb.compiled import Report, Target, quiet_stderr
 from models.dry_run import dry_run
 from models.presets import preset
+from models.published_runs import PublishedRun
 
 SYSTEMS = {"h100:1x8": "exact", "v5e:2x4": "greedy"}
 """By target; on a TPU the plans of `exact` are made by a program that takes longer to compile."""
@@ -16,23 +18,40 @@ SYSTEMS = {"h100:1x8": "exact", "v5e:2x4": "greedy"}
 MOST_TEMP_BYTES = {"h100:1x8": 6.0e9, "v5e:2x4": 6.5e9}
 """On the TPU it is what is needed today and 5 % more."""
 
+PUBLISHED = {("mixtral-8x7b", "h100:2x8"): 25.9e9}
+"""The most temporaries of a published model on a cluster: what is needed today and 5 % more."""
+
+MOST_FLOPS_OVER_IDEAL = 1.35
+"""Of a published model: products of experts once more in the backward pass, and a buffer that is not full."""
+
 MOST_COMPILE_S = 180.0
 """Three times what a quiet core takes."""
 
 
 def main() -> int:
-    """Prints a line for each target; the exit code is 1 where a limit is broken."""
+    """Prints a line for each program; the exit code is 1 where a limit is broken."""
     bad = 0
     for name, system in SYSTEMS.items():
         config = preset("reference")
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, system=system))
         with quiet_stderr():
             report = dry_run(config, Target.parse(name))
-        broken = report.temp_bytes > MOST_TEMP_BYTES[name] or report.compile_s > MOST_COMPILE_S or not report.fits
-        sizes = f"temporaries {report.temp_bytes / 1e9:.2f} GB, memory traffic {report.hbm_bytes / 1e9:.1f} GB"
-        print(f"{name} {system}: {sizes}, compiled in {report.compile_s:.0f} s{' WRONG' * broken}", flush=True)
-        bad += broken
+        bad += _is_broken(f"{name} {system}", report, MOST_TEMP_BYTES[name])
+    for (model, name), most_bytes in PUBLISHED.items():
+        target = Target.parse(name)
+        with quiet_stderr():
+            report = PublishedRun.on(model, target, {}, {}).compile(target)
+        bad += _is_broken(f"{name} {model}", report, most_bytes, MOST_FLOPS_OVER_IDEAL)
     return int(bad > 0)
+
+
+def _is_broken(what: str, report: Report, most_bytes: float, most_flops: float = math.inf) -> bool:
+    broken = report.temp_bytes > most_bytes or report.compile_s > MOST_COMPILE_S or not report.fits
+    broken |= report.flops_over_ideal is None or report.flops_over_ideal > most_flops
+    sizes = f"temporaries {report.temp_bytes / 1e9:.2f} GB, memory traffic {report.hbm_bytes / 1e9:.1f} GB"
+    sizes += f", FLOPs {report.flops_over_ideal or 0:.2f} of the ideal"
+    print(f"{what}: {sizes}, compiled in {report.compile_s:.0f} s{' WRONG' * broken}", flush=True)
+    return broken
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 
 from models.attention import attention_in_blocks, has_cudnn_kernel
 from models.common import rope
+from models.decoder import scores
 from models.parallel import batch_sharding, make_mesh, make_system
 from models.presets import preset
 from models.training import make_programs
@@ -47,6 +48,27 @@ def test_blocks_keep_no_scores():
     q, k, v, _ = inputs(64, jnp.float32)
     transposed = jax.eval_shape(lambda *qkv: jax.vjp(partial(attention_in_blocks, block=16), *qkv)[1], q, k, v)
     assert {leaf.shape for leaf in jax.tree.leaves(transposed) if leaf.ndim > 1} == {q.shape}
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_blocks_with_sinks_equal_the_whole(window, monkeypatch):
+    """A block of queries reads the keys up to its end, where query and key of a number belong together."""
+    q, k, v, upstream = inputs(9, jnp.float32)
+    positions = jnp.broadcast_to(jnp.arange(9)[None], q.shape[:2])
+    sinks, width = jnp.asarray([0.5, -1.0]), None if window is None else jnp.int32(window)
+
+    def with_gradients(whole):
+        def call(q, k, v, sinks):
+            return scores.attend(q, k, v, positions, scale=0.3, window=width, sinks=sinks, whole=whole)
+
+        out, transposed = jax.vjp(call, q, k, v, sinks)
+        return out, *transposed(upstream)
+
+    want = jax.jit(partial(with_gradients, False))()
+    monkeypatch.setattr(scores, "QUERY_BLOCK", 4)
+    for whole in (False, True):
+        for ours, expected in zip(jax.jit(partial(with_gradients, whole))(), want, strict=True):
+            np.testing.assert_allclose(ours, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_positions_are_exact_in_narrow_arithmetic():

@@ -13,6 +13,8 @@ from jax_moe_lb.compiled.hlo import parse_module
 from models import dry_run as module
 from models.parallel import make_mesh, make_system
 from models.presets import ModelConfig, ParallelConfig, TrainConfig, preset
+from models.published import published_config
+from models.published_runs import PublishedRun, ideal_flops_per_token
 from models.train import app
 from models.training import make_programs
 
@@ -36,16 +38,65 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(arguments, message, monk
 def test_the_mesh_must_have_all_devices(monkeypatch):
     monkeypatch.setattr(Target, "devices", lambda self: [object()] * 64)
     with pytest.raises(ValueError, match="is 1 x 8; expected a product of 64, the devices of h100:8x8"):
-        module._mesh(preset("tiny"), Target.parse("h100:8x8"))
+        module.mesh_of(preset("tiny").parallel, Target.parse("h100:8x8"))
 
 
 def test_devices_of_a_group_lie_side_by_side(monkeypatch):
     devices = jax.devices()[:8]
     monkeypatch.setattr(Target, "devices", lambda self: devices)
     config = TrainConfig(parallel=ParallelConfig(data_parallel=2, expert_parallel=4))
-    mesh = module._mesh(config, Target.parse("h100:2x4"))
+    mesh = module.mesh_of(config.parallel, Target.parse("h100:2x4"))
     assert mesh.axis_names == ("data", "expert")
     assert np.array_equal(mesh.devices, np.array(devices).reshape(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "preset is 'mixtral-8x7b'; expected --dry-run with it"),
+        (["--dry-run", "h100:8x8", "--force-balanced"], "force_balanced is True; expected none with preset mixtral"),
+        (["--dry-run", "h100:8x8", "--relocate-interval", "9"], "relocate_interval is 9; expected none with preset"),
+        (["--dry-run", "h100:8x8", "--batch-size", "9"], "batch_size is 9; expected a multiple of the 64 shards"),
+        (["--dry-run", "h100:8x8", "--expert-parallel", "0"], "expert_parallel is 0; expected at least 1"),
+        (["--dry-run", "h100:8x8"], "target h100:8x8 needs the compiler of cuda, which is not installed"),
+    ],
+)
+def test_published_models_are_compiled_alone(arguments, message, monkeypatch):
+    monkeypatch.setattr(targets, "has_compiler", lambda platform: False)
+    result = CliRunner().invoke(app, ["--preset", "mixtral-8x7b", *arguments])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {message}")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "given", "expected"),
+    [
+        ("mixtral-8x7b", "h100:8x8", {}, (8, 8, 8)),
+        ("glm-4.5", "h100:16x8", {}, (4, 32, 8)),
+        ("deepseek-v3", "h100:32x8", {}, (4, 64, 8)),
+        ("deepseek-v3", "h100:32x8", {"data_parallel": 8}, (8, 32, 8)),
+        ("gpt-oss-120b", "h100:8x8", {"expert_parallel": 4}, (16, 4, 4)),
+    ],
+)
+def test_usual_groups_of_published_models(name, target, given, expected):
+    run = PublishedRun.on(name, Target.parse(target), given, {"steps": None})
+    parallel = run.train.parallel
+    assert (parallel.data_parallel, parallel.expert_parallel, parallel.ranks_per_domain) == expected
+    assert run.train.batch_size == parallel.num_shards
+
+
+def test_the_ideal_of_a_published_model():
+    """Three times two for each weight that a token meets, and for each channel of a key and a value that it sees."""
+    config = published_config("gpt-oss-120b")
+    width, heads = 64 * 64, (64 + 2 * 8) * 64
+    layer = 2880 * heads + heads + width * 2880 + 2880 + 64 + 2 * 2880 + 128 * 2881
+    layer += 4 * (3 * 2880 * 2880 + 3 * 2880)
+    # Every other layer sees 128 tokens back, the others all before.
+    keys = [(128 * 129 / 2 + (4096 - 128) * 128) / 4096, 4097 / 2]
+    attention = sum(18 * seen * 64 * 2 * 64 for seen in keys)
+    products = 36 * layer + 2880 + 201_088 * 2880
+    assert ideal_flops_per_token(config, 4096) == pytest.approx(6 * (products + attention), rel=1e-3)
 
 
 @pytest.mark.slow

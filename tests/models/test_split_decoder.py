@@ -1,0 +1,90 @@
+"""A decoder in stacks, split over all devices, computes what the decoder does; a device holds its part alone."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_moe_lb.systems import system_named
+from models.architectures.catalogue import configured
+from models.architectures.fields import Fields
+from models.decoder import stacked
+from models.decoder.model import Decoder
+from models.decoder.stacked import StackedDecoder
+from models.decoder.training import make_split_programs
+from models.gradients import next_token_loss
+from models.parallel import make_mesh, place_batch
+from models.presets import ParallelConfig, TrainConfig
+from models.tiny_checkpoint import tiny_config
+
+TRAIN = TrainConfig(parallel=ParallelConfig(2, 4, "exact"), batch_size=8, steps=5, learning_rate=1e-2)
+
+
+@pytest.fixture
+def tokens(monkeypatch, all_devices):
+    """The last block of the loss is shorter."""
+    monkeypatch.setattr(stacked, "LOSS_BLOCK", 8)
+    return np.asarray(jax.random.randint(jax.random.key(1), (8, 21), 0, 256))
+
+
+def of_decoder(config, tokens):
+    """Loss and gradients with everything but experts on each of four devices."""
+    mesh = make_mesh(ParallelConfig(1, 4))
+    model = Decoder(config, mesh=mesh, system=system_named("plain"), rngs=nnx.Rngs(0))
+    (loss, stats), gradients = nnx.jit(nnx.value_and_grad(next_token_loss, has_aux=True))(model, tokens)
+    return loss, stats, gradients
+
+
+def programs_of(name):
+    config = configured(Fields(tiny_config(name)))
+    mesh = make_mesh(TRAIN.parallel)
+    return config, mesh, make_split_programs(config, TRAIN, mesh, system_named("exact"))
+
+
+def flat(state):
+    return {path: np.asarray(variable.get_value()) for path, variable in nnx.to_flat_state(state)}
+
+
+@pytest.mark.slow
+def test_values_and_gradients_are_those_of_the_decoder(tokens):
+    """It has all that others have, but windows and sinks."""
+    config, mesh, programs = programs_of("deepseek_v3")
+
+    @jax.jit
+    def run(state, tokens):
+        model = nnx.merge(programs.graph, state)[0]
+        return nnx.value_and_grad(StackedDecoder.loss, has_aux=True)(model, tokens)
+
+    (split_loss, split_stats), split_gradients = run(programs.init(), place_batch(tokens, mesh))
+    loss, stats, gradients = of_decoder(config, tokens)
+    np.testing.assert_allclose(split_loss, loss, rtol=1e-5)
+    assert np.array_equal(split_stats.counts.sum((1, 2)), stats.counts.sum((1, 2)))
+    want = flat(gradients)
+    # Layers without experts are a stack of their own, the first.
+    first = len(config.dense_layers)
+    for path, value in flat(split_gradients).items():
+        if path[0] == "stacks":
+            layers = range(first) if first and path[1] == 0 else range(first, config.num_layers)
+            expected = np.stack([want.pop(("blocks", layer, *path[2:])) for layer in layers])
+        else:
+            expected = want.pop(path)
+        assert np.abs(value - expected).max() <= 1e-4 * np.abs(expected).max() + 1e-7, path
+    assert not want
+
+
+@pytest.mark.slow
+def test_steps_learn_and_every_device_keeps_an_eighth(tokens):
+    _, mesh, programs = programs_of("gpt_oss")
+    state, losses = programs.init(), []
+    for _ in range(TRAIN.steps):
+        state, loss, _ = programs.step(state, place_batch(tokens, mesh))
+        losses.append(float(loss))
+    assert losses[-1] < losses[0] - 0.5
+    # Biases of experts are with their experts alone.
+    leaves = [leaf for path, leaf in jax.tree.leaves_with_path(state) if "_bias" not in jax.tree_util.keystr(path)]
+    matrices = [leaf for leaf in leaves if leaf.size >= 512]
+    assert len(matrices) == 3 * 10
+    for leaf in matrices:
+        assert 8 * math.prod(leaf.sharding.shard_shape(leaf.shape)) == leaf.size, leaf.shape
