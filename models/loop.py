@@ -23,11 +23,12 @@ from jax.stages import Traced
 from rich.console import Console
 
 from jax_moe_lb import System, moved_experts, raise_fault
-from models.checkpoint import Checkpoints, restore_newest, steps_in
+from models.checkpoint import Checkpoints, Keeping, Kept, parts, restore_newest, steps_in
 from models.data import Corpus
 from models.files import FolderLock, free_sibling, write_whole
+from models.layout import layout_of
 from models.parallel import batch_sharding, make_mesh, make_system, place_batch
-from models.presets import ModelConfig, ParallelConfig, TrainConfig
+from models.presets import ModelConfig, TrainConfig
 from models.progress import StepLine
 from models.recording import Recorder, RunFolder
 from models.relocation import described, next_homes
@@ -55,6 +56,7 @@ class Run:
         step: the program of one step, which is traced already.
         done_steps: steps that are behind already, 0 for a new run.
         state: the state after them; `None` for a new run.
+        keeping: which checkpoints are kept.
     """
 
     config: TrainConfig
@@ -66,6 +68,7 @@ class Run:
     step: Traced
     done_steps: int
     state: nnx.State | None
+    keeping: Keeping
 
     def release(self) -> None:
         """Lets other trainings have the folder."""
@@ -80,6 +83,7 @@ def prepare(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    keeping: Keeping = Keeping(),
     tell: Tell = print,
 ) -> Run:
     """Does everything that can fail because of what the user asked for, and only then touches the folder.
@@ -88,8 +92,10 @@ def prepare(
         config: the sizes of the run.
         corpus: the text to learn from.
         run_dir: the folder of the run, made if it is missing. It has no run in it, or one of the next two is set.
-        resume: whether to continue from the newest checkpoint there that is not damaged.
+        resume: whether to continue from the newest checkpoint there that is not damaged. The ranks and the system may
+            be others than before; what belongs to them begins anew.
         overwrite: whether to move an earlier run aside, into a folder beside this one.
+        keeping: which checkpoints are kept.
         tell: is called with a line about what was found or moved.
 
     Raises:
@@ -112,7 +118,7 @@ def prepare(
             _check_empty(folder)
     step = _traced(config, mesh, programs)
     lock = _locked(folder) if writes else None
-    run = Run(config, corpus, folder, lock, mesh, programs, step, 0, None)
+    run = Run(config, corpus, folder, lock, mesh, programs, step, 0, None, keeping)
     try:
         if resume:
             done_steps, state = _resumed(run, tell)
@@ -151,11 +157,13 @@ def _execute(run: Run, console: Console, stop: StopRequest) -> dict:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     state = run.programs.init() if run.state is None else run.state
-    recorder = Recorder(run.folder, step + 1, writes=jax.process_index() == 0, tell=tell)
+    layout = layout_of(config.parallel)
+    recorder = Recorder(run.folder, step + 1, layout, writes=jax.process_index() == 0, tell=tell)
     validate = _validation(run)
     # Compiled before the clock of the first step starts, which would otherwise seem slow.
     step_program, compile_s = _compiled(run)
-    with Checkpoints(run.folder.checkpoints) as checkpoints, StepLine(console, step, config.steps) as line:
+    checkpoints_of = Checkpoints(run.folder.checkpoints, run.keeping)
+    with checkpoints_of as checkpoints, StepLine(console, step, config.steps) as line:
         while step < config.steps and not stop.requested():
             step += 1
             tokens = place_batch(corpus.batch(config.seed, step, config.batch_size, config.sequence_length), run.mesh)
@@ -173,19 +181,22 @@ def _execute(run: Run, console: Console, stop: StopRequest) -> dict:
             if config.relocate_interval is not None and step % config.relocate_interval == 0:
                 state = _moved(run, state, step, recorder)
             if step % config.checkpoint_interval == 0:
-                _save(checkpoints, recorder, step, state)
+                _save(run, checkpoints, recorder, step, state)
+            checkpoints.check()
         # The last step, or the one after which the run was stopped.
-        _save(checkpoints, recorder, step, state)
+        _save(run, checkpoints, recorder, step, state)
+        checkpoints.wait()
     if step < config.steps:
         tell(f"stopped by {stop.name} after step {step} of {config.steps}; --resume goes on in {run.folder.path}")
         return {}
     return _finish(run, recorder, state, {"compile_s": compile_s, "wall_s": time.perf_counter() - started}, tell)
 
 
-def _save(checkpoints: Checkpoints, recorder: Recorder, step: int, state: nnx.State) -> None:
-    # The arrays first: a resumed run needs those of the steps before its checkpoint, and drops those after.
-    recorder.flush()
-    checkpoints.save(step, state)
+def _save(run: Run, checkpoints: Checkpoints, recorder: Recorder, step: int, state: nnx.State) -> None:
+    # Metrics and counts come after the checkpoint that they belong to: a disk that has room for one of them only shall
+    # have it.
+    kept = Kept(layout_of(run.config.parallel), {"steps": step})
+    checkpoints.save(step, state, kept, recorder.flush())
 
 
 def _moved(run: Run, state: nnx.State, step: int, recorder: Recorder) -> nnx.State:
@@ -226,6 +237,8 @@ def _check_continues(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> 
     for name, value in _fixed(_described(config, corpus)).items():
         if value != before.get(name):
             raise ValueError(f"{name} is {value!r}; expected {before.get(name)!r}, that of the run to resume")
+    if config.relocate_interval is None and json.loads(folder.config.read_bytes())["config"].get("relocate_interval"):
+        raise ValueError("relocate_interval is None; expected a number, as the run to resume has moved experts")
     if steps[0] > config.steps:
         raise ValueError(f"steps is {config.steps}; expected at least {steps[0]}, that of the checkpoint to resume")
     # Refuses lines that cannot be read.
@@ -235,20 +248,10 @@ def _check_continues(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> 
 def _fixed(described: dict) -> dict:
     """Collects what a resumed run may not change."""
     config = described["config"]
-    parallel = ParallelConfig(**config["parallel"])
-    fixed = {
-        "system": parallel.system,
-        # The counts of all steps are one array.
-        "expert_parallel": parallel.expert_parallel,
-        # Whoever names a default asks for the same as who does not.
-        "ranks_per_domain": parallel.ranks_per_domain or parallel.expert_parallel,
-        "replica_slots": make_system(parallel).replica_slots,
-    }
-    fixed |= {name: config[name] for name in ("batch_size", "sequence_length", "seed")}
+    fixed = {name: config[name] for name in ("batch_size", "sequence_length", "seed")}
     # A run that is older than an option has its default.
     fixed |= dataclasses.asdict(ModelConfig(**config["model"])) | {"data": described["data"]["fingerprint"]}
-    # Without it a checkpoint holds no homes.
-    return fixed | {"relocating": config.get("relocate_interval") is not None}
+    return fixed
 
 
 def _check_slots(config: TrainConfig, system: System) -> None:
@@ -288,7 +291,12 @@ def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State]:
     """Restores the newest checkpoint that is whole, and moves newer ones out of the way of those to come."""
     folder = run.folder
     _check_continues(run.config, run.corpus, folder)
-    step, state = restore_newest(folder.checkpoints, run.programs.state_shapes, tell)
+    programs, layout = run.programs, layout_of(run.config.parallel)
+    step, state, kept = restore_newest(folder.checkpoints, programs.state_shapes, tell, programs.init, layout)
+    if changed := [name for name, value in layout.items() if value != kept.layout.get(name)]:
+        changes = ", ".join(f"{name} {layout[name]!r} instead of {kept.layout.get(name)!r}" for name in changed)
+        begins = "; balancers begin without the history that they had" if parts(state)["mesh"] else ""
+        tell(f"going on from step {step} with {changes}{begins}")
     for damaged in steps_in(folder.checkpoints):
         if damaged > step and run.lock is not None:
             folder.damaged.mkdir(exist_ok=True)
@@ -365,7 +373,7 @@ def _finish(run: Run, recorder: Recorder, state: nnx.State, times: dict[str, flo
     summary |= times
     write_whole(run.folder.summary, (json.dumps(summary, indent=2) + "\n").encode())
     if recorder.arrays["steps"]:
-        write_report(run.folder)
+        write_report(run.folder, summary)
     else:
         tell("no counts of any step are left; report.html is not written")
     return summary

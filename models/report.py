@@ -59,11 +59,16 @@ $sections
 UNITS = ("nats", "bits", "tokens", "bytes", "s")
 
 
-def write_report(folder: RunFolder) -> None:
-    """Writes `report.html` and its figures from the other files of a finished run."""
-    described, summary = json.loads(folder.config.read_text()), json.loads(folder.summary.read_text())
-    with np.load(folder.counts) as arrays:
-        figures, replayed = _figures(folder, dict(arrays), summary), _replayed(described, arrays["counts"])
+def write_report(folder: RunFolder, summary: dict) -> None:
+    """Writes `report.html` and its figures from the other files of a run, which may be under way.
+
+    Args:
+        folder: its folder, with counts of at least one step.
+        summary: the numbers of `summarise`, and those that the loop adds.
+    """
+    described = json.loads(folder.config.read_text())
+    segments = [arrays for segment in folder.segments if (arrays := folder.read_counts(segment)) is not None]
+    figures, replayed = _figures(folder, segments, summary), _replayed(described, segments[-1]["counts"])
     for path, (_, _, png) in zip(folder.figures, figures, strict=True):
         write_whole(path, png)
     config = described["config"]
@@ -104,8 +109,9 @@ def _cards(summary: dict) -> list[tuple[str, str]]:
 Figure = tuple[str, str, bytes]
 
 
-def _figures(folder: RunFolder, arrays: dict[str, np.ndarray], summary: dict) -> list[Figure]:
+def _figures(folder: RunFolder, segments: list[dict[str, np.ndarray]], summary: dict) -> list[Figure]:
     """Makes title, caption and PNG of each figure, in the order of `FIGURES`."""
+    arrays = segments[-1]
     before, after, counts = arrays["load_before"], arrays["load_after"], arrays["counts"]
     of = " of the first group" if summary["num_groups"] > 1 else ""
     entropy_nats, last = summary["unigram_entropy_nats"], arrays["steps"][-1]
@@ -118,7 +124,7 @@ def _figures(folder: RunFolder, arrays: dict[str, np.ndarray], summary: dict) ->
         (
             "Imbalance over training",
             "Load of the busiest rank over the mean; lines are means over layers, bands span the layers.",
-            imbalance_png(arrays["steps"], before, after),
+            imbalance_png(*_over_segments(segments)),
         ),
         (
             "Time and rounds over training",
@@ -141,6 +147,16 @@ def _figures(folder: RunFolder, arrays: dict[str, np.ndarray], summary: dict) ->
             counts_png(counts[-1]),
         ),
     ]
+
+
+def _over_segments(segments: list[dict[str, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Collects the numbers of all steps, and their imbalance, which ranks of any number have."""
+    steps = np.concatenate([arrays["steps"] for arrays in segments])
+    before, after = (
+        np.concatenate([arrays[name].max(-1) / arrays[name].mean(-1) for arrays in segments])
+        for name in ("load_before", "load_after")
+    )
+    return steps, before, after
 
 
 def _section(figure: Figure) -> str:

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import numpy as np
 import typer
-from jax.experimental import multihost_utils
 from rich.console import Console
 
 from jax_moe_lb import shadowed_installation
 from jax_moe_lb.compiled import Target
 from jax_moe_lb.systems import system_named, system_names
 from models import dry_run
+from models.checkpoint import Keeping
 from models.data import Corpus, corpus_from, default_corpus
 from models.distributed import join
 from models.files import in_words
+from models.layout import as_before, named
 from models.loop import PACKAGES, Run, Tell, execute, prepare
 from models.parallel import offer_cpu_devices
 from models.peers import Peers
@@ -29,12 +29,14 @@ from models.presets import PRESETS, TrainConfig, preset
 from models.recording import RunFolder
 from models.refusal import REFUSED, Refused, say
 from models.stopping import StopRequest
-from models.store import Store, agree
+from models.store import Store, agree, shared_number
 
 RELOCATE_INTERVAL = 50
 """The steps between moves of a system that relocates, where nobody says."""
 
 RUN_DIR = "Where files go. [default: runs/PRESET, then runs/PRESET-2, ...; the last of them to resume or overwrite]"
+RESUME = "Go on from the newest checkpoint in the run folder. Ranks and system stay what they were, unless given."
+KEEP_EVERY = "Beside these one checkpoint in every so many seconds is kept."
 COORDINATOR = "Where process 0 listens. [default: this and the next two are detected, as jax.distributed does]"
 DRY_RUN = "Train nothing: compile the step for a machine that need not be here, h100:1x8 or the like."
 
@@ -65,32 +67,35 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Of parameters and batches.")] = None,
     data: Annotated[list[Path] | None, typer.Option(help="File or folder of text; may be repeated.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help=RUN_DIR)] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run folder.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Move the run in the folder aside, and start anew.")
     ] = False,
+    checkpoint_interval: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+    keep: Annotated[int, typer.Option(help="Checkpoints that are kept, the newest.")] = 2,
+    keep_every_s: Annotated[int | None, typer.Option(help=KEEP_EVERY)] = None,
     dry_run_target: Annotated[str | None, typer.Option("--dry-run", metavar="TARGET", help=DRY_RUN)] = None,
 ) -> None:
     """Trains a model and writes metrics, checkpoints and a report into a run folder."""
     parallel: dict[str, Any] = {"system": system, "data_parallel": data_parallel, "expert_parallel": expert_parallel}
     parallel |= {"replica_slots": replica_slots, "headroom": headroom, "ranks_per_domain": ranks_per_domain}
     sizes: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "sequence_length": sequence_length}
-    sizes |= {"learning_rate": learning_rate, "seed": seed}
-    if relocate_interval is None and system in system_names() and system_named(system).relocates:
-        relocate_interval = RELOCATE_INTERVAL
+    sizes |= {"learning_rate": learning_rate, "seed": seed, "checkpoint_interval": checkpoint_interval}
     sizes |= {"relocate_interval": relocate_interval, "relocate_min_gain": relocate_min_gain}
     how = {"resume": resume, "overwrite": overwrite}
 
     def prepared(place: Place | None, tell: Tell) -> Run:
-        config = _configured(preset(name), parallel, sizes, force_balanced)
+        keeping, before = Keeping(keep, keep_every_s), parallel
+        moves: dict[str, Any] = {}
+        folder = run_dir or _default_run_dir(Path("runs") / name, place, last=resume or overwrite)
+        if resume:
+            before, moves = as_before(RunFolder(folder), parallel)
+        config = _configured(preset(name), parallel | before, moves | named(sizes), force_balanced)
         corpus = default_corpus(config.max_corpus_bytes) if not data else corpus_from(data)
         offer_cpu_devices(max(config.parallel.num_shards // (place.num_processes if place else 1), 1))
         if place is not None:
-            agree(place, Store(), _options(config, corpus, run_dir, place) | how)
-        default = partial(_default_run_dir, Path("runs") / name, last=resume or overwrite, distributed=distributed)
-        return prepare(config, corpus, run_dir or default(), **how, tell=tell)
+            agree(place, Store(), _options(config, corpus, run_dir, place) | how | dataclasses.asdict(keeping))
+        return prepare(config, corpus, folder, **how, keeping=keeping, tell=tell)
 
     try:
         if dry_run_target is not None:
@@ -157,21 +162,21 @@ def _options(config: TrainConfig, corpus: Corpus, run_dir: Path | None, place: P
     return options | {"num_processes": place.num_processes}
 
 
-def _default_run_dir(first: Path, *, last: bool, distributed: bool) -> Path:
+def _default_run_dir(first: Path, place: Place | None, *, last: bool) -> Path:
     """Numbers the runs of a preset, so that a run that no folder was named for harms no other.
 
     Args:
         first: the folder of the first run.
+        place: which of several processes this is, all of which have to choose the same; `None` if it is alone.
         last: whether to return the folder of the last run instead of that of the next.
-        distributed: whether other processes have to choose the same.
     """
     others = {path.name.removeprefix(f"{first.name}-"): path for path in first.parent.glob(f"{first.name}-*")}
     folders = {1: first} | {int(number): path for number, path in others.items() if number.isdigit()}
     number = max((number for number, path in folders.items() if RunFolder(path).has_run), default=0)
     number = max(number, 1) if last else number + 1
-    if distributed:
+    if place is not None:
         # One of them may begin to write before another looks.
-        number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+        number = shared_number(place, Store(), "run", number)
     return first if number == 1 else first.with_name(f"{first.name}-{number}")
 
 
@@ -179,17 +184,15 @@ def _configured(
     config: TrainConfig, parallel: dict[str, Any], sizes: dict[str, Any], force_balanced: bool
 ) -> TrainConfig:
     """Changes the preset by what was given on the command line."""
-
-    def given(options: dict) -> dict:
-        # `None` is an option that was not given, 0 one that was.
-        return {name: value for name, value in options.items() if value is not None}
-
     model = dataclasses.replace(config.model, force_balanced=force_balanced or config.model.force_balanced)
-    on = dataclasses.replace(config.parallel, **given(parallel))
+    on = dataclasses.replace(config.parallel, **named(parallel))
     if parallel["replica_slots"] and not system_named(on.system).replica_slots:
         slots = parallel["replica_slots"]
         raise ValueError(f"replica_slots is {slots}; expected none with system {on.system}, which makes no replicas")
-    return dataclasses.replace(config, model=model, parallel=on, **given(sizes))
+    sizes = named(sizes)
+    if system_named(on.system).relocates:
+        sizes = {"relocate_interval": RELOCATE_INTERVAL} | sizes
+    return dataclasses.replace(config, model=model, parallel=on, **sizes)
 
 
 def _introduce(console: Console, run: Run) -> None:
