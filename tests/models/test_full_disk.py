@@ -73,9 +73,10 @@ def test_the_checkpoint_before_stays_whole(tmp_path, capfd):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state)
         checkpoints.wait()
-        with files_of_at_most(ROOM), pytest.raises(OSError, match="File too large") as refused:
+        with files_of_at_most(ROOM):
             checkpoints.save(2, state)
-            checkpoints.wait()
+            with pytest.raises(OSError, match="File too large") as refused:
+                checkpoints.wait()
     assert refused.value.filename == str(tmp_path)
     assert restore_newest(tmp_path, jax.eval_shape(lambda: state), print)[0] == 1
     with Checkpoints(tmp_path) as checkpoints:

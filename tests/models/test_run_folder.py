@@ -248,6 +248,6 @@ def test_a_signal_ends_with_a_checkpoint_a_line_and_an_exit_code(tmp_path, numbe
 
 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
-    rows = kill_and_compare(tmp_path, kills=1, seed=0)
+    rows = kill_and_compare(tmp_path, kills=3, seed=0)
     assert len(rows) > 2
-    assert json.loads(RunFolder(tmp_path / "killed").summary.read_text())["steps"] == STEPS_PER_KILL
+    assert json.loads(RunFolder(tmp_path / "killed").summary.read_text())["steps"] == 3 * STEPS_PER_KILL
