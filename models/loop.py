@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import platform
 import shlex
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,20 +24,24 @@ from jax.sharding import Mesh
 from jax.stages import Traced
 from rich.console import Console
 
-from jax_moe_lb import System, moved_experts, raise_fault
+from jax_moe_lb import System, moved_experts
 from models.checkpoint import Checkpoints, Keeping, Kept, parts, restore_newest, steps_in
 from models.data import Corpus
 from models.files import FolderLock, free_sibling, write_whole
+from models.health import check_state, check_step
+from models.layer_rows import layer_row
 from models.layout import layout_of
+from models.pace import Pace
 from models.parallel import batch_sharding, make_mesh, make_system, place_batch
 from models.presets import ModelConfig, TrainConfig
 from models.progress import StepLine
 from models.recording import Recorder, RunFolder
 from models.relocation import described, next_homes
-from models.report import write_report
+from models.report import LiveReport, write_report
 from models.stopping import StopRequest
 from models.summary import summarise
 from models.training import Programs, make_programs
+from models.watching import Watcher, Watching
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -133,70 +139,118 @@ def prepare(
     return run
 
 
-def execute(run: Run, console: Console, stop: StopRequest | None = None) -> dict:
+def execute(run: Run, console: Console, stop: StopRequest | None = None, watching: Watching = Watching()) -> dict:
     """Trains, writes the run folder, and returns the summary.
 
     Args:
         run: what `prepare` returned; its folder is free for others afterwards.
         console: where progress is shown.
         stop: ends the run after the step that is under way, with a checkpoint; `None` for a run that nobody stops.
+        watching: who watches it beside the run folder.
 
     Returns:
         The summary, which is empty if the run was stopped, and on all processes but the first.
+
+    Raises:
+        Refused: a step went wrong; the line names it.
+        OSError: a file cannot be written.
     """
     try:
-        return _execute(run, console, StopRequest() if stop is None else stop)
+        return _execute(run, console, StopRequest() if stop is None else stop, watching)
     finally:
         run.release()
 
 
-def _execute(run: Run, console: Console, stop: StopRequest) -> dict:
-    started, config, corpus, step = time.perf_counter(), run.config, run.corpus, run.done_steps
+def _execute(run: Run, console: Console, stop: StopRequest, watching: Watching) -> dict:
+    started, config, step = time.perf_counter(), run.config, run.done_steps
 
     def tell(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     state = run.programs.init() if run.state is None else run.state
-    layout = layout_of(config.parallel)
-    recorder = Recorder(run.folder, step + 1, layout, writes=jax.process_index() == 0, tell=tell)
-    validate = _validation(run)
+    writes, validate = jax.process_index() == 0, _validation(run)
     # Compiled before the clock of the first step starts, which would otherwise seem slow.
     step_program, compile_s = _compiled(run)
+    others = {"num_groups": config.parallel.data_parallel, "num_params": _num_params(run), "compile_s": compile_s}
+    watcher = Watcher(run.folder, watching, step + 1, writes=writes, config=dataclasses.asdict(config))
     checkpoints_of = Checkpoints(run.folder.checkpoints, run.keeping)
-    with checkpoints_of as checkpoints, StepLine(console, step, config.steps) as line:
+    with watcher, checkpoints_of as checkpoints, StepLine(console, step, config.steps) as line:
+        layout = layout_of(config.parallel)
+        recorder = Recorder(run.folder, step + 1, layout, writes=writes, tell=tell, watch=watcher.tell)
+        save = Saving(checkpoints, recorder, LiveReport(run.folder, others), layout)
+        pace = Pace(tell)
         while step < config.steps and not stop.requested():
             step += 1
-            tokens = place_batch(corpus.batch(config.seed, step, config.batch_size, config.sequence_length), run.mesh)
+            watcher.before(step)
+            tokens = _batch(run, step)
+            pace.ready()
             step_started = time.perf_counter()
             state, loss, stats = step_program(state, tokens)
             # Waiting for each step also keeps the devices from being flooded with executions.
             loss, stats = jax.device_get((loss, stats))
-            raise_fault(stats)
-            row = recorder.step(step, float(loss), stats, config.tokens_per_step, time.perf_counter() - step_started)
+            step_time_s = time.perf_counter() - step_started
+            check_step(step, float(loss), stats, checkpoints.newest_step)
+            row = recorder.step(step, float(loss), stats, config.tokens_per_step, step_time_s)
+            recorder.other(pace.stepped(step, step_time_s))
             line.show(row)
             if step % config.validation_interval == 0 or step == config.steps:
                 validation_loss = validate(state)
                 recorder.validation(step, validation_loss)
                 line.note(row, validation_loss)
+                if writes:
+                    recorder.other(layer_row(step, stats, make_system(config.parallel), run.programs.topology))
+            if trace := watcher.after(step):
+                tell(f"steps until {step} are traced in {trace}, for Perfetto and TensorBoard")
             if config.relocate_interval is not None and step % config.relocate_interval == 0:
                 state = _moved(run, state, step, recorder)
             if step % config.checkpoint_interval == 0:
-                _save(run, checkpoints, recorder, step, state)
+                save(step, state)
             checkpoints.check()
         # The last step, or the one after which the run was stopped.
-        _save(run, checkpoints, recorder, step, state)
+        save(step, state)
         checkpoints.wait()
     if step < config.steps:
         tell(f"stopped by {stop.name} after step {step} of {config.steps}; --resume goes on in {run.folder.path}")
         return {}
-    return _finish(run, recorder, state, {"compile_s": compile_s, "wall_s": time.perf_counter() - started}, tell)
+    return _finish(run, others | {"wall_s": time.perf_counter() - started}, tell)
 
 
-def _save(run: Run, checkpoints: Checkpoints, recorder: Recorder, step: int, state: nnx.State) -> None:
-    # Metrics and counts come after the checkpoint that they belong to: a disk that has room for one of them only shall
-    # have it.
-    kept = Kept(layout_of(run.config.parallel), {"steps": step})
-    checkpoints.save(step, state, kept, recorder.flush())
+def _batch(run: Run, step: int) -> jax.Array:
+    config = run.config
+    return place_batch(run.corpus.batch(config.seed, step, config.batch_size, config.sequence_length), run.mesh)
+
+
+@dataclass(frozen=True, eq=False)
+class Saving:
+    """`Saving` begins a checkpoint; metrics and counts come after the checkpoint that they belong to.
+
+    A disk that has room for one of them only shall have the checkpoint.
+
+    Args:
+        checkpoints: where it goes.
+        recorder: has the metrics and counts.
+        report: is written after them, now and then.
+        layout: what the checkpoint says about the ranks and the system.
+    """
+
+    checkpoints: Checkpoints
+    recorder: Recorder
+    report: LiveReport
+    layout: dict[str, Any]
+
+    def __call__(self, step: int, state: nnx.State) -> None:
+        """Begins the checkpoint of the state after `step` steps, unless it is there; refuses one that is not finite."""
+        if step == self.checkpoints.newest_step:
+            return
+        check_state(step, state, self.checkpoints.newest_step)
+        flush = self.recorder.flush()
+
+        def then() -> None:
+            flush()
+            if self.recorder.writes:
+                self.report.update()
+
+        self.checkpoints.save(step, state, Kept(self.layout, {"steps": step}), then)
 
 
 def _moved(run: Run, state: nnx.State, step: int, recorder: Recorder) -> nnx.State:
@@ -364,16 +418,18 @@ def _validation(run: Run) -> Callable[[nnx.State], float]:
     return lambda state: float(np.mean([float(run.programs.evaluate(state, batch)) for batch in batches]))
 
 
-def _finish(run: Run, recorder: Recorder, state: nnx.State, times: dict[str, float], tell: Tell) -> dict:
+def _num_params(run: Run) -> int:
+    return sum(
+        math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.filter_state(run.programs.state_shapes, nnx.Param))
+    )
+
+
+def _finish(run: Run, others: dict[str, float], tell: Tell) -> dict:
     """Sums the run up in files, from what is in its folder."""
     if jax.process_index() != 0:
         return {}
-    num_params = sum(leaf.size for leaf in jax.tree.leaves(nnx.filter_state(state, nnx.Param)))
-    summary = summarise(run.folder) | {"num_groups": run.config.parallel.data_parallel, "num_params": num_params}
-    summary |= times
+    summary = summarise(run.folder) | others
     write_whole(run.folder.summary, (json.dumps(summary, indent=2) + "\n").encode())
-    if recorder.arrays["steps"]:
-        write_report(run.folder, summary)
-    else:
+    if not write_report(run.folder, summary):
         tell("no counts of any step are left; report.html is not written")
     return summary

@@ -7,6 +7,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """Names the file with one JSON object per line: a step, a validation, a relocation, or a layout."""
+        """Names the file with one JSON object per line: a step, a validation, or one of the kinds of `rows`."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -91,6 +92,16 @@ class RunFolder:
         return self.path / "report.html"
 
     @property
+    def tensorboard(self) -> Path:
+        """Names the folder of TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def profile(self) -> Path:
+        """Names the folder of traces, for Perfetto and TensorBoard."""
+        return self.path / "profile"
+
+    @property
     def figures(self) -> list[Path]:
         """Names the files with the figures of the report."""
         return [self.path / f"{name}.png" for name in FIGURES]
@@ -103,7 +114,15 @@ class RunFolder:
         """
         files = [self.config, self.metrics, self.counts, self.summary, self.report, *self.figures]
         files += [self.counts_of(segment) for segment in self.segments if segment > 1]
-        return [*files, *map(part, files), self.checkpoints, self.damaged]
+        return [
+            *files,
+            *map(part, files),
+            self.checkpoints,
+            self.damaged,
+            self.tensorboard,
+            self.profile,
+            self.path / "wandb",
+        ]
 
     @property
     def has_run(self) -> bool:
@@ -120,7 +139,7 @@ class RunFolder:
         """Reads the lines of `metrics.jsonl` of one kind, up to a step.
 
         Args:
-            kind: `"step"`, `"validation"`, `"relocation"` or `"layout"`.
+            kind: `"step"`, `"validation"`, `"relocation"`, `"layout"`, `"layers"` or `"hosts"`.
             last_step: the last step that counts; `None` takes all.
         """
         return [row for row in self._rows(last_step) if row["kind"] == kind]
@@ -164,6 +183,14 @@ class RunFolder:
             raise ValueError(f"counts in {str(path)!r} have different lengths; expected that of steps")
         return read
 
+    def all_counts(self) -> list[dict[str, np.ndarray]]:
+        """Reads the arrays of all segments, without those that cannot be read."""
+        found = []
+        for segment in self.segments:
+            with suppress(ValueError):
+                found.append(self.read_counts(segment))
+        return [arrays for arrays in found if arrays is not None]
+
 
 class Recorder:
     """A recorder appends to a run folder.
@@ -175,6 +202,7 @@ class Recorder:
             `None` goes on with the last.
         writes: whether this process writes files; one of them should.
         tell: is called with a line about what is missing.
+        watch: is called with each line of `metrics.jsonl`.
     """
 
     def __init__(
@@ -185,8 +213,9 @@ class Recorder:
         *,
         writes: bool,
         tell: Callable[[str], None] = print,
+        watch: Callable[[dict], None] = lambda row: None,
     ) -> None:
-        self.folder, self.writes, self.segment = folder, writes, 1
+        self.folder, self.writes, self.segment, self.watch = folder, writes, 1, watch
         self.arrays: dict[str, list[np.ndarray | np.int32]] = {name: [] for name in ("steps", *PER_STEP)}
         if writes:
             folder.keep_until(first_step - 1)
@@ -237,6 +266,11 @@ class Recorder:
         """Records that experts moved; its `homes`, `[layers, E]`, are their places in the counts of the steps after."""
         self._append(row)
 
+    def other(self, row: dict | None) -> None:
+        """Records a line of another kind, `"layers"` or `"hosts"`; nothing for `None`."""
+        if row is not None:
+            self._append(row)
+
     def flush(self) -> Callable[[], None]:
         """Takes what was recorded so far, and returns what writes it, in any thread: counts, and lines to the disk."""
         arrays = {name: list(rows) for name, rows in self.arrays.items()}
@@ -256,6 +290,7 @@ class Recorder:
             # Each line is written as it comes: a run that is killed keeps all before.
             with naming(self.folder.metrics), self.folder.metrics.open("a") as file:
                 file.write(json.dumps(row) + "\n")
+            self.watch(row)
 
 
 def _counts_or_none(folder: RunFolder, segment: int, tell: Callable[[str], None]) -> dict[str, np.ndarray] | None:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import time
 from html import escape
 from string import Template
 
@@ -11,7 +12,7 @@ from models.files import write_whole
 from models.others import STEPS, other_systems
 from models.plots import counts_png, imbalance_png, load_png, loss_png, served_png, speed_png
 from models.recording import RunFolder
-from models.summary import RECENT_STEPS
+from models.summary import RECENT_STEPS, summarise
 
 PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -59,15 +60,20 @@ $sections
 UNITS = ("nats", "bits", "tokens", "bytes", "s")
 
 
-def write_report(folder: RunFolder, summary: dict) -> None:
+def write_report(folder: RunFolder, summary: dict) -> bool:
     """Writes `report.html` and its figures from the other files of a run, which may be under way.
 
     Args:
-        folder: its folder, with counts of at least one step.
+        folder: its folder.
         summary: the numbers of `summarise`, and those that the loop adds.
+
+    Returns:
+        Whether there were counts of any step; without, it writes nothing.
     """
     described = json.loads(folder.config.read_text())
-    segments = [arrays for segment in folder.segments if (arrays := folder.read_counts(segment)) is not None]
+    segments = folder.all_counts()
+    if not segments:
+        return False
     figures, replayed = _figures(folder, segments, summary), _replayed(described, segments[-1]["counts"])
     for path, (_, _, png) in zip(folder.figures, figures, strict=True):
         write_whole(path, png)
@@ -81,6 +87,28 @@ def write_report(folder: RunFolder, summary: dict) -> None:
         tables="".join(_table(*table) for table in _tables(described, summary, replayed)),
     )
     write_whole(folder.report, page.encode())
+    return True
+
+
+class LiveReport:
+    """`LiveReport` writes the report of a run that is under way, every so often.
+
+    Args:
+        folder: its folder.
+        others: numbers of the summary that the folder does not have.
+        every_s: the seconds between two; 60 are usual, as drawing takes one or two.
+    """
+
+    def __init__(self, folder: RunFolder, others: dict, every_s: float = 60.0) -> None:
+        self.folder, self.others, self.every_s = folder, others, every_s
+        self.began = self.last = time.monotonic()
+
+    def update(self) -> None:
+        """Writes it if it is time, and there has been a validation."""
+        now = time.monotonic()
+        if now - self.last >= self.every_s and self.folder.rows("validation"):
+            write_report(self.folder, summarise(self.folder) | self.others | {"wall_s": now - self.began})
+            self.last = time.monotonic()
 
 
 def _headline(config: dict, summary: dict) -> str:

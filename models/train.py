@@ -30,6 +30,7 @@ from models.recording import RunFolder
 from models.refusal import REFUSED, Refused, say
 from models.stopping import StopRequest
 from models.store import Store, agree, shared_number
+from models.watching import Watching
 
 RELOCATE_INTERVAL = 50
 """The steps between moves of a system that relocates, where nobody says."""
@@ -74,6 +75,9 @@ def train(
     checkpoint_interval: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
     keep: Annotated[int, typer.Option(help="Checkpoints that are kept, the newest.")] = 2,
     keep_every_s: Annotated[int | None, typer.Option(help=KEEP_EVERY)] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files into the run folder.")] = False,
+    wandb: Annotated[str | None, typer.Option(metavar="PROJECT", help="Tell Weights & Biases, too.")] = None,
+    profile: Annotated[int, typer.Option(metavar="STEPS", help="Trace so many steps into the run folder.")] = 0,
     dry_run_target: Annotated[str | None, typer.Option("--dry-run", metavar="TARGET", help=DRY_RUN)] = None,
 ) -> None:
     """Trains a model and writes metrics, checkpoints and a report into a run folder."""
@@ -107,12 +111,13 @@ def train(
             if hidden := shadowed_installation():
                 _print(console, f"{hidden}, which has custom calls, is passed by for this folder: pip install -e .")
             try:
+                watching = Watching(tensorboard, wandb, profile)
                 run = prepared(place, partial(_print, console))
             except ValueError as error:
                 raise Refused(str(error)) from error
             try:
                 _introduce(console, run)
-                summary = execute(run, console, stop)
+                summary = execute(run, console, stop, watching)
                 if summary:
                     _conclude(console, summary, run.folder.path)
             except OSError as error:
