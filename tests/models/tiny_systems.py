@@ -1,0 +1,62 @@
+"""`python -m tests.models.tiny_systems PORT PROCESSES ID` trains with several systems as one of several processes.
+
+Process 0 prints the losses as JSON.
+"""
+
+import dataclasses
+import json
+import sys
+
+import jax
+
+from models.distributed import join
+from models.parallel import make_mesh, make_system, offer_cpu_devices, place_batch
+from models.peers import Peers
+from models.place import Place
+from models.presets import ModelConfig, ParallelConfig
+from models.store import Store
+from models.training import make_programs
+from tests.models.processes import JOIN_TIMEOUT_S, bind_gloo
+from tests.models.small import CONFIG, CORPUS
+
+DEVICES = 8
+STEPS = 3
+SYSTEMS = {
+    "plain": ParallelConfig(1, DEVICES, "plain"),
+    "exact": ParallelConfig(2, DEVICES // 2, "exact"),
+    "hybridep": ParallelConfig(1, DEVICES, "hybridep", replica_slots=1, ranks_per_domain=2),
+}
+"""A rank of HybridEP has the expert of its neighbour, too. The groups of `exact` are in one process, or in two."""
+
+MODEL = ModelConfig(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16, num_experts=8)
+
+
+def losses() -> dict[str, list[float]]:
+    found = {}
+    for name, parallel in SYSTEMS.items():
+        config = dataclasses.replace(CONFIG, model=MODEL, parallel=parallel)
+        mesh = make_mesh(parallel)
+        programs = make_programs(config, mesh, make_system(parallel))
+        state, found[name] = programs.init(), []
+        for step in range(1, STEPS + 1):
+            batch = CORPUS.batch(config.seed, step, config.batch_size, config.sequence_length)
+            state, loss, stats = programs.step(state, place_batch(batch, mesh))
+            assert not stats.fault.code.any()
+            found[name].append(float(loss))
+    return found
+
+
+def main(port: str, num_processes: str, process_id: str) -> None:
+    place = Place("127.0.0.1", int(port), int(num_processes), int(process_id))
+    bind_gloo()
+    join(place, JOIN_TIMEOUT_S)
+    offer_cpu_devices(DEVICES // place.num_processes)
+    with Peers(place, Store()):
+        found = losses()
+        assert len(jax.devices()) == DEVICES
+        if place.process_id == 0:
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
