@@ -5,10 +5,12 @@ Process 0 prints the losses as JSON.
 
 import dataclasses
 import json
+import os
 import sys
 
 import jax
 
+from jax_moe_lb.virtual_devices import SCHEDULER_FLAG
 from models.distributed import join
 from models.parallel import make_mesh, make_system, offer_cpu_devices, place_batch
 from models.peers import Peers
@@ -54,6 +56,8 @@ def main(port: str, num_processes: str, process_id: str) -> None:
     with Peers(place, Store()):
         found = losses()
         assert len(jax.devices()) == DEVICES
+        # XLA reads it when devices come up, which is after the processes have joined.
+        assert f"{SCHEDULER_FLAG}=false" in os.environ["XLA_FLAGS"]
         if place.process_id == 0:
             print(json.dumps(found), flush=True)
 
