@@ -248,6 +248,20 @@ def restore_newest(
     raise ValueError(f"resume is set, but every checkpoint in {str(folder)!r} is damaged; expected one that is whole")
 
 
+def without_homes(shapes: nnx.State, state: nnx.State, init: Callable[[], nnx.State]) -> nnx.State:
+    """Takes what any mesh may take over from a state whose experts are all at their first places.
+
+    Args:
+        shapes: shapes of the state that is returned, which has no homes.
+        state: the state of the same model, of a run that relocates.
+        init: makes the rest.
+    """
+    named = parts(state)["state"]
+    missing = [name for name, _ in _named(shapes) if name not in named]
+    named |= _only(missing, init()) if missing else {}
+    return jax.tree.unflatten(jax.tree.structure(shapes), [named[name] for name, _ in _named(shapes)])
+
+
 def _only(names: list[str], state: nnx.State) -> Arrays:
     named = dict(_named(state))
     return {name: named[name] for name in names}

@@ -3,6 +3,9 @@
 import json
 from typing import Any
 
+import jax
+
+from jax_moe_lb.systems import system_named
 from models.parallel import make_system
 from models.presets import ParallelConfig
 from models.recording import RunFolder
@@ -43,9 +46,16 @@ def as_before(folder: RunFolder, given: dict[str, Any]) -> tuple[dict[str, Any],
         return {}, {}
     if given["system"] not in (None, parallel.get("system")):
         parallel |= dict.fromkeys(OF_THE_SYSTEM)
+        if _remembers(given["system"]):
+            # It knows loads by place, and experts may not move then.
+            moves = {}
     if given["expert_parallel"] not in (None, parallel.get("expert_parallel")):
         parallel |= dict.fromkeys(OF_THE_RANKS)
     return parallel | named(given), moves
+
+
+def _remembers(system: str) -> bool:
+    return bool(jax.tree.leaves(system_named(system).balancer.init((2, 2))))
 
 
 def named(options: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from jax.stages import Traced
 from rich.console import Console
 
 from jax_moe_lb import System, moved_experts
-from models.checkpoint import Checkpoints, Keeping, Kept, parts, restore_newest, steps_in
+from models.checkpoint import Checkpoints, Keeping, Kept, parts, restore_newest, steps_in, without_homes
 from models.data import Corpus
 from models.files import FolderLock, free_sibling, write_whole
 from models.health import check_state, check_step
@@ -36,7 +36,7 @@ from models.parallel import batch_sharding, make_mesh, make_system, place_batch
 from models.presets import ModelConfig, TrainConfig
 from models.progress import StepLine
 from models.recording import Recorder, RunFolder
-from models.relocation import described, next_homes
+from models.relocation import described, next_homes, per_layer
 from models.report import LiveReport, write_report
 from models.stopping import StopRequest
 from models.summary import summarise
@@ -291,8 +291,6 @@ def _check_continues(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> 
     for name, value in _fixed(_described(config, corpus)).items():
         if value != before.get(name):
             raise ValueError(f"{name} is {value!r}; expected {before.get(name)!r}, that of the run to resume")
-    if config.relocate_interval is None and json.loads(folder.config.read_bytes())["config"].get("relocate_interval"):
-        raise ValueError("relocate_interval is None; expected a number, as the run to resume has moved experts")
     if steps[0] > config.steps:
         raise ValueError(f"steps is {config.steps}; expected at least {steps[0]}, that of the checkpoint to resume")
     # Refuses lines that cannot be read.
@@ -345,8 +343,8 @@ def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State]:
     """Restores the newest checkpoint that is whole, and moves newer ones out of the way of those to come."""
     folder = run.folder
     _check_continues(run.config, run.corpus, folder)
-    programs, layout = run.programs, layout_of(run.config.parallel)
-    step, state, kept = restore_newest(folder.checkpoints, programs.state_shapes, tell, programs.init, layout)
+    layout = layout_of(run.config.parallel)
+    step, state, kept = _restored(run, layout, tell)
     if changed := [name for name, value in layout.items() if value != kept.layout.get(name)]:
         changes = ", ".join(f"{name} {layout[name]!r} instead of {kept.layout.get(name)!r}" for name in changed)
         begins = "; balancers begin without the history that they had" if parts(state)["mesh"] else ""
@@ -358,6 +356,21 @@ def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State]:
             (folder.checkpoints / str(damaged)).rename(aside)
             tell(f"going on from step {step}; the checkpoint of step {damaged} is now {str(aside)!r}")
     return step, state
+
+
+def _restored(run: Run, layout: dict[str, Any], tell: Tell) -> tuple[int, nnx.State, Kept]:
+    """Restores the newest checkpoint, and sends experts to their first places where this run does not move them."""
+    config, programs, folder = run.config, run.programs, run.folder.checkpoints
+    moves = config.relocate_interval is not None
+    if moves or not json.loads(run.folder.config.read_bytes())["config"].get("relocate_interval"):
+        return restore_newest(folder, programs.state_shapes, tell, programs.init, layout)
+    parallel = dataclasses.replace(config.parallel, system="plain", replica_slots=None, headroom=None)
+    config = dataclasses.replace(config, relocate_interval=1, parallel=parallel)
+    moving = make_programs(config, run.mesh, make_system(parallel))
+    step, state, kept = restore_newest(folder, moving.state_shapes, tell, moving.init, layout)
+    # The expert that comes to a place is the one whose home it was.
+    state = moving.move(state, per_layer(state, "homes"))
+    return step, without_homes(programs.state_shapes, state, programs.init), kept
 
 
 def _claim(run: Run, resume: bool, overwrite: bool, tell: Tell) -> None:

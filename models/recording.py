@@ -239,6 +239,10 @@ class Recorder:
             # Steps after the checkpoint are done again, and would stand there twice.
             kept = earlier["steps"] < first_step
             self.arrays = {name: list(earlier[name][kept]) for name in self.arrays}
+            rows = self.folder.rows("layout")
+            missing = first_step - 1 - (rows[-1]["step"] if rows else 0) - int(kept.sum())
+            if missing > 0:
+                tell(f"counts of {missing} steps are missing: the run ended before it wrote them")
 
     def step(self, step: int, loss: float, stats: Stats, num_tokens: int, step_time_s: float) -> dict:
         """Records one step, and returns its line.

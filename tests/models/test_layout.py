@@ -1,6 +1,7 @@
 """A run goes on with other ranks and another system: what depends on neither is carried over, to the bit."""
 
 import dataclasses
+import json
 import shutil
 
 import jax
@@ -13,9 +14,10 @@ from typer.testing import CliRunner
 from jax_moe_lb.cli.app import app as tools
 from models import presets
 from models.checkpoint import Checkpoints, Keeping, Kept, parts, restore_newest, steps_in
-from models.layout import layout_of
-from models.loop import prepare
+from models.layout import as_before, layout_of
+from models.loop import Run, _restored
 from models.parallel import make_mesh, make_system
+from models.presets import ParallelConfig
 from models.recording import RunFolder
 from models.train import app
 from models.training import make_programs
@@ -95,8 +97,8 @@ def test_a_run_goes_on_with_half_the_ranks_and_eplb(trained_run, command_line, t
     command_line(*["--resume", "--run-dir", "run", "--steps", "12"])
     command_line(*["--resume", "--run-dir", "run", "--steps", "12", "--system", "greedy"])
     assert [config.parallel for config in configs] == [
-        presets.ParallelConfig(1, 4, "eplb"),
-        presets.ParallelConfig(1, 4, "greedy"),
+        ParallelConfig(1, 4, "eplb"),
+        ParallelConfig(1, 4, "greedy"),
     ]
     shutil.rmtree(folder.checkpoints / "10")
     with monkeypatch.context() as patched:
@@ -107,17 +109,39 @@ def test_a_run_goes_on_with_half_the_ranks_and_eplb(trained_run, command_line, t
     assert losses(folder.path) == losses(straight)
 
 
-def test_homes_begin_where_a_run_had_none_and_stay_where_it_had_some(trained_run, tmp_path):
-    folder = shutil.copytree(trained_run, tmp_path / "run")
-    moving = dataclasses.replace(on(1, 4, "greedy"), relocate_interval=2, steps=8)
-    made = programs(moving)
-    _, begun, _ = restore_newest(RunFolder(folder).checkpoints, made.state_shapes, print, made.init)
+def test_homes_begin_where_a_run_had_none(trained_run):
+    made = programs(dataclasses.replace(on(1, 4, "greedy"), relocate_interval=2))
+    _, begun, _ = restore_newest(RunFolder(trained_run).checkpoints, made.state_shapes, print, made.init)
     homes = begun[0]["blocks"][1]["moe"]["homes"].get_value()
     np.testing.assert_array_equal(homes, np.arange(16))
-    config = RunFolder(folder).config
-    config.write_text(config.read_text().replace('"relocate_interval": null', '"relocate_interval": 2'))
-    with pytest.raises(ValueError, match=r"relocate_interval is None; expected a number, as the run to resume has"):
-        prepare(CONFIG, CORPUS, folder, resume=True)
+
+
+def test_experts_that_moved_come_home_for_a_system_that_remembers_loads(tmp_path, monkeypatch, all_devices):
+    """The state of a relocating run in which each expert has moved is restored for EPLB on other ranks."""
+    moving, folder = dataclasses.replace(on(1, 8, "exact"), relocate_interval=2), RunFolder(tmp_path)
+    made = programs(moving)
+    began = made.init()
+    before = {name: np.asarray(leaf) for name, leaf in parts(began)["state"].items()}
+    moved = made.move(began, np.stack([np.random.default_rng(i).permutation(16) for i in range(2)]))
+    assert (np.asarray(moved[0]["blocks"][0]["moe"]["up"].get_value()) != before["0.blocks.0.moe.up.value"]).any()
+    with Checkpoints(folder.checkpoints) as checkpoints:
+        checkpoints.save(4, moved, Kept(layout_of(moving.parallel), {"steps": 4}))
+    folder.config.write_text(json.dumps({"config": dataclasses.asdict(moving)}))
+
+    given = {"system": "eplb", "expert_parallel": 4, "replica_slots": None}
+    parallel, moves = as_before(folder, given)
+    assert (parallel["system"], parallel["expert_parallel"], moves) == ("eplb", 4, {})
+    config = dataclasses.replace(CONFIG, parallel=ParallelConfig(1, 4, "eplb"))
+    found = programs(config)
+    run = Run(config, CORPUS, folder, None, make_mesh(config.parallel), found, None, 0, None, Keeping())
+    step, state, _ = _restored(run, layout_of(config.parallel), print)
+    assert step == 4
+    after = parts(state)
+    assert not after["homes"]
+    assert after["mesh"]
+    assert after["state"].keys() == before.keys()
+    for name, value in before.items():
+        np.testing.assert_array_equal(after["state"][name], value)
 
 
 def test_steps_go_on_while_a_checkpoint_is_written(tmp_path):
