@@ -63,6 +63,7 @@ class Run:
         done_steps: steps that are behind already, 0 for a new run.
         state: the state after them; `None` for a new run.
         keeping: which checkpoints are kept.
+        position: where the data is after these steps, as the checkpoint has it.
     """
 
     config: TrainConfig
@@ -75,6 +76,7 @@ class Run:
     done_steps: int
     state: nnx.State | None
     keeping: Keeping
+    position: dict[str, Any]
 
     def release(self) -> None:
         """Lets other trainings have the folder."""
@@ -124,11 +126,11 @@ def prepare(
             _check_empty(folder)
     step = _traced(config, mesh, programs)
     lock = _locked(folder) if writes else None
-    run = Run(config, corpus, folder, lock, mesh, programs, step, 0, None, keeping)
+    run = Run(config, corpus, folder, lock, mesh, programs, step, 0, None, keeping, {})
     try:
         if resume:
-            done_steps, state = _resumed(run, tell)
-            run = dataclasses.replace(run, done_steps=done_steps, state=state)
+            done_steps, state, position = _resumed(run, tell)
+            run = dataclasses.replace(run, done_steps=done_steps, state=state, position=position)
         if writes:
             _claim(run, resume, overwrite, tell)
     except BaseException:
@@ -204,15 +206,20 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: Watching) 
             if config.relocate_interval is not None and step % config.relocate_interval == 0:
                 state = _moved(run, state, step, recorder)
             if step % config.checkpoint_interval == 0:
-                save(step, state)
+                save(step, state, _position(config, step))
             checkpoints.check()
         # The last step, or the one after which the run was stopped.
-        save(step, state)
+        save(step, state, _position(config, step))
         checkpoints.wait()
     if step < config.steps:
         tell(f"stopped by {stop.name} after step {step} of {config.steps}; --resume goes on in {run.folder.path}")
         return {}
     return _finish(run, others | {"wall_s": time.perf_counter() - started}, tell)
+
+
+def _position(config: TrainConfig, step: int) -> dict[str, int]:
+    """Says where the data is; each batch is a function of its step, so nothing else has to be known."""
+    return {"sequences": step * config.batch_size}
 
 
 def _batch(run: Run, step: int) -> jax.Array:
@@ -238,8 +245,14 @@ class Saving:
     report: LiveReport
     layout: dict[str, Any]
 
-    def __call__(self, step: int, state: nnx.State) -> None:
-        """Begins the checkpoint of the state after `step` steps, unless it is there; refuses one that is not finite."""
+    def __call__(self, step: int, state: nnx.State, position: dict[str, Any]) -> None:
+        """Begins the checkpoint of the state after `step` steps, unless it is there; refuses one that is not finite.
+
+        Args:
+            step: how many steps the run has done.
+            state: the state after them.
+            position: where the data is.
+        """
         if step == self.checkpoints.newest_step:
             return
         check_state(step, state, self.checkpoints.newest_step)
@@ -250,7 +263,7 @@ class Saving:
             if self.recorder.writes:
                 self.report.update()
 
-        self.checkpoints.save(step, state, Kept(self.layout, {"steps": step}), then)
+        self.checkpoints.save(step, state, Kept(self.layout, position), then)
 
 
 def _moved(run: Run, state: nnx.State, step: int, recorder: Recorder) -> nnx.State:
@@ -339,7 +352,7 @@ def _unwritable(folder: RunFolder, error: OSError) -> str:
     return f"run_dir is {str(folder.path)!r}; expected a writable folder: {error.strerror}"
 
 
-def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State]:
+def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State, dict[str, Any]]:
     """Restores the newest checkpoint that is whole, and moves newer ones out of the way of those to come."""
     folder = run.folder
     _check_continues(run.config, run.corpus, folder)
@@ -355,7 +368,7 @@ def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State]:
             aside = free_sibling(folder.damaged / str(damaged), "damaged")
             (folder.checkpoints / str(damaged)).rename(aside)
             tell(f"going on from step {step}; the checkpoint of step {damaged} is now {str(aside)!r}")
-    return step, state
+    return step, state, kept.data
 
 
 def _restored(run: Run, layout: dict[str, Any], tell: Tell) -> tuple[int, nnx.State, Kept]:

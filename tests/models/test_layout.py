@@ -49,7 +49,7 @@ def test_a_checkpoint_fits_any_mesh(trained_run, mesh, all_devices):
     folder = RunFolder(trained_run).checkpoints
     step, state, kept = restore_newest(folder, made.state_shapes, lines.append, made.init, layout)
     assert (step, lines) == (8, [])
-    assert kept == Kept(layout_of(CONFIG.parallel), {"steps": 8})
+    assert kept == Kept(layout_of(CONFIG.parallel), {"sequences": 8 * CONFIG.batch_size})
     assert jax.tree.structure(state) == jax.tree.structure(made.state_shapes)
     with Checkpoints(folder) as checkpoints:
         before = parts(checkpoints.restore(8, programs(CONFIG).state_shapes))
@@ -133,7 +133,7 @@ def test_experts_that_moved_come_home_for_a_system_that_remembers_loads(tmp_path
     assert (parallel["system"], parallel["expert_parallel"], moves) == ("eplb", 4, {})
     config = dataclasses.replace(CONFIG, parallel=ParallelConfig(1, 4, "eplb"))
     found = programs(config)
-    run = Run(config, CORPUS, folder, None, make_mesh(config.parallel), found, None, 0, None, Keeping())
+    run = Run(config, CORPUS, folder, None, make_mesh(config.parallel), found, None, 0, None, Keeping(), {})
     step, state, _ = _restored(run, layout_of(config.parallel), print)
     assert step == 4
     after = parts(state)
