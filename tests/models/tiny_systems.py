@@ -51,6 +51,8 @@ def losses() -> dict[str, list[float]]:
 def main(port: str, num_processes: str, process_id: str) -> None:
     place = Place("127.0.0.1", int(port), int(num_processes), int(process_id))
     bind_gloo()
+    # Process 0 compiles for all.
+    jax.config.update("jax_share_binary_between_hosts", True)
     join(place, JOIN_TIMEOUT_S)
     offer_cpu_devices(DEVICES // place.num_processes)
     with Peers(place, Store()):
