@@ -1,4 +1,4 @@
-"""`python -m tests.models.tiny_systems PORT PROCESSES ID SYSTEM...` trains with each system, as one of several processes.
+"""`python -m tests.models.tiny_systems PORT PROCESSES ID SYSTEM...` trains with each system, as one of many processes.
 
 Process 0 prints the losses as JSON.
 """
