@@ -1,4 +1,4 @@
-"""Mixture-of-Experts layers for JAX that stay fast when routing is skewed.
+"""Mixture-of-Experts layers for JAX whose load stays level when routing is skewed.
 
 The public names are listed in `__init__.pyi` and imported when they are first used, so
 that planning on NumPy arrays alone (`jax_moe_lb._planning`) does not import JAX.

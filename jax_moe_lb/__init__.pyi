@@ -1,4 +1,4 @@
-"""Mixture-of-Experts layers for JAX that stay fast when routing is skewed."""
+"""Mixture-of-Experts layers for JAX whose load stays level when routing is skewed."""
 
 from ._custom_calls import shadowed_installation as shadowed_installation
 from .activations import ClampedSwiGLU as ClampedSwiGLU

@@ -8,15 +8,13 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from jax_moe_lb import ForceBalanced, Migrate, Stats, System, TopK, Topology
+from jax_moe_lb import ForceBalanced, Losses, Migrate, Stats, System, TopK, Topology
 from jax_moe_lb.nn import MoE
+from models import fsdp
 from models.attention import causal_attention
 from models.layers import one_by_one, scanned
 from models.parallel import batch_sharding
 from models.presets import ModelConfig
-
-NUM_BYTES = 256
-"""The vocabulary has so many words: a token is a byte."""
 
 ROPE_BASE = 10_000.0
 """The rotary frequencies fall from 1 to one over this, which is the usual base."""
@@ -40,14 +38,17 @@ class Attention(nnx.Module):
     Args:
         config: the sizes of the model.
         mesh: the devices that it is computed on, which have kernels or not.
+        split: whether kernels are split over the data axis, too.
         rngs: random numbers for the parameters.
     """
 
-    def __init__(self, config: ModelConfig, *, mesh: Mesh, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, mesh: Mesh, split: bool = False, rngs: nnx.Rngs) -> None:
         self.num_heads, self.mesh, width = config.num_heads, mesh, config.embed_dim
+        options: dict[str, Any] = fsdp.linear_options(mesh) if split else {}
+        options |= {"use_bias": False, "dtype": config.compute_dtype, "rngs": rngs}
         # One large product is faster than three.
-        self.qkv = nnx.Linear(width, 3 * width, use_bias=False, dtype=config.compute_dtype, rngs=rngs)
-        self.out = nnx.Linear(width, width, use_bias=False, dtype=config.compute_dtype, rngs=rngs)
+        self.qkv = nnx.Linear(width, 3 * width, **options)
+        self.out = nnx.Linear(width, width, **options)
 
     def __call__(self, x: Array) -> Array:
         """Mixes into each of the tokens `[B, T, H]` what those before it know."""
@@ -69,6 +70,7 @@ class Block(nnx.Module):
         system: the strategies that balance the load.
         migrate: gathers experts inside expert domains first; `None` keeps them at home.
         relocatable: whether experts can move between ranks.
+        split: whether matrices are split over the data axis, too (FSDP).
         rngs: random numbers for the parameters.
     """
 
@@ -81,11 +83,12 @@ class Block(nnx.Module):
         system: System,
         migrate: Migrate | None = None,
         relocatable: bool = False,
+        split: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
         top_k = TopK(config.experts_per_token)
         self.attention_norm = nnx.RMSNorm(config.embed_dim, dtype=jnp.float32, rngs=rngs)
-        self.attention = Attention(config, mesh=mesh, rngs=rngs)
+        self.attention = Attention(config, mesh=mesh, split=split, rngs=rngs)
         self.moe_norm = nnx.RMSNorm(config.embed_dim, dtype=jnp.float32, rngs=rngs)
         self.moe = MoE(
             config.embed_dim,
@@ -97,6 +100,9 @@ class Block(nnx.Module):
             system=system,
             migrate=migrate,
             relocatable=relocatable,
+            use_bias=config.bias_rate > 0,
+            losses=Losses(switch=config.aux_loss, z=config.z_loss),
+            rules=fsdp.expert_rules(topology) if split else None,
             dtype=config.compute_dtype,
             # The loop reads the statistics of each step anyway, and a host that is not called is not waited for.
             checks="deferred",
@@ -112,7 +118,7 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """This model maps bytes to logits of the next byte.
+    """This model maps tokens to logits of the next one.
 
     Args:
         config: the sizes of the model.
@@ -121,6 +127,7 @@ class LanguageModel(nnx.Module):
         system: the strategies that balance the load.
         migrate: gathers experts inside expert domains first; `None` keeps them at home.
         relocatable: whether experts can move between ranks.
+        split: whether matrices are split over the data axis, too (FSDP).
         rngs: random numbers for the parameters.
     """
 
@@ -133,25 +140,30 @@ class LanguageModel(nnx.Module):
         system: System,
         relocatable: bool = False,
         migrate: Migrate | None = None,
+        split: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
         self.mesh, self.scan_layers = mesh, config.scan_layers
-        self.embed = nnx.Embed(NUM_BYTES, config.embed_dim, dtype=config.compute_dtype, rngs=rngs)
+        self.remat: dict[str, str] = {} if config.remat is None else {"remat": config.remat}
+        table: dict[str, Any] = fsdp.embed_options(mesh) if split else {}
+        kernel: dict[str, Any] = fsdp.linear_options(mesh) if split else {}
+        words, width = config.vocab_size, config.embed_dim
+        self.embed = nnx.Embed(words, width, dtype=config.compute_dtype, rngs=rngs, **table)
         options: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system, "migrate": migrate}
 
         def block() -> Block:
-            return Block(config, relocatable=relocatable, rngs=rngs, **options)
+            return Block(config, relocatable=relocatable, split=split, rngs=rngs, **options)
 
         self.blocks = nnx.List([block() for _ in range(config.num_layers)])
-        # For so few words float32 costs next to nothing, and the loss is computed in it.
+        # For few words float32 costs next to nothing, and the loss is computed in it.
         self.norm = nnx.RMSNorm(config.embed_dim, dtype=jnp.float32, rngs=rngs)
-        self.head = nnx.Linear(config.embed_dim, NUM_BYTES, use_bias=False, dtype=jnp.float32, rngs=rngs)
+        self.head = nnx.Linear(width, words, use_bias=False, dtype=jnp.float32, rngs=rngs, **kernel)
 
     def __call__(self, tokens: Array) -> tuple[Array, Stats]:
-        """Computes logits `[B, T, 256]` of int32 bytes `[B, T]`, and statistics of all layers, `[layers, D, ...]`."""
+        """Computes logits `[B, T, words]` of int32 tokens `[B, T]`, and statistics `[layers, D, ...]`."""
         x = self.embed(tokens)
         if self.scan_layers:
-            x, stats = scanned(self.blocks, x, batch_sharding(self.mesh))
+            x, stats = scanned(self.blocks, x, batch_sharding(self.mesh), **self.remat)
         else:
-            x, stats = one_by_one(self.blocks, x)
+            x, stats = one_by_one(self.blocks, x, **self.remat)
         return self.head(self.norm(x)), stats

@@ -6,7 +6,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jax_moe_lb.compiled import Report, Target, compile_for, print_report, quiet_stderr, use_no_accelerators
-from models.common import NUM_BYTES
 from models.parallel import MESH_AXES, batch_sharding, make_system
 from models.presets import ModelConfig, TrainConfig
 from models.training import make_programs
@@ -21,7 +20,7 @@ def show(config: TrainConfig, target: Target) -> None:
         report = dry_run(config, target)
     parallel = config.parallel
     where = f"{parallel.data_parallel} x {parallel.expert_parallel} devices of {target.name}"
-    print_report(report, f"a step of {config.tokens_per_step} bytes, {parallel.system} on {where}")
+    print_report(report, f"a step of {config.tokens_per_step} tokens, {parallel.system} on {where}")
 
 
 def dry_run(config: TrainConfig, target: Target) -> Report:
@@ -54,7 +53,7 @@ def ideal_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     width = model.embed_dim
     attention = 4 * width * width + sequence_length * width
     experts = 3 * model.experts_per_token * width * model.mlp_dim + width * model.num_experts
-    return 2 * BACKWARD * (model.num_layers * (attention + experts) + width * NUM_BYTES)
+    return 2 * BACKWARD * (model.num_layers * (attention + experts) + width * model.vocab_size)
 
 
 def _mesh(config: TrainConfig, target: Target) -> Mesh:

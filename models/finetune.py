@@ -1,7 +1,7 @@
 """This program tunes a checkpoint on text: `python -m models.finetune --checkpoint DIR --data FILE --out DIR`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,36 +16,20 @@ from jax.stages import Wrapped
 from jax_moe_lb import Stats, compiler_options, raise_fault
 from jax_moe_lb.systems import system_names
 from models.architectures.fields import Fields
-from models.data import Corpus, corpus_from
+from models.data import Corpus, TokenizerFile, corpus_from
 from models.decoder.model import Decoder
+from models.gradients import next_token_loss
+from models.optimizer import make_optimizer
 from models.parallel import make_mesh, make_system, offer_cpu_devices, place_batch, state_shardings
 from models.presets import COMPUTE_DTYPES, ParallelConfig, TrainConfig
 from models.pretrained.loading import from_pretrained
 from models.pretrained.saving import check_vacant, save_pretrained
 from models.refusal import REFUSED, say
 from models.trace import CountsTrace
-from models.training import make_optimizer, next_byte_loss
-from models.words import Words
+
+DATA = "File or folder of text, JSON lines or token arrays; may be repeated, also with shares, PATH:WEIGHT."
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-
-
-def token_corpus(paths: list[Path], words: Words) -> Corpus:
-    """Reads text as `corpus_from` does, and splits both its parts into tokens.
-
-    Args:
-        paths: files and folders of text.
-        words: the tokenizer of the checkpoint.
-
-    Raises:
-        ValueError: a path cannot be read, or there is nothing in any.
-    """
-    text = corpus_from(paths)
-
-    def tokens(part: np.ndarray) -> np.ndarray:
-        return np.array(words.tokens(part.tobytes().decode(errors="replace")), np.int32)
-
-    return replace(text, train=tokens(text.train), validation=tokens(text.validation))
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +63,7 @@ def make_tuning(model: Decoder, config: TrainConfig, mesh: Mesh, bias_rate: floa
 
     def step(state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
         model, optimizer = nnx.merge(graph, state)
-        (loss, stats), gradients = nnx.value_and_grad(next_byte_loss, has_aux=True)(model, tokens)
+        (loss, stats), gradients = nnx.value_and_grad(next_token_loss, has_aux=True)(model, tokens)
         # optax mixes counts with floats.
         with jax.numpy_dtype_promotion("standard"):
             optimizer.update(model, gradients)
@@ -88,7 +72,7 @@ def make_tuning(model: Decoder, config: TrainConfig, mesh: Mesh, bias_rate: floa
         return nnx.state((model, optimizer)), loss, stats
 
     def evaluate(state: nnx.State, tokens: Array) -> Array:
-        return next_byte_loss(nnx.merge(graph, state)[0], tokens)[0]
+        return next_token_loss(nnx.merge(graph, state)[0], tokens)[0]
 
     options: dict[str, Any] = {"compiler_options": compiler_options(mesh)}
     return Tuning(
@@ -130,7 +114,7 @@ def tune(tuning: Tuning, corpus: Corpus, config: TrainConfig, mesh: Mesh, trace:
 @app.command()
 def main(
     checkpoint: Annotated[Path, typer.Option(help="Folder with config.json, safetensors and tokenizer.json.")],
-    data: Annotated[list[Path], typer.Option(help="File or folder of text; may be repeated.")],
+    data: Annotated[list[str], typer.Option(help=DATA)],
     out: Annotated[Path, typer.Option(help="Where the tuned checkpoint goes: a new or an empty folder.")],
     system: Annotated[str, typer.Option(help=f"Who balances the load: {', '.join(system_names())}.")] = "exact",
     data_parallel: Annotated[int, typer.Option(help="Groups of ranks side by side.")] = 1,
@@ -151,7 +135,7 @@ def main(
         config = TrainConfig(parallel=parallel, learning_rate=learning_rate, seed=seed, **numbers)
         check_vacant(out)
         offer_cpu_devices(parallel.num_shards)
-        corpus, trace = token_corpus(data, Words(checkpoint)), CountsTrace()
+        corpus, trace = corpus_from(data, TokenizerFile(checkpoint / "tokenizer.json")), CountsTrace()
         corpus.check_length(sequence_length)
         mesh = make_mesh(parallel)
         model = from_pretrained(checkpoint, mesh, make_system(parallel), compute_dtype=dtype, scan_layers=True)

@@ -1,6 +1,6 @@
 """`scanned` runs equal layers as one loop, which is compiled once, whatever their number; `one_by_one` does not."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,22 +21,44 @@ NARROWED = ("qkv", "out", "up", "down", "gate")
 """The weights of products in the compute dtype; routers and norms compute in float32."""
 
 
-def one_by_one(layers: Sequence[Any], x: Array) -> tuple[Array, Any]:
-    """Sends `x` through one layer after the other, each of which is compiled, and keeps all for the backward pass.
+def one_by_one(layers: Sequence[Any], x: Array, remat: str = "none") -> tuple[Array, Any]:
+    """Sends `x` through one layer after the other, each of which is compiled.
 
-    The arguments and results are those of `scanned`.
+    The arguments and results are those of `scanned`; here all is kept for the backward pass by default.
     """
     per_layer = []
     for layer in layers:
-        x, stats = layer(x)
+        graph, state = nnx.split(layer)
+
+        def run(x: Array, state: nnx.State, graph: Any = graph) -> tuple[Array, tuple[Any, nnx.State]]:
+            layer: Any = nnx.merge(graph, state)
+            x, stats = layer(x)
+            return x, (stats, nnx.state(layer, nnx.Not(nnx.Param)))
+
+        x, (stats, kept) = computed_again(run, remat, prevent_cse=True)(x, state)
+        nnx.update(layer, kept)
         per_layer.append(stats)
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer)
 
 
-def scanned(layers: Sequence[Any], x: Array, sharding: NamedSharding) -> tuple[Array, Any]:
-    """Sends `x` through one layer after the other, in a loop over their stacked parameters.
+def computed_again(run: Callable, remat: str, *, prevent_cse: bool) -> Callable:
+    """Has the backward pass of a function compute parts of it again.
 
-    The backward pass computes a layer again, from its input and what `KEPT` names.
+    Args:
+        run: the function.
+        remat: "none" keeps all, "full" the arguments alone, and names of `checkpoint_name`, with commas between them,
+            what they name beside that.
+        prevent_cse: whether a compiler could see that something is computed twice, see `jax.checkpoint`.
+    """
+    if remat == "none":
+        return run
+    policy = jax.checkpoint_policies.save_only_these_names(*(() if remat == "full" else remat.split(",")))
+    again: Callable = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
+    return again
+
+
+def scanned(layers: Sequence[Any], x: Array, sharding: NamedSharding, remat: str = ",".join(KEPT)) -> tuple[Array, Any]:
+    """Sends `x` through one layer after the other, in a loop over their stacked parameters.
 
     A layer keeps parameters and state of its own: they are stacked for the loop alone, so that names in checkpoints do
     not depend on it. Weights are cast to the dtype of `x` as they are stacked, so that what is copied is narrow.
@@ -45,6 +67,8 @@ def scanned(layers: Sequence[Any], x: Array, sharding: NamedSharding) -> tuple[A
         layers: modules of the same kind and sizes; each maps `x` to the next `x` and its statistics.
         x: the residual stream `[B, T, H]`.
         sharding: where it lies, in every layer.
+        remat: what the backward pass computes again, see `computed_again`. By default that is all of a layer but what
+            `KEPT` names.
 
     Returns:
         The last `x`, and the statistics stacked over the layers.
@@ -57,10 +81,8 @@ def scanned(layers: Sequence[Any], x: Array, sharding: NamedSharding) -> tuple[A
         x, stats = layer(jax.lax.with_sharding_constraint(x, sharding))
         return x, (stats, nnx.state(layer, nnx.Not(nnx.Param)))
 
-    policy = jax.checkpoint_policies.save_only_these_names(*KEPT)
     # A loop's body stands alone: no expression of the forward pass is there to be shared.
-    again = jax.checkpoint(run, policy=policy, prevent_cse=False)
-    x, (stats, kept) = jax.lax.scan(again, x, stacked)
+    x, (stats, kept) = jax.lax.scan(computed_again(run, remat, prevent_cse=False), x, stacked)
     for i, layer in enumerate(layers):
         nnx.update(layer, jax.tree.map(lambda leaf, i=i: leaf[i], kept))
     return x, stats

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from jax_moe_lb import System, moved_experts
 from models.checkpoint import Checkpoints, Keeping, Kept, parts, restore_newest, steps_in, without_homes
-from models.data import Corpus
+from models.data import Batches, Corpus, place_rows, rows_here
 from models.files import FolderLock, free_sibling, write_whole
 from models.health import check_state, check_step
 from models.layer_rows import layer_row
@@ -174,9 +174,12 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: Watching) 
     # Compiled before the clock of the first step starts, which would otherwise seem slow.
     step_program, compile_s = _compiled(run)
     others = {"num_groups": config.parallel.data_parallel, "num_params": _num_params(run), "compile_s": compile_s}
-    watcher = Watcher(run.folder, watching, step + 1, writes=writes, config=dataclasses.asdict(config))
-    checkpoints_of = Checkpoints(run.folder.checkpoints, run.keeping)
-    with watcher, checkpoints_of as checkpoints, StepLine(console, step, config.steps) as line:
+    with (
+        Watcher(run.folder, watching, step + 1, writes=writes, config=dataclasses.asdict(config)) as watcher,
+        Checkpoints(run.folder.checkpoints, run.keeping) as checkpoints,
+        StepLine(console, step, config.steps) as line,
+        _batches(run) as batches,
+    ):
         layout = layout_of(config.parallel)
         recorder = Recorder(run.folder, step + 1, layout, writes=writes, tell=tell, watch=watcher.tell)
         save = Saving(checkpoints, recorder, LiveReport(run.folder, others), layout)
@@ -184,7 +187,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: Watching) 
         while step < config.steps and not stop.requested():
             step += 1
             watcher.before(step)
-            tokens = _batch(run, step)
+            tokens = place_rows(next(batches), batch_sharding(run.mesh), config.batch_size)
             pace.ready()
             step_started = time.perf_counter()
             state, loss, stats = step_program(state, tokens)
@@ -192,7 +195,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: Watching) 
             loss, stats = jax.device_get((loss, stats))
             step_time_s = time.perf_counter() - step_started
             check_step(step, float(loss), stats, checkpoints.newest_step)
-            row = recorder.step(step, float(loss), stats, config.tokens_per_step, step_time_s)
+            row = recorder.step(step, float(loss), stats, config.tokens_per_step, step_time_s, config.accumulate)
             recorder.other(pace.stepped(step, step_time_s))
             line.show(row)
             if step % config.validation_interval == 0 or step == config.steps:
@@ -206,25 +209,15 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: Watching) 
             if config.relocate_interval is not None and step % config.relocate_interval == 0:
                 state = _moved(run, state, step, recorder)
             if step % config.checkpoint_interval == 0:
-                save(step, state, _position(config, step))
+                save(step, state, batches.state())
             checkpoints.check()
         # The last step, or the one after which the run was stopped.
-        save(step, state, _position(config, step))
+        save(step, state, batches.state())
         checkpoints.wait()
     if step < config.steps:
         tell(f"stopped by {stop.name} after step {step} of {config.steps}; --resume goes on in {run.folder.path}")
         return {}
     return _finish(run, others | {"wall_s": time.perf_counter() - started}, tell)
-
-
-def _position(config: TrainConfig, step: int) -> dict[str, int]:
-    """Says where the data is; each batch is a function of its step, so nothing else has to be known."""
-    return {"sequences": step * config.batch_size}
-
-
-def _batch(run: Run, step: int) -> jax.Array:
-    config = run.config
-    return place_batch(run.corpus.batch(config.seed, step, config.batch_size, config.sequence_length), run.mesh)
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,6 +309,9 @@ def _fixed(described: dict) -> dict:
     fixed = {name: config[name] for name in ("batch_size", "sequence_length", "seed")}
     # A run that is older than an option has its default.
     fixed |= dataclasses.asdict(ModelConfig(**config["model"])) | {"data": described["data"]["fingerprint"]}
+    fixed["accumulate"] = config.get("accumulate", 1)
+    # It changes what a step holds, not what it learns.
+    del fixed["remat"]
     return fixed
 
 
@@ -401,8 +397,9 @@ def _claim(run: Run, resume: bool, overwrite: bool, tell: Tell) -> None:
 def _described(config: TrainConfig, corpus: Corpus) -> dict:
     data = {
         "source": corpus.source,
-        "train_bytes": len(corpus.train),
-        "validation_bytes": len(corpus.validation),
+        "unit": corpus.unit,
+        "train_tokens": corpus.length(held_out=False),
+        "validation_tokens": corpus.length(held_out=True),
         "unigram_entropy_nats": corpus.unigram_entropy_nats,
         "fingerprint": corpus.fingerprint,
     }
@@ -435,6 +432,15 @@ def _compiled(run: Run) -> tuple[Callable, float]:
     started = time.perf_counter()
     program = run.step.lower().compile()
     return program, time.perf_counter() - started
+
+
+def _batches(run: Run) -> Batches:
+    """Reads on where the steps so far stopped."""
+    config, rows = run.config, rows_here(batch_sharding(run.mesh), run.config.batch_size)
+    sizes = {"batch_size": config.batch_size, "sequence_length": config.sequence_length}
+    batches = Batches(run.corpus, seed=config.seed, rows=rows, **sizes)
+    batches.restore(run.position or {"sequences": run.done_steps * config.batch_size})
+    return batches
 
 
 def _validation(run: Run) -> Callable[[nnx.State], float]:

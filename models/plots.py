@@ -34,13 +34,14 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def loss_png(steps: list[dict], validation: list[dict], entropy_nats: float) -> bytes:
-    """Draws training and validation loss over steps, above what byte frequencies alone reach.
+def loss_png(steps: list[dict], validation: list[dict], entropy_nats: float, unit: str = "byte") -> bytes:
+    """Draws training and validation loss over steps, above what frequencies alone reach.
 
     Args:
         steps: the recorded steps.
         validation: the recorded validations, at least one.
-        entropy_nats: what byte frequencies alone reach, in nats per byte.
+        entropy_nats: what frequencies alone reach, in nats per token.
+        unit: what a token is called.
     """
     with rc_context(STYLE):
         figure, axes = _figure(3.8)
@@ -48,13 +49,13 @@ def loss_png(steps: list[dict], validation: list[dict], entropy_nats: float) -> 
         xs, ys = [r["step"] for r in validation], [r["loss"] for r in validation]
         axes.plot(xs, ys, color=AFTER, marker="o", ms=4, label="validation")
         axes.axhline(entropy_nats, color=MUTED, ls=(0, (4, 3)), lw=1.3)
-        _note(axes, 0.995, entropy_nats, f"byte-unigram entropy {entropy_nats:.2f}", MUTED, 4)
+        _note(axes, 0.995, entropy_nats, f"{unit}-unigram entropy {entropy_nats:.2f}", MUTED, 4)
         axes.annotate(f"{ys[-1]:.2f}", (xs[-1], ys[-1]), (6, 0), textcoords="offset points", va="center", color=AFTER)
-        axes.set(xlabel="step", ylabel="loss [nats per byte]", xlim=(0, 1.05 * xs[-1]))
+        axes.set(xlabel="step", ylabel=f"loss [nats per {unit}]", xlim=(0, 1.05 * xs[-1]))
         in_bits = axes.secondary_yaxis(
             "right", functions=(lambda n: np.divide(n, LN_2), lambda b: np.multiply(b, LN_2))
         )
-        in_bits.set_ylabel("[bits per byte]")
+        in_bits.set_ylabel(f"[bits per {unit}]")
         in_bits.spines["right"].set_visible(False)
         axes.legend(frameon=False, loc="upper center")
         return _png(figure)

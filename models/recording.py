@@ -240,30 +240,35 @@ class Recorder:
             kept = earlier["steps"] < first_step
             self.arrays = {name: list(earlier[name][kept]) for name in self.arrays}
             rows = self.folder.rows("layout")
-            missing = first_step - 1 - (rows[-1]["step"] if rows else 0) - int(kept.sum())
+            missing = first_step - 1 - (rows[-1]["step"] if rows else 0) - len(np.unique(earlier["steps"][kept]))
             if missing > 0:
                 tell(f"counts of {missing} steps are missing: the run ended before it wrote them")
 
-    def step(self, step: int, loss: float, stats: Stats, num_tokens: int, step_time_s: float) -> dict:
+    def step(
+        self, step: int, loss: float, stats: Stats, num_tokens: int, step_time_s: float, accumulate: int = 1
+    ) -> dict:
         """Records one step, and returns its line.
 
         Args:
             step: the number of the step, from 1.
-            loss: the training loss, in nats per byte.
-            stats: the statistics of the layers, `[layers, D, ...]`.
-            num_tokens: the bytes that the step learned from.
+            loss: the training loss, in nats per token.
+            stats: the statistics of the layers, `[layers, accumulate * D, ...]`.
+            num_tokens: the tokens that the step learned from.
             step_time_s: the seconds that it took.
+            accumulate: its microbatches, each of which is an entry of the arrays, with the number of the step.
         """
         row = {"kind": "step", "step": step, "loss": loss, "tokens_per_s": num_tokens / step_time_s}
         row |= {"step_time_s": step_time_s} | summarised(stats)
         self._append(row)
-        self.arrays["steps"].append(np.int32(step))
+        self.arrays["steps"] += [np.int32(step)] * accumulate
         for name in PER_STEP:
-            self.arrays[name].append(np.asarray(getattr(stats, name))[:, 0].astype(np.int32))
+            # Of the first group of each.
+            groups = np.asarray(getattr(stats, name)).astype(np.int32)
+            self.arrays[name] += [part[:, 0] for part in np.split(groups, accumulate, axis=1)]
         return row
 
     def validation(self, step: int, loss: float) -> None:
-        """Records the loss of a validation, given in nats per byte, in nats and bits."""
+        """Records the loss of a validation, given in nats per token, in nats and bits."""
         self._append({"kind": "validation", "step": step, "loss": loss, "loss_bits": loss / math.log(2)})
 
     def relocation(self, row: dict) -> None:

@@ -116,9 +116,9 @@ def _headline(config: dict, summary: dict) -> str:
     before, after = summary["imbalance_before"], summary["imbalance_after"]
     effect = f"makes that {after:.2f}" if f"{after:.2f}" != f"{before:.2f}" else "leaves it so"
     return (
-        f"After {summary['steps']} steps the model needs {summary['validation_loss_nats']:.2f} nats per unseen byte, "
-        f"{abs(gap):.2f} {'less' if gap > 0 else 'more'} than byte frequencies alone. Its routing loads the busiest of "
-        f"{config['parallel']['expert_parallel']} ranks {before:.2f} times the mean; "
+        f"After {summary['steps']} steps the model needs {summary['validation_loss_nats']:.2f} nats per unseen "
+        f"{summary['unit']}, {abs(gap):.2f} {'less' if gap > 0 else 'more'} than frequencies alone. Its routing loads "
+        f"the busiest of {config['parallel']['expert_parallel']} ranks {before:.2f} times the mean; "
         f"{config['parallel']['system']} {effect}."
     )
 
@@ -127,7 +127,7 @@ def _cards(summary: dict) -> list[tuple[str, str]]:
     balance = f"{summary['imbalance_before']:.2f} → {summary['imbalance_after']:.2f}"
     loss, bits = f"{summary['validation_loss_nats']:.3f}", f"{summary['validation_loss_bits']:.2f}"
     return [
-        (loss, f"validation loss in nats per byte ({bits} bits)"),
+        (loss, f"validation loss in nats per {summary['unit']} ({bits} bits)"),
         (balance, f"imbalance before → after, last {RECENT_STEPS} steps"),
         (f"{summary['one_round_share']:.0%}", "of these steps took one round in every layer"),
         (f"{summary['tokens_per_s']:,.0f}", f"tokens per second ({summary['step_time_s'] * 1e3:,.0f} ms a step)"),
@@ -143,11 +143,12 @@ def _figures(folder: RunFolder, segments: list[dict[str, np.ndarray]], summary: 
     before, after, counts = arrays["load_before"], arrays["load_after"], arrays["counts"]
     of = " of the first group" if summary["num_groups"] > 1 else ""
     entropy_nats, last = summary["unigram_entropy_nats"], arrays["steps"][-1]
+    unit = summary["unit"]
     return [
         (
             "Loss",
-            "Cross-entropy of the next byte. Below the dashed line, more is known than how often each byte occurs.",
-            loss_png(folder.rows("step"), folder.rows("validation"), entropy_nats),
+            f"Cross-entropy of the next {unit}. Below the dashed line, more is known than how often each occurs.",
+            loss_png(folder.rows("step"), folder.rows("validation"), entropy_nats, unit),
         ),
         (
             "Imbalance over training",

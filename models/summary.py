@@ -14,13 +14,16 @@ def summarise(folder: RunFolder) -> dict:
     """Sums up loss, balance and speed at the end of a run."""
     steps = folder.rows("step")
     recent, validation = steps[-RECENT_STEPS:], folder.rows("validation")[-1]
-    entropy_nats = json.loads(folder.config.read_text())["data"]["unigram_entropy_nats"]
+    data = json.loads(folder.config.read_text())["data"]
+    entropy_nats = data["unigram_entropy_nats"]
 
     def recently(name: str) -> float:
         return mean(row[name] for row in recent)
 
     return {
         "steps": steps[-1]["step"],
+        # A run that is older than tokenizers has bytes.
+        "unit": data.get("unit", "byte"),
         "validation_loss_nats": validation["loss"],
         "validation_loss_bits": validation["loss_bits"],
         "unigram_entropy_nats": entropy_nats,

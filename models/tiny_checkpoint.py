@@ -14,11 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from jax_moe_lb import System
 from models.architectures.catalogue import ARCHITECTURES, configured
 from models.architectures.fields import Fields
-from models.common import NUM_BYTES
 from models.decoder.model import Decoder
 from models.files import write_whole
 from models.parallel import make_mesh, offer_cpu_devices
-from models.presets import ParallelConfig
+from models.presets import NUM_BYTES, ParallelConfig
 from models.pretrained.saving import save_pretrained
 from models.refusal import REFUSED, say
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from importlib import metadata
@@ -17,7 +18,7 @@ from jax_moe_lb.compiled import Target
 from jax_moe_lb.systems import system_named, system_names
 from models import dry_run
 from models.checkpoint import Keeping
-from models.data import Corpus, corpus_from, default_corpus
+from models.data import TEXT_FIELD, Bytes, Corpus, Tokenizer, TokenizerFile, corpus_from, default_corpus
 from models.distributed import join
 from models.files import in_words
 from models.layout import as_before, named
@@ -25,7 +26,7 @@ from models.loop import PACKAGES, Run, Tell, execute, prepare
 from models.parallel import offer_cpu_devices
 from models.peers import Peers
 from models.place import Place, find_place
-from models.presets import PRESETS, TrainConfig, preset
+from models.presets import COMPUTE_DTYPES, PRESETS, SCHEDULES, TrainConfig, preset
 from models.recording import RunFolder
 from models.refusal import REFUSED, Refused, say
 from models.stopping import StopRequest
@@ -39,6 +40,8 @@ RUN_DIR = "Where files go. [default: runs/PRESET, then runs/PRESET-2, ...; the l
 RESUME = "Go on from the newest checkpoint in the run folder. Ranks and system stay what they were, unless given."
 KEEP_EVERY = "Beside these one checkpoint in every so many seconds is kept."
 COORDINATOR = "Where process 0 listens. [default: this and the next two are detected, as jax.distributed does]"
+DATA = "File or folder of text, JSON lines or token arrays; may be repeated, also with shares: PATH:WEIGHT."
+REMAT = "What is computed again backward: none, full, or all but names such as moe_routing,moe_plan,attention."
 DRY_RUN = "Train nothing: compile the step for a machine that need not be here, h100:1x8 or the like."
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -63,10 +66,22 @@ def train(
     force_balanced: Annotated[bool, typer.Option("--force-balanced", help="Route round robin: the ideal.")] = False,
     steps: Annotated[int | None, typer.Option(help="Steps of the optimizer.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences per step, over all devices.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Bytes of a sequence.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="At its peak.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of parameters and batches.")] = None,
-    data: Annotated[list[Path] | None, typer.Option(help="File or folder of text; may be repeated.")] = None,
+    schedule: Annotated[str | None, typer.Option(help=f"Of the learning rate: {', '.join(SCHEDULES)}.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Microbatches of a step.")] = None,
+    z_loss: Annotated[float | None, typer.Option(help="Weight of the routers' z-loss.")] = None,
+    aux_loss: Annotated[float | None, typer.Option(help="Weight of the experts' load balance.")] = None,
+    bias_rate: Annotated[float | None, typer.Option(help="Step of routing biases.")] = None,
+    compute_dtype: Annotated[str | None, typer.Option(help=f"Of products: {', '.join(COMPUTE_DTYPES)}.")] = None,
+    remat: Annotated[str | None, typer.Option(help=REMAT)] = None,
+    scan_layers: Annotated[bool | None, typer.Option(help="Whether layers are one loop.")] = None,
+    fsdp: Annotated[bool | None, typer.Option(help="Whether parameters are split over groups, too.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help=DATA)] = None,
+    text_field: Annotated[str, typer.Option(help="Field of JSON lines that is a document.")] = TEXT_FIELD,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json. [default: bytes]")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Words. [default: those of the tokenizer]")] = None,
     run_dir: Annotated[Path | None, typer.Option(help=RUN_DIR)] = None,
     resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
     overwrite: Annotated[
@@ -83,10 +98,17 @@ def train(
     """Trains a model and writes metrics, checkpoints and a report into a run folder."""
     parallel: dict[str, Any] = {"system": system, "data_parallel": data_parallel, "expert_parallel": expert_parallel}
     parallel |= {"replica_slots": replica_slots, "headroom": headroom, "ranks_per_domain": ranks_per_domain}
+    parallel |= {"fsdp": fsdp}
+    model: dict[str, Any] = {"compute_dtype": compute_dtype, "remat": remat, "scan_layers": scan_layers}
+    model |= {"z_loss": z_loss, "aux_loss": aux_loss, "bias_rate": bias_rate, "vocab_size": vocab_size}
+    model |= {"force_balanced": force_balanced or None}
     sizes: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "sequence_length": sequence_length}
-    sizes |= {"learning_rate": learning_rate, "seed": seed, "checkpoint_interval": checkpoint_interval}
+    sizes |= {"learning_rate": learning_rate, "seed": seed, "schedule": schedule, "accumulate": accumulate}
+    sizes |= {"checkpoint_interval": checkpoint_interval}
     sizes |= {"relocate_interval": relocate_interval, "relocate_min_gain": relocate_min_gain}
     how = {"resume": resume, "overwrite": overwrite}
+
+    words = Bytes() if tokenizer is None else TokenizerFile(tokenizer)
 
     def prepared(place: Place | None, tell: Tell) -> Run:
         keeping, before = Keeping(keep, keep_every_s), parallel
@@ -94,8 +116,8 @@ def train(
         folder = run_dir or _default_run_dir(Path("runs") / name, place, last=resume or overwrite)
         if resume:
             before, moves = as_before(RunFolder(folder), parallel)
-        config = _configured(preset(name), parallel | before, moves | named(sizes), force_balanced)
-        corpus = default_corpus(config.max_corpus_bytes) if not data else corpus_from(data)
+        config = _configured(preset(name), model, parallel | before, moves | named(sizes), words)
+        corpus = _corpus(config, data, words, text_field)
         offer_cpu_devices(max(config.parallel.num_shards // (place.num_processes if place else 1), 1))
         if place is not None:
             agree(place, Store(), _options(config, corpus, run_dir, place) | how | dataclasses.asdict(keeping))
@@ -103,25 +125,12 @@ def train(
 
     try:
         if dry_run_target is not None:
-            _dry_run(name, parallel, sizes, force_balanced, dry_run_target)
+            _dry_run(lambda: _configured(preset(name), model, parallel, sizes, words), dry_run_target)
             raise typer.Exit
         place = _place(distributed, coordinator, num_processes, process_id, join_timeout_s)
         with _joined(place, join_timeout_s), StopRequest() as stop:
             console = Console(quiet=place is not None and place.process_id > 0)
-            if hidden := shadowed_installation():
-                _print(console, f"{hidden}, which has custom calls, is passed by for this folder: pip install -e .")
-            try:
-                watching = Watching(tensorboard, wandb, profile)
-                run = prepared(place, partial(_print, console))
-            except ValueError as error:
-                raise Refused(str(error)) from error
-            try:
-                _introduce(console, run)
-                summary = execute(run, console, stop, watching)
-                if summary:
-                    _conclude(console, summary, run.folder.path)
-            except OSError as error:
-                raise Refused(in_words(error)) from error
+            _carry_out(partial(prepared, place), console, stop, lambda: Watching(tensorboard, wandb, profile))
     except Refused as error:
         say(f"error: {error}")
         raise typer.Exit(REFUSED) from error
@@ -129,9 +138,37 @@ def train(
         raise typer.Exit(stop.exit_code)
 
 
-def _dry_run(name: str, parallel: dict[str, Any], sizes: dict[str, Any], force_balanced: bool, target: str) -> None:
+def _carry_out(
+    prepared: Callable[[Tell], Run], console: Console, stop: StopRequest, watched: Callable[[], Watching]
+) -> None:
+    """Prepares and executes a run, and tells of it."""
+    if hidden := shadowed_installation():
+        _print(console, f"{hidden}, which has custom calls, is passed by for this folder: pip install -e .")
     try:
-        dry_run.show(_configured(preset(name), parallel, sizes, force_balanced), Target.parse(target))
+        watching = watched()
+        run = prepared(partial(_print, console))
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    try:
+        _introduce(console, run)
+        summary = execute(run, console, stop, watching)
+        if summary:
+            _conclude(console, summary, run.folder.path)
+    except OSError as error:
+        raise Refused(in_words(error)) from error
+
+
+def _corpus(config: TrainConfig, data: list[str] | None, tokenizer: Tokenizer, text_field: str) -> Corpus:
+    if data:
+        return corpus_from(data, tokenizer, vocab_size=config.model.vocab_size, text_field=text_field)
+    if tokenizer != Bytes():
+        raise ValueError("tokenizer is given, but no data; expected --data with it")
+    return default_corpus(config.max_corpus_bytes)
+
+
+def _dry_run(configured: Callable[[], TrainConfig], target: str) -> None:
+    try:
+        dry_run.show(configured(), Target.parse(target))
     except ValueError as error:
         raise Refused(str(error)) from error
 
@@ -186,10 +223,11 @@ def _default_run_dir(first: Path, place: Place | None, *, last: bool) -> Path:
 
 
 def _configured(
-    config: TrainConfig, parallel: dict[str, Any], sizes: dict[str, Any], force_balanced: bool
+    config: TrainConfig, model: dict[str, Any], parallel: dict[str, Any], sizes: dict[str, Any], tokenizer: Tokenizer
 ) -> TrainConfig:
     """Changes the preset by what was given on the command line."""
-    model = dataclasses.replace(config.model, force_balanced=force_balanced or config.model.force_balanced)
+    words = {} if tokenizer == Bytes() else {"vocab_size": tokenizer.vocab_size}
+    of = dataclasses.replace(config.model, **words | named(model))
     on = dataclasses.replace(config.parallel, **named(parallel))
     if parallel["replica_slots"] and not system_named(on.system).replica_slots:
         slots = parallel["replica_slots"]
@@ -197,23 +235,26 @@ def _configured(
     sizes = named(sizes)
     if system_named(on.system).relocates:
         sizes = {"relocate_interval": RELOCATE_INTERVAL} | sizes
-    return dataclasses.replace(config, model=model, parallel=on, **sizes)
+    return dataclasses.replace(config, model=of, parallel=on, **sizes)
 
 
 def _introduce(console: Console, run: Run) -> None:
     config, corpus = run.config, run.corpus
     devices = f"{config.parallel.data_parallel} x {config.parallel.expert_parallel} {jax.devices()[0].platform} devices"
-    where = f"{config.tokens_per_step} bytes a step, in {run.folder.path}"
+    where = f"{config.tokens_per_step} {corpus.unit}s a step, in {run.folder.path}"
     _print(console, f"{config.parallel.system} on {devices}, {where}")
-    _print(console, f"data: {len(corpus.train):,} + {len(corpus.validation):,} bytes of {corpus.source}")
-    _print(console, f"byte-unigram entropy of the validation text: {_nats(corpus.unigram_entropy_nats)}")
+    lengths = f"{corpus.length(held_out=False):,} + {corpus.length(held_out=True):,}"
+    _print(console, f"data: {lengths} {corpus.unit}s of {corpus.source}")
+    _print(
+        console,
+        f"{corpus.unit}-unigram entropy of the validation text: {_nats(corpus.unigram_entropy_nats, corpus.unit)}",
+    )
 
 
 def _conclude(console: Console, summary: dict, run_dir: Path) -> None:
-    entropy_nats = summary["unigram_entropy_nats"]
-    _print(
-        console, f"validation loss {_nats(summary['validation_loss_nats'])}; byte-unigram entropy {_nats(entropy_nats)}"
-    )
+    unit, entropy_nats = summary["unit"], summary["unigram_entropy_nats"]
+    loss = _nats(summary["validation_loss_nats"], unit)
+    _print(console, f"validation loss {loss}; {unit}-unigram entropy {_nats(entropy_nats, unit)}")
     before, after = summary["imbalance_before"], summary["imbalance_after"]
     _print(console, f"imbalance {before:.2f} -> {after:.2f}, {summary['tokens_per_s']:,.0f} tokens/s")
     _print(
@@ -222,8 +263,8 @@ def _conclude(console: Console, summary: dict, run_dir: Path) -> None:
     )
 
 
-def _nats(value: float) -> str:
-    return f"{value:.3f} nats/byte ({value / math.log(2):.3f} bits)"
+def _nats(value: float, unit: str) -> str:
+    return f"{value:.3f} nats/{unit} ({value / math.log(2):.3f} bits)"
 
 
 def _print(console: Console, text: str) -> None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-import optax  # type: ignore[import-untyped]
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -13,12 +12,11 @@ from jax.stages import Wrapped
 
 from jax_moe_lb import Migrate, Stats, System, Topology, compiler_options
 from models.common import LanguageModel
+from models.gradients import loss_and_gradients, next_token_loss
+from models.optimizer import make_optimizer
 from models.parallel import state_shardings
 from models.presets import TrainConfig
 from models.relocation import moved_state
-
-FINAL_LEARNING_RATE = 0.1
-"""The cosine ends at this share of the peak."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +26,7 @@ class Programs:
     Args:
         state_shapes: shapes and shardings of the state: parameters, optimizer, balancer.
         init: `() -> state`, for the first step.
-        step: `(state, tokens) -> (state, loss, stats)`, which consumes the state.
+        step: `(state, tokens) -> (state, loss, stats)`, which consumes the state; see `loss_and_gradients`.
         evaluate: `(state, tokens) -> loss`, without a gradient.
         move: `(state, permutation) -> state`, with the experts at other places; it consumes the state.
         topology: the topology of the mesh.
@@ -69,6 +67,7 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, migrate: Migr
             system=system,
             relocatable=relocatable,
             migrate=migrate,
+            split=config.parallel.fsdp,
             rngs=rngs,
         )
         return model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)
@@ -79,17 +78,20 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, migrate: Migr
 
     def step(state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
         model, optimizer = nnx.merge(graphdef, state)
-        (loss, stats), gradients = nnx.value_and_grad(next_byte_loss, has_aux=True)(model, tokens)
+        loss, stats, gradients = loss_and_gradients(model, tokens, config.accumulate, mesh)
         # optax mixes counts with floats.
         with jax.numpy_dtype_promotion("standard"):
             optimizer.update(model, gradients)
-        if relocatable:
-            for i, block in enumerate(model.blocks):
-                block.moe.update_loads(jax.tree.map(lambda leaf, i=i: leaf[i], stats))
+        for i, block in enumerate(model.blocks):
+            of_layer = jax.tree.map(lambda leaf, i=i: leaf[i], stats)
+            if relocatable:
+                block.moe.update_loads(of_layer)
+            if config.model.bias_rate:
+                block.moe.update_bias(of_layer, config.model.bias_rate)
         return nnx.state((model, optimizer)), loss, stats
 
     def evaluate(state: nnx.State, tokens: Array) -> Array:
-        return next_byte_loss(nnx.merge(graphdef, state)[0], tokens)[0]
+        return next_token_loss(nnx.merge(graphdef, state)[0], tokens)[0]
 
     options = compiler_options(mesh)
     return Programs(
@@ -101,27 +103,4 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, migrate: Migr
         evaluate=jax.jit(evaluate, out_shardings=everywhere, compiler_options=options),
         move=jax.jit(moved_state, out_shardings=shardings, donate_argnums=0),
         topology=topology,
-    )
-
-
-def next_byte_loss(model: Callable[[Array], tuple[Array, Stats]], tokens: Array) -> tuple[Array, Stats]:
-    """Computes the mean cross-entropy in nats per byte of `tokens[:, 1:]` given those before, and statistics."""
-    logits, stats = model(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean(), stats
-
-
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Makes AdamW with warm-up, cosine decay and clipped gradients."""
-    warmup_steps = min(config.warmup_steps, config.steps // 5)
-    rate = optax.warmup_cosine_decay_schedule(
-        # From 0 the first step would learn nothing.
-        init_value=config.learning_rate / (warmup_steps + 1),
-        peak_value=config.learning_rate,
-        warmup_steps=warmup_steps,
-        decay_steps=config.steps,
-        end_value=FINAL_LEARNING_RATE * config.learning_rate,
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(rate, b2=0.95, weight_decay=config.weight_decay),
     )

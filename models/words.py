@@ -21,16 +21,7 @@ class Words:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        try:
-            if path.stat().st_size > MOST_BYTES:
-                raise ValueError(f"it has more than {MOST_BYTES} bytes")
-            self.tokenizer = Tokenizer.from_buffer(path.read_bytes())
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror}; expected a tokenizer") from error
-        except Exception as error:
-            # Its parser, written in Rust, raises nothing narrower.
-            raise ValueError(f"{path} is no tokenizer: {error}") from error
+        self.tokenizer = read_tokenizer(folder / "tokenizer.json")
         end = read_fields(folder).raw.get("eos_token_id")
         ends = end if isinstance(end, list) else [end]
         self.end_tokens = tuple(token for token in ends if type(token) is int)
@@ -42,3 +33,20 @@ class Words:
     def text(self, tokens: list[int]) -> str:
         """Joins tokens to a text; special ones are left out."""
         return self.tokenizer.decode(tokens)
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Reads a `tokenizer.json`.
+
+    Raises:
+        ValueError: there is none, or it cannot be read; the message names the file.
+    """
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES} bytes")
+        return Tokenizer.from_buffer(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; expected a tokenizer") from error
+    except Exception as error:
+        # Its parser, written in Rust, raises nothing narrower.
+        raise ValueError(f"{path} is no tokenizer: {error}") from error

@@ -1,4 +1,5 @@
 // Valid calls that copy weights from rank to rank, and that add up their gradients.
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -117,6 +118,70 @@ class Peers {
   Attributes attributes_;
 };
 
+// Rows that slots take from homes, or that go back there.
+Call CopyRows(Random& random) {
+  const int64_t ranks = random.Between(1, 3), slots = random.Below(4), at_home = random.Below(30);
+  const bool back = random.Chance(50);
+  std::vector<int32_t> home, first, size, next(static_cast<size_t>(ranks), 0);
+  int64_t taken = 0;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    int64_t landing = 0;
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      const auto from = random.Chance(20) ? -1 : random.Below(ranks);
+      int32_t* const begin = from < 0 ? nullptr : &next[static_cast<size_t>(from)];
+      const auto rows = from < 0 ? 0 : static_cast<int32_t>(random.Between(0, at_home - *begin));
+      home.push_back(static_cast<int32_t>(from));
+      first.push_back(from < 0 ? 0 : *begin);
+      size.push_back(rows);
+      // Rows of a home go to one taker, so that no two come back to the same place.
+      if (begin != nullptr) *begin += rows;
+      landing += rows;
+    }
+    taken = std::max(taken, landing);
+  }
+  taken += random.Below(3);
+  const int64_t read = back ? taken : at_home, written = back ? at_home : taken;
+  std::vector<std::vector<int64_t>> kinds;
+  for (int64_t kind = random.Between(1, 3); kind > 0; --kind) {
+    kinds.emplace_back();
+    for (int64_t i = random.Below(3); i > 0; --i) kinds.back().push_back(random.Below(6));
+  }
+  Call call;
+  call.attributes = {{"num_participants", Int(ranks)},
+                     {"num_lanes", Int(1)},
+                     {"num_home", Int(1)},
+                     {"chunk_bytes", Int(1)},
+                     {"timeout_s", Double(30)},
+                     {"site", Text("rows")},
+                     {"processes", IntArray({})},
+                     {"back", Bool(back)},
+                     {"num_kinds", Int(static_cast<int64_t>(kinds.size()))}};
+  const int64_t num_passed = random.Below(3);
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    Operands operands = {{Ints({2}, {static_cast<int32_t>(rank), 0}), Ints({ranks, slots}, home),
+                          Ints({ranks, slots}, first), Ints({ranks, slots}, size)},
+                         {Result(kS32, {2})},
+                         {}};
+    const auto of = [](int64_t rows, std::vector<int64_t> row) {
+      row.insert(row.begin(), rows);
+      return row;
+    };
+    for (const auto& row : kinds) operands.args.push_back(Filled(random, XLA_FFI_DataType_BF16, of(read, row)));
+    const auto pass = [&](const Array& array) {
+      if (random.Chance(70)) operands.aliases[operands.args.size()] = operands.rets.size();
+      operands.args.push_back(array);
+      operands.rets.push_back(Result(array.dtype, array.dims));
+    };
+    for (const auto& row : kinds) {
+      if (back) pass(Filled(random, XLA_FFI_DataType_BF16, of(written, row)));
+      if (!back) operands.rets.push_back(Result(XLA_FFI_DataType_BF16, of(written, row)));
+    }
+    for (int64_t i = 0; i < num_passed; ++i) pass(IntsBetween(random, {4}, -9, 9));
+    call.devices.push_back(operands);
+  }
+  return call;
+}
+
 Call CopyStart(Random& random) { return Peers(random).Start(random); }
 
 Call CopySum(Random& random) { return Peers(random).Sum(random); }
@@ -147,6 +212,7 @@ Call CopyJoin(Random& random) {
 std::map<std::string, ValidCalls> ValidCopyCalls() {
   return {
       {"moe_lb_copy_start", {CopyStart}},
+      {"moe_lb_copy_rows", {CopyRows}},
       {"moe_lb_copy_join", {CopyJoin}},
       {"moe_lb_copy_sum", {CopySum}},
   };

@@ -20,14 +20,8 @@ class Planned {
       : placement_(random),
         // One device may stand for all ranks, as in programs without a mesh axis of ranks.
         ranks_here_(random.Chance(70) ? 1 : placement_.ranks),
-        has_rows_(ranks_here_ == 1 && random.Chance(50)),
         quota_(IntsBetween(random, {placement_.experts, placement_.ranks}, 0, 50)),
         domain_(Int(placement_.domain)) {
-    if (has_rows_) {
-      first_row_ = IntsBetween(random, {1, placement_.experts}, 0, 20);
-      row_dims_ = {random.Between(1, 20), random.Between(1, 5)};
-      taken_dims_ = {random.Below(9), row_dims_[1]};
-    }
     for (int64_t kind = random.Between(1, 3); kind > 0; --kind) {
       std::vector<int64_t> dims;
       for (int64_t i = random.Below(3); i > 0; --i) dims.push_back(random.Below(6));
@@ -50,19 +44,13 @@ class Planned {
     call.attributes["site"] = Text("post");
     call.attributes["processes"] = IntArray({});
     call.attributes["plan_size"] = Int(static_cast<int64_t>(placement_.array.size() + quota_.size()));
-    call.attributes["num_kinds"] = Int(static_cast<int64_t>(NumKinds()));
-    call.attributes["num_row_kinds"] = Int(has_rows_ ? 1 : 0);
+    call.attributes["num_kinds"] = Int(static_cast<int64_t>(experts_.size()));
     for (int64_t device = 0; device < placement_.ranks / ranks_here_; ++device) {
       Operands operands = {
           {Ints({2}, {static_cast<int32_t>(device), 0}), placement_.array, quota_}, {Result(kS32, {2})}, {}};
-      if (has_rows_) operands.args.push_back(first_row_);
       for (const std::vector<int64_t>& expert : experts_) {
         operands.args.push_back(Filled(random, XLA_FFI_DataType_BF16, Of(placement_.home, expert)));
         operands.rets.push_back(Result(XLA_FFI_DataType_BF16, Of(placement_.slots - placement_.home, expert)));
-      }
-      if (has_rows_) {
-        operands.args.push_back(Filled(random, XLA_FFI_DataType_BF16, row_dims_));
-        operands.rets.push_back(Result(XLA_FFI_DataType_BF16, taken_dims_));
       }
       for (const Array& array : after_) {
         if (random.Chance(70)) operands.aliases[operands.args.size()] = operands.rets.size();
@@ -84,12 +72,12 @@ class Planned {
     Call call;
     call.attributes = options;
     call.attributes["domain"] = domain_;
-    const size_t kinds = NumKinds();
+    const size_t kinds = experts_.size();
     for (const Operands& post : before->call.devices) {
       Operands plan = {{placement_.array, quota_, post.rets[0]},
                        {Result(kS32, placement_.array.dims), Result(kS32, quota_.dims), Result(kS32, {2})},
                        {}};
-      const auto home = post.args.begin() + (has_rows_ ? 4 : 3);
+      const auto home = post.args.begin() + 3;
       plan.args.insert(plan.args.end(), home, home + static_cast<int64_t>(kinds));
       const auto pass = [&](const Array& array) {
         if (random.Chance(70)) plan.aliases[plan.args.size()] = plan.rets.size();
@@ -107,8 +95,6 @@ class Planned {
   }
 
  private:
-  size_t NumKinds() const { return experts_.size() + (has_rows_ ? 1 : 0); }
-
   std::vector<int64_t> Of(int64_t per_rank, const std::vector<int64_t>& expert) const {
     std::vector<int64_t> dims = expert;
     dims.insert(dims.begin(), ranks_here_ * per_rank);
@@ -117,14 +103,10 @@ class Planned {
 
   const Placement placement_;
   const int64_t ranks_here_;
-  const bool has_rows_;
   const Array quota_;
   const Attribute domain_;
   std::vector<std::vector<int64_t>> experts_;
   std::vector<Array> after_;
-  Array first_row_;
-  std::vector<int64_t> row_dims_;
-  std::vector<int64_t> taken_dims_;
 };
 
 Attributes GreedyOptions(Random& random) { return {{"min_tokens", Int(random.Between(1, 10))}}; }

@@ -47,8 +47,8 @@ uint64_t AskedBy(const PeerAttributes& attributes, const PeerShare& share) {
   hash.Add(share.relay);
   hash.Add(share.first);
   hash.Add(share.size);
-  for (const size_t rows : {share.weights.rows.row_bytes, share.weights.rows.at_home, share.weights.rows.room}) {
-    hash.Add(rows);
+  if (const auto& rows = share.weights.rows) {
+    for (const size_t one : {rows->read, rows->written, size_t{rows->back}}) hash.Add(one);
   }
   hash.Add(share.weights.num_home);
   hash.Add(share.weights.chunk_bytes);

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "ffi/common/status.h"
@@ -10,11 +11,11 @@
 
 namespace moe_lb {
 
-// Arrays of rows that travel beside weights, see peer_rows.h.
+// Rows of tokens instead of weights, see peer_rows.h.
 struct PeerRows {
-  size_t row_bytes = 0;  // of one row; 0: there are none
-  size_t at_home = 0;    // rows of the array at home
-  size_t room = 0;       // rows of the array that takes them
+  size_t read;     // rows of each array that is read
+  size_t written;  // rows of each array that is written
+  bool back;       // from takers to homes
 };
 
 // The kinds of weights that travel together (up, gate, down), and how they are cut.
@@ -22,7 +23,8 @@ struct PeerWeights {
   size_t num_home;                   // L, home experts of a rank
   std::vector<size_t> expert_bytes;  // of one expert, one entry per kind
   size_t chunk_bytes;                // what a relay forwards at once, at least 1
-  PeerRows rows = {};
+  // Then `expert_bytes` are those of a row, and the arrays are those that are read and written.
+  std::optional<PeerRows> rows = std::nullopt;
 };
 
 enum class PeerSource { kNothing, kHome, kSlot };

@@ -64,6 +64,31 @@ static xf::ErrorOr<std::unique_ptr<Site>> MakeSite(int64_t num_participants, int
   return std::make_unique<Site>(std::move(attributes), act);
 }
 
+// One per call site of `copy_rows`.
+struct RowSite {
+  static xf::TypeId id;
+  static xf::TypeInfo info;
+
+  RowSite(PeerAttributes attributes, bool given, size_t kinds)
+      : site(std::move(attributes), Copy), back(given), num_kinds(kinds) {}
+
+  Site site;
+  const bool back;
+  const size_t num_kinds;
+};
+xf::TypeId RowSite::id = {};
+xf::TypeInfo RowSite::info = xf::MakeTypeInfo<RowSite>();
+
+static xf::ErrorOr<std::unique_ptr<RowSite>> MakeRowSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
+                                                         int64_t chunk_bytes, double timeout_s, std::string_view site,
+                                                         xf::Span<const int64_t> processes, bool back,
+                                                         int64_t num_kinds) {
+  PeerAttributes attributes =
+      MakePeerAttributes(num_participants, num_lanes, num_home, chunk_bytes, timeout_s, site, processes);
+  if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
+  return std::make_unique<RowSite>(std::move(attributes), back, static_cast<size_t>(num_kinds));
+}
+
 // ---- handlers ------------------------------------------------------------------
 
 xf::Future Failed(const Status& bad) {
@@ -110,6 +135,35 @@ xf::Future StartHandler(xf::RunId run, int32_t device, Site* site, PeerIntegers 
   // A refused start leaves its ticket open; PeerTickets drops those of old runs.
   WriteTicket(OpenTickets().Open(run.run_id, {}), ticket->typed_data());
   return Arrive(site, ArrivalOf(run, device, place.typed_data()), {builder.Take(), {}, {}}, std::move(refusal));
+}
+
+Status ReadRowCopy(const xf::AnyBuffer& home, const xf::AnyBuffer& first, const xf::AnyBuffer& size,
+                   const xf::RemainingArgs& args, const xf::RemainingRets& rets, bool back, size_t num_kinds,
+                   PeerShareBuilder* builder) {
+  if (Status bad = builder->RowTables(home, first, size, back)) return bad;
+  PassedRows passed;
+  if (Status bad = CheckRowArrays(args, rets, num_kinds, &passed)) return bad;
+  for (size_t kind = 0; kind < num_kinds; ++kind) {
+    if (Status bad = builder->Rows(*args.get<xf::AnyBuffer>(kind), **rets.get<xf::AnyBuffer>(kind))) return bad;
+  }
+  // Before the arrival, after which others may write.
+  for (size_t i = 0; i < passed.count; ++i) {
+    const xf::AnyBuffer in = *args.get<xf::AnyBuffer>(num_kinds + i), out = **rets.get<xf::AnyBuffer>(passed.first + i);
+    if (in.untyped_data() == out.untyped_data() || in.size_bytes() == 0) continue;
+    std::memcpy(out.untyped_data(), in.untyped_data(), in.size_bytes());
+  }
+  return Ok();
+}
+
+xf::Future RowsHandler(xf::RunId run, int32_t device, RowSite* of, PeerIntegers place, xf::AnyBuffer home,
+                       xf::AnyBuffer first, xf::AnyBuffer size, xf::RemainingArgs args,
+                       xf::ResultBuffer<xf::S32> ticket, xf::RemainingRets rets) {
+  if (Status bad = CheckSame("numbers in place", place.element_count(), 2)) return Failed(bad);
+  if (Status bad = CheckSame("numbers in ticket", ticket->element_count(), 2)) return Failed(bad);
+  PeerShareBuilder builder(of->site.attributes, device);
+  Status refusal = ReadRowCopy(home, first, size, args, rets, of->back, of->num_kinds, &builder);
+  WriteTicket(OpenTickets().Open(run.run_id, {}), ticket->typed_data());
+  return Arrive(&of->site, ArrivalOf(run, device, place.typed_data()), {builder.Take(), {}, {}}, std::move(refusal));
 }
 
 xf::Error JoinHandler(xf::RunId run, PeerIntegers ticket, xf::RemainingArgs operands, xf::RemainingRets slots) {
@@ -170,6 +224,10 @@ XLA_FFI_DEFINE_HANDLER(kStart, StartHandler,
                            .Ret<PeerIntegers>()   // ticket [2]
                            .RemainingRets());     // slots [P, ...] of each kind
 
+XLA_FFI_DEFINE_HANDLER(kRows, RowsHandler,
+                       AndRows(xf::Ffi::Bind().Ctx<xf::RunId>().Ctx<xf::DeviceOrdinal>().Ctx<xf::State<RowSite>>()));
+XLA_FFI_DEFINE_HANDLER(kMakeRowSite, MakeRowSite, BindRowSite());
+
 XLA_FFI_DEFINE_HANDLER(
     kJoin, JoinHandler,
     xf::Ffi::Bind()
@@ -193,8 +251,9 @@ XLA_FFI_DEFINE_HANDLER(kSum, SumHandler,
 
 Registrations PeerRegistrations() {
   using namespace peer_cpu;
-  return {{{"moe_lb_peer_site", &Site::id, &Site::info}},
+  return {{{"moe_lb_peer_site", &Site::id, &Site::info}, {"moe_lb_peer_row_site", &RowSite::id, &RowSite::info}},
           {{"moe_lb_copy_start", kStart, kMakeCopySite},
+           {"moe_lb_copy_rows", kRows, kMakeRowSite},
            {"moe_lb_copy_join", kJoin},
            {"moe_lb_copy_sum", kSum, kMakeSumSite}}};
 }

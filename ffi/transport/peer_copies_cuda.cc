@@ -1,8 +1,9 @@
 // Peer copies of NVIDIA GPUs: copy engines do them on a stream of their own. They are compiled and run
 // on a stand-in for the CUDA runtime; not run on a GPU.
 //
-// The devices of a group meet once: `copy_start` arrives when its tables are on the host, and so all that was computed
-// before them is done; the last to arrive queues the copies of all devices; then all return.
+// The devices of a group meet once, on threads of their own: each arrives when its tables are on the host, and so all
+// that was computed before them is done; the last to arrive queues the copies of all devices. Meanwhile the programs
+// launch what follows, up to the join.
 // Where every rank is a process of its own, each queues the copies into its own memory (`Between`).
 // `copy_join` makes XLA's stream wait for the copies into this device, and for those out of it, so that XLA frees no
 // weights that somebody still reads. A program that fails before its join waits for them when it ends (`Unjoined`).
@@ -23,23 +24,50 @@ namespace moe_lb {
 namespace peer_cuda {
 namespace {
 
-constexpr size_t kPlaceWords = 2;
+// One per call site that starts copies. The device's thread keeps the site: its program may be gone by then.
+struct StartSite {
+  static xf::TypeId id;
+  static xf::TypeInfo info;
 
-xf::ErrorOr<std::unique_ptr<Site>> MakeSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
-                                            int64_t chunk_bytes, double timeout_s, std::string_view site,
-                                            xf::Span<const int64_t> processes) {
+  const std::shared_ptr<Site> site;
+};
+xf::TypeId StartSite::id = {};
+xf::TypeInfo StartSite::info = xf::MakeTypeInfo<StartSite>();
+
+xf::ErrorOr<std::unique_ptr<StartSite>> MakeSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
+                                                 int64_t chunk_bytes, double timeout_s, std::string_view site,
+                                                 xf::Span<const int64_t> processes) {
   PeerAttributes attributes =
       MakePeerAttributes(num_participants, num_lanes, num_home, chunk_bytes, timeout_s, site, processes);
   if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
-  return std::make_unique<Site>(std::move(attributes));
+  return std::unique_ptr<StartSite>(new StartSite{std::make_shared<Site>(std::move(attributes))});
 }
 
-size_t NumWords(size_t slots) { return kPlaceWords + 2 * slots; }
+// One per call site of `copy_rows`.
+struct RowSite {
+  static xf::TypeId id;
+  static xf::TypeInfo info;
 
-xf::ErrorOr<std::unique_ptr<Unjoined>> InitializeStart(cudaStream_t stream, Site* site, PeerIntegers,
-                                                       xf::AnyBuffer wanted, xf::AnyBuffer, xf::RemainingArgs) {
+  const std::shared_ptr<Site> site;
+  const bool back;
+  const size_t num_kinds;
+};
+xf::TypeId RowSite::id = {};
+xf::TypeInfo RowSite::info = xf::MakeTypeInfo<RowSite>();
+
+xf::ErrorOr<std::unique_ptr<RowSite>> MakeRowSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
+                                                  int64_t chunk_bytes, double timeout_s, std::string_view site,
+                                                  xf::Span<const int64_t> processes, bool back, int64_t num_kinds) {
+  PeerAttributes attributes =
+      MakePeerAttributes(num_participants, num_lanes, num_home, chunk_bytes, timeout_s, site, processes);
+  if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
+  return std::unique_ptr<RowSite>(
+      new RowSite{std::make_shared<Site>(std::move(attributes)), back, static_cast<size_t>(num_kinds)});
+}
+
+xf::ErrorOr<std::unique_ptr<Unjoined>> Initialize(cudaStream_t stream, Site* site, size_t table_words) {
   if (const Outcome outcome = site->Prepare(); outcome.failure) return xf::Unexpected(ToError(outcome));
-  const size_t words = NumWords(wanted.element_count());
+  const size_t words = kPlaceWords + table_words;
   Gpu* gpu = nullptr;
   Status bad = Gpu::Current(&gpu);
   if (!bad) bad = gpu->Prepare(words);
@@ -47,42 +75,66 @@ xf::ErrorOr<std::unique_ptr<Unjoined>> InitializeStart(cudaStream_t stream, Site
   return std::make_unique<Unjoined>(stream, gpu, words);
 }
 
-// ---- start -------------------------------------------------------------------------
-
-// Records `ready`, and queues the fetch of the tables and `place`. The share then shows the host's copy.
-Status QueueFetch(cudaStream_t stream, const int32_t* place, Brought* brought) {
-  Gpu* gpu = nullptr;
-  if (Status bad = Gpu::Current(&gpu)) return bad;
-  PeerShare& share = brought->share;
-  const View<const int32_t> wanted = share.wanted.flat(), relay = share.relay.flat();
-  if (Status bad = gpu->Take(NumWords(wanted.size()), &brought->turn)) return bad;
-  const Turn& turn = *brought->turn;
-  const cudaStream_t fetches = gpu->fetches();
-  // What is fetched is computed on XLA's stream, as are the weights, and the slots are another's memory until here. So
-  // all of that is over when the host has the tables.
-  MOE_LB_CUDA(cudaEventRecord(turn.ready.get(), stream));
-  MOE_LB_CUDA(cudaStreamWaitEvent(fetches, turn.ready.get(), 0));
-  int32_t* const host = turn.host + kPlaceWords;
-  MOE_LB_CUDA(CopyWords(turn.host, place, kPlaceWords, cudaMemcpyDeviceToHost, fetches));
-  MOE_LB_CUDA(CopyWords(host, wanted.data(), wanted.size(), cudaMemcpyDeviceToHost, fetches));
-  MOE_LB_CUDA(CopyWords(host + wanted.size(), relay.data(), relay.size(), cudaMemcpyDeviceToHost, fetches));
-  MOE_LB_CUDA(cudaEventRecord(turn.tables.get(), fetches));
-  const size_t rows = share.wanted.rows(), columns = share.wanted.columns();
-  share.wanted = {host, rows, columns};
-  share.relay = {host + rows * columns, rows, columns};
-  return Ok();
+xf::ErrorOr<std::unique_ptr<Unjoined>> InitializeStart(cudaStream_t stream, StartSite* site, PeerIntegers,
+                                                       xf::AnyBuffer wanted, xf::AnyBuffer, xf::RemainingArgs) {
+  return Initialize(stream, site->site.get(), 2 * wanted.element_count());
 }
 
-// Copy engines take addresses from the host, so the host must know the tables before it can queue the copies: it waits
-// for what they depend on, and not for what XLA launches after.
-Outcome Fetch(cudaStream_t stream, const Site& site, PeerIntegers& place, xf::ResultBuffer<xf::S32>& ticket,
-              Brought* brought) {
+xf::ErrorOr<std::unique_ptr<Unjoined>> InitializeRows(cudaStream_t stream, RowSite* site, PeerIntegers,
+                                                      xf::AnyBuffer home, xf::AnyBuffer, xf::AnyBuffer,
+                                                      xf::RemainingArgs, xf::ResultBuffer<xf::S32>, xf::RemainingRets) {
+  return Initialize(stream, site->site.get(), 3 * home.element_count());
+}
+
+// ---- start -------------------------------------------------------------------------
+
+// What all calls that start copies are given.
+struct Launch {
+  cudaStream_t stream;
+  xf::RunId run;
+  int32_t device;
+  const std::shared_ptr<Site>& site;
+  Unjoined* unjoined;
+};
+
+// Begins the copies that a share asks for, whose tables are on the device still. Copy engines take addresses from the
+// host, so the host must know the tables before it can queue the copies: the device's thread waits for them, while this
+// one launches what follows.
+xf::Error Begin(const Launch& launch, const PeerIntegers& place, xf::ResultBuffer<xf::S32>& ticket, PeerShare share) {
+  const Addresses addresses(share.slots.begin(), share.slots.end());
+  const auto begun = std::make_shared<Begun>(launch.run.run_id, TicketOf(launch.device, addresses), addresses);
+  Site* const site = launch.site.get();
+  // Before anything is queued that outlasts this call.
+  site->Begin(begun.get());
+  launch.unjoined->Add(begun);
+  const std::vector<MatrixView<const int32_t>*> tables = {&share.wanted, &share.relay, &share.first, &share.size};
+  std::vector<View<const int32_t>> fetched;
+  for (const MatrixView<const int32_t>* table : tables) fetched.push_back(table->flat());
+  Brought brought = {std::move(share), nullptr, begun};
   // Nobody reads the ticket's value on a GPU, see OpenTickets; it is set because a result must not be what memory held
   // before.
-  Status bad = Cuda(cudaMemsetAsync(ticket->typed_data(), 0, ticket->size_bytes(), stream), "cudaMemsetAsync");
-  if (!bad) bad = QueueFetch(stream, place.typed_data(), brought);
-  if (bad) return {bad, false};
-  return WaitForHost(*brought->turn, site.attributes, brought->share.device);
+  Status bad = Cuda(cudaMemsetAsync(ticket->typed_data(), 0, ticket->size_bytes(), launch.stream), "cudaMemsetAsync");
+  if (!bad) bad = QueueFetch(launch.stream, place.typed_data(), fetched, 0, &brought.turn);
+  if (bad) {
+    Abandon(site, brought, {bad, false});
+    return ToError(begun->Wait());
+  }
+  OpenTickets().OpenAs(begun->run_id, begun->ticket, begun);
+  const int32_t* host = brought.turn->host + kPlaceWords;
+  MeetWhenFetched(launch.site, launch.run, launch.device, std::move(brought), [host](PeerShare* shown) {
+    const int32_t* at = host;
+    for (MatrixView<const int32_t>* table : {&shown->wanted, &shown->relay, &shown->first, &shown->size}) {
+      *table = {at, table->rows(), table->columns()};
+      at += table->flat().size();
+    }
+    return Ok();
+  });
+  return xf::Error::Success();
+}
+
+Status CheckIntegers(const PeerIntegers& place, const xf::ResultBuffer<xf::S32>& ticket) {
+  if (Status bad = CheckSame("numbers in place", place.element_count(), kPlaceWords)) return bad;
+  return CheckSame("numbers in ticket", ticket->element_count(), 2);
 }
 
 Status ReadStart(const xf::AnyBuffer& wanted, const xf::AnyBuffer& relay, const xf::RemainingArgs& home,
@@ -95,52 +147,50 @@ Status ReadStart(const xf::AnyBuffer& wanted, const xf::AnyBuffer& relay, const 
   return Ok();
 }
 
-xf::Error StartHandler(cudaStream_t stream, xf::RunId run, int32_t device, Site* site, Unjoined* unjoined,
+xf::Error StartHandler(cudaStream_t stream, xf::RunId run, int32_t device, StartSite* site, Unjoined* unjoined,
                        PeerIntegers place, xf::AnyBuffer wanted, xf::AnyBuffer relay, xf::RemainingArgs home,
                        xf::ResultBuffer<xf::S32> ticket, xf::RemainingRets slots) {
   // Shapes are equal on all devices, so all are refused.
-  if (Status bad = CheckSame("numbers in place", place.element_count(), kPlaceWords)) return ToError(bad);
-  if (Status bad = CheckSame("numbers in ticket", ticket->element_count(), 2)) return ToError(bad);
-  PeerShareBuilder builder(site->attributes, device);
+  if (Status bad = CheckIntegers(place, ticket)) return ToError(bad);
+  PeerShareBuilder builder(site->site->attributes, device);
   if (Status bad = ReadStart(wanted, relay, home, slots, &builder)) return ToError(bad);
-  Brought brought;
-  brought.share = builder.Take();
-  const Addresses addresses(brought.share.slots.begin(), brought.share.slots.end());
-  const auto begun = std::make_shared<Begun>(run.run_id, TicketOf(device, addresses), addresses);
-  brought.begun = begun;
-  // Before anything is queued that outlasts this call.
-  site->Begin(begun.get());
-  unjoined->Add(begun);
-  const Outcome fetched = Fetch(stream, *site, place, ticket, &brought);
-  if (fetched.failure) {
-    begun->fetching = brought.turn;
-    // Who it would have come as was in what was to be fetched.
-    site->Fail(begun.get(), fetched);
-    return ToError(begun->Wait());
+  return Begin({stream, run, device, site->site, unjoined}, place, ticket, builder.Take());
+}
+
+xf::Error RowsHandler(cudaStream_t stream, xf::RunId run, int32_t device, RowSite* site, Unjoined* unjoined,
+                      PeerIntegers place, xf::AnyBuffer home, xf::AnyBuffer first, xf::AnyBuffer size,
+                      xf::RemainingArgs args, xf::ResultBuffer<xf::S32> ticket, xf::RemainingRets rets) {
+  const size_t kinds = site->num_kinds;
+  if (Status bad = CheckIntegers(place, ticket)) return ToError(bad);
+  PeerShareBuilder builder(site->site->attributes, device);
+  if (Status bad = builder.RowTables(home, first, size, site->back)) return ToError(bad);
+  PassedRows passed;
+  if (Status bad = CheckRowArrays(args, rets, kinds, &passed)) return ToError(bad);
+  for (size_t kind = 0; kind < kinds; ++kind) {
+    if (Status bad = builder.Rows(*args.get<xf::AnyBuffer>(kind), **rets.get<xf::AnyBuffer>(kind))) return ToError(bad);
   }
-  const Arrival who = ArrivalOf(run, device, brought.turn->host);
-  site->Meet(who, std::move(brought), Ok());
-  // This blocks XLA's launching thread until all devices of the group have come. A future would not help: XLA waits at
-  // once for that of a handler on a GPU. The handler must return only when the copies are queued, because `copy_join`
-  // needs their events.
-  const Outcome outcome = begun->Wait();
-  if (outcome.failure) return ToError(outcome);
-  OpenTickets().OpenAs(begun->run_id, begun->ticket, begun);
-  return xf::Error::Success();
+  // Before `ready` is recorded: copies write over some of it.
+  for (size_t i = 0; i < passed.count; ++i) {
+    const xf::AnyBuffer out = **rets.get<xf::AnyBuffer>(passed.first + i);
+    if (Status bad = PassOn(stream, *args.get<xf::AnyBuffer>(kinds + i), out)) return ToError(bad);
+  }
+  return Begin({stream, run, device, site->site, unjoined}, place, ticket, builder.Take());
 }
 
 // ---- join --------------------------------------------------------------------------
 
-Status Join(cudaStream_t stream, int64_t run_id, int32_t device, const Addresses& slots) {
+Outcome Join(cudaStream_t stream, int64_t run_id, int32_t device, const Addresses& slots) {
   std::shared_ptr<Begun> begun;
   if (OpenTickets().Close(run_id, TicketOf(device, slots), &begun) || begun->slots != slots) {
-    return Refuse(
-        "slots are not the buffers of a start in this run that was not joined yet; expected `join` in the "
-        "computation of its `start`");
+    return {Refuse("slots are not the buffers of a start in this run that was not joined yet; expected `join` in the "
+                   "computation of its `start`"),
+            false};
   }
+  // Usually it is over by now. The events to wait for are those that the last device to arrive has named.
+  if (const Outcome outcome = begun->Wait(); outcome.failure) return outcome;
   Status bad = begun->JoinOn(stream);
   if (!bad && begun->between != nullptr) bad = begun->between->WhyReleased("copies of expert weights", begun->number);
-  return bad;
+  return {bad, false};
 }
 
 xf::Error JoinHandler(cudaStream_t stream, xf::RunId run, int32_t device, PeerIntegers ticket,
@@ -151,15 +201,11 @@ xf::Error JoinHandler(cudaStream_t stream, xf::RunId run, int32_t device, PeerIn
   for (size_t kind = 0; kind < slots.size(); ++kind) {
     addresses.push_back(operands.get<xf::AnyBuffer>(kind)->untyped_data());
   }
-  if (Status bad = Join(stream, run.run_id, device, addresses)) return ToError(bad);
+  if (const Outcome outcome = Join(stream, run.run_id, device, addresses); outcome.failure) return ToError(outcome);
   for (size_t kind = 0; kind < slots.size(); ++kind) {
-    const xf::AnyBuffer in = *operands.get<xf::AnyBuffer>(kind);
-    const xf::AnyBuffer out = **slots.get<xf::AnyBuffer>(kind);
-    if (Status bad = CheckSame("bytes", in.size_bytes(), out.size_bytes())) return ToError(bad);
-    if (in.untyped_data() == out.untyped_data() || in.size_bytes() == 0) continue;
-    const cudaError_t copied =
-        cudaMemcpyAsync(out.untyped_data(), in.untyped_data(), in.size_bytes(), cudaMemcpyDeviceToDevice, stream);
-    if (Status bad = Cuda(copied, "copy of slots")) return ToError(bad);
+    if (Status bad = PassOn(stream, *operands.get<xf::AnyBuffer>(kind), **slots.get<xf::AnyBuffer>(kind))) {
+      return ToError(bad);
+    }
   }
   return xf::Error::Success();
 }
@@ -169,7 +215,7 @@ XLA_FFI_DEFINE_HANDLER(kMakeSite, MakeSite, BindPeerSite());
 XLA_FFI_DEFINE_HANDLER(kInitializeStart, InitializeStart,
                        xf::Ffi::BindInitialize()
                            .Ctx<xf::PlatformStream<cudaStream_t>>()
-                           .Ctx<xf::State<Site>>()
+                           .Ctx<xf::State<StartSite>>()
                            .Arg<PeerIntegers>()   // place [2]
                            .Arg<xf::AnyBuffer>()  // wanted [R, P]
                            .Arg<xf::AnyBuffer>()  // relay [R, P]
@@ -181,7 +227,7 @@ XLA_FFI_DEFINE_HANDLER(kStart, StartHandler,
                            .Ctx<xf::PlatformStream<cudaStream_t>>()
                            .Ctx<xf::RunId>()
                            .Ctx<xf::DeviceOrdinal>()
-                           .Ctx<xf::State<Site>>()
+                           .Ctx<xf::State<StartSite>>()
                            .Ctx<xf::Initialized<Unjoined>>()
                            .Arg<PeerIntegers>()   // place [2]
                            .Arg<xf::AnyBuffer>()  // wanted [R, P]
@@ -189,6 +235,20 @@ XLA_FFI_DEFINE_HANDLER(kStart, StartHandler,
                            .RemainingArgs()       // home [L, ...] of each kind
                            .Ret<PeerIntegers>()   // ticket [2]
                            .RemainingRets());     // slots [P, ...] of each kind
+
+XLA_FFI_DEFINE_HANDLER(
+    kInitializeRows, InitializeRows,
+    AndRows(xf::Ffi::BindInitialize().Ctx<xf::PlatformStream<cudaStream_t>>().Ctx<xf::State<RowSite>>()));
+
+XLA_FFI_DEFINE_HANDLER(kRows, RowsHandler,
+                       AndRows(xf::Ffi::Bind()
+                                   .Ctx<xf::PlatformStream<cudaStream_t>>()
+                                   .Ctx<xf::RunId>()
+                                   .Ctx<xf::DeviceOrdinal>()
+                                   .Ctx<xf::State<RowSite>>()
+                                   .Ctx<xf::Initialized<Unjoined>>()));
+
+XLA_FFI_DEFINE_HANDLER(kMakeRowSite, MakeRowSite, BindRowSite());
 
 XLA_FFI_DEFINE_HANDLER(
     kJoin, JoinHandler,
@@ -205,8 +265,12 @@ XLA_FFI_DEFINE_HANDLER(
 
 Registrations PeerRegistrations() {
   using namespace peer_cuda;
-  return {{{"moe_lb_cuda_peer_site", &Site::id, &Site::info}, {"moe_lb_cuda_unjoined", &Unjoined::id, &Unjoined::info}},
-          {{"moe_lb_copy_start", kStart, kMakeSite, kInitializeStart}, {"moe_lb_copy_join", kJoin}}};
+  return {{{"moe_lb_cuda_peer_site", &StartSite::id, &StartSite::info},
+           {"moe_lb_cuda_row_site", &RowSite::id, &RowSite::info},
+           {"moe_lb_cuda_unjoined", &Unjoined::id, &Unjoined::info}},
+          {{"moe_lb_copy_start", kStart, kMakeSite, kInitializeStart},
+           {"moe_lb_copy_rows", kRows, kMakeRowSite, kInitializeRows},
+           {"moe_lb_copy_join", kJoin}}};
 }
 
 }  // namespace moe_lb

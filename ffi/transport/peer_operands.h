@@ -55,6 +55,13 @@ inline auto BindPeerSite() {
       .Attr<xf::Span<const int64_t>>("processes");
 }
 
+// Of `copy_rows`.
+inline auto BindRowSite() {
+  return BindPeerSite()
+      .Attr<bool>("back")           // from takers to homes
+      .Attr<int64_t>("num_kinds");  // of rows
+}
+
 inline PeerAttributes MakePeerAttributes(int64_t num_participants, int64_t num_lanes, int64_t num_home,
                                          int64_t chunk_bytes, double timeout_s, std::string_view site,
                                          xf::Span<const int64_t> processes) {
@@ -85,18 +92,6 @@ inline Status CheckAttributes(const PeerAttributes& attributes) {
 // place: [2], the participant and its group.
 inline Arrival ArrivalOf(xf::RunId run, int64_t device, const int32_t* place) {
   return {run.run_id, device, place[1], place[0]};
-}
-
-inline Status ReadRows(const xf::AnyBuffer& rows, const xf::AnyBuffer& taken, PeerRows* read) {
-  const auto at_home = rows.dimensions(), room = taken.dimensions();
-  if (at_home.size() != 2 || room.size() != 2 || at_home[0] < 1 || at_home[1] < 1 || room[1] != at_home[1] ||
-      rows.element_type() != taken.element_type()) {
-    return Refuse("rows and room for them have ", at_home.size(), " and ", room.size(),
-                  " dimensions; expected [A, H] and [B, H] of one dtype, and A and H at least 1");
-  }
-  const auto num_rows = static_cast<size_t>(at_home[0]);
-  *read = {rows.size_bytes() / num_rows, num_rows, static_cast<size_t>(room[0])};
-  return Ok();
 }
 
 // Fills a share with arrays that hold the home experts and the slots of its ranks, one pair per kind of weights.
@@ -147,19 +142,37 @@ class PeerShareBuilder {
     return Ok();
   }
 
-  // Rows [at home, H] and room for some of others [room, H], after all kinds of weights.
-  //   first, size: [R, P], as TakeRows fills them, maybe later.
-  Status Rows(const xf::AnyBuffer& rows, const xf::AnyBuffer& taken, MatrixView<const int32_t> first,
-              MatrixView<const int32_t> size) {
+  // Tables for rows, whose arrays follow: see PlanRowTasks.
+  Status RowTables(const xf::AnyBuffer& home, const xf::AnyBuffer& first, const xf::AnyBuffer& size, bool back) {
+    if (Status bad = AsMatrix("home", home, &share_.wanted)) return bad;
+    if (Status bad = AsMatrix("first row", first, &share_.first)) return bad;
+    if (Status bad = AsMatrix("rows", size, &share_.size)) return bad;
     if (share_.wanted.rows() != static_cast<size_t>(attributes_.num_participants)) {
       return Refuse("rows come with ", share_.wanted.rows(), " ranks on ", attributes_.num_participants,
                     " devices; expected a device for each rank");
     }
-    if (Status bad = ReadRows(rows, taken, &share_.weights.rows)) return bad;
-    share_.first = first;
-    share_.size = size;
-    share_.home.push_back(static_cast<std::byte*>(rows.untyped_data()));
-    share_.slots.push_back(static_cast<std::byte*>(taken.untyped_data()));
+    share_.weights.rows = PeerRows{0, 0, back};
+    return Ok();
+  }
+
+  // read: [A, ...]; written: [B, ...]. A and B are those of all kinds.
+  Status Rows(const xf::AnyBuffer& read, const xf::AnyBuffer& written) {
+    const size_t kind = share_.home.size();
+    const auto from = read.dimensions(), to = written.dimensions();
+    bool fit = from.size() >= 1 && from.size() == to.size() && read.element_type() == written.element_type();
+    for (size_t i = 1; fit && i < from.size(); ++i) fit = from[i] == to[i];
+    if (!fit) return Refuse("rows of kind ", kind, " and room for them have different shapes or dtypes");
+    const PeerRows rows = {static_cast<size_t>(from[0]), static_cast<size_t>(to[0]), share_.weights.rows->back};
+    if (kind > 0 && (rows.read != share_.weights.rows->read || rows.written != share_.weights.rows->written)) {
+      return Refuse("kind ", kind, " has ", rows.read, " rows and room for ", rows.written, "; expected ",
+                    share_.weights.rows->read, " and ", share_.weights.rows->written, " as kind 0 has");
+    }
+    share_.weights.rows = rows;
+    // An array without rows has no bytes either.
+    const size_t bytes = rows.read > 0 ? read.size_bytes() / rows.read : 0;
+    share_.weights.expert_bytes.push_back(bytes);
+    share_.home.push_back(static_cast<std::byte*>(read.untyped_data()));
+    share_.slots.push_back(static_cast<std::byte*>(written.untyped_data()));
     return Ok();
   }
 
@@ -178,6 +191,46 @@ class PeerShareBuilder {
 
 inline Status CheckSame(const char* what, size_t got, size_t expected) {
   return got == expected ? Ok() : Refuse("got ", got, " ", what, "; expected ", expected);
+}
+
+// What `copy_rows` passes on: operand `num_kinds + i` as result `first + i`.
+struct PassedRows {
+  size_t first = 0;
+  size_t count = 0;
+};
+
+// args: rows that are read, of each kind, and what is passed on; rets: room for rows of each kind, which may be passed
+// on too, and what is.
+inline Status CheckRowArrays(const xf::RemainingArgs& args, const xf::RemainingRets& rets, size_t num_kinds,
+                             PassedRows* passed) {
+  const size_t count = args.size() < num_kinds ? 0 : args.size() - num_kinds;
+  if (num_kinds < 1 || args.size() < num_kinds || (rets.size() != count && rets.size() != num_kinds + count) ||
+      rets.size() < num_kinds) {
+    return Refuse("got ", args.size(), " arrays, ", rets.size(), " results and ", num_kinds,
+                  " kinds; expected rows of at least 1 kind, room for them among the results, and what is passed on");
+  }
+  *passed = {rets.size() - count, count};
+  for (size_t i = 0; i < count; ++i) {
+    const xf::AnyBuffer in = *args.get<xf::AnyBuffer>(num_kinds + i),
+                        out = **rets.get<xf::AnyBuffer>(passed->first + i);
+    if (in.size_bytes() == out.size_bytes()) continue;
+    return Refuse("array ", i, " has ", in.size_bytes(), " bytes and its result has ", out.size_bytes(),
+                  "; expected as many");
+  }
+  return Ok();
+}
+
+// What `copy_rows` takes and returns, after the contexts that `Binding` has.
+template <typename Binding>
+auto AndRows(Binding binding) {
+  return std::move(binding)
+      .template Arg<PeerIntegers>()   // place [2]
+      .template Arg<xf::AnyBuffer>()  // home [R, P]
+      .template Arg<xf::AnyBuffer>()  // first row [R, P]
+      .template Arg<xf::AnyBuffer>()  // rows [R, P]
+      .RemainingArgs()                // rows [A, ...] of each kind, and what is passed on
+      .template Ret<PeerIntegers>()   // ticket [2]
+      .RemainingRets();               // room for rows [B, ...] of each kind, and what is passed on
 }
 
 inline Status NumberOf(xf::DataType dtype, PeerNumber* number) {

@@ -18,7 +18,6 @@
 #include "ffi/common/registrations.h"
 #include "ffi/planning/planners.h"
 #include "ffi/transport/peer_operands.h"
-#include "ffi/transport/peer_rows.h"
 
 namespace moe_lb {
 
@@ -28,8 +27,7 @@ Registrations PeerPlanningRegistrations();
 inline auto BindPost() {
   return BindPeerSite()
       .Attr<int64_t>("plan_size")         // int32 words of the planner's results
-      .Attr<int64_t>("num_kinds")         // of weights, and of rows behind them
-      .Attr<int64_t>("num_row_kinds")     // 1, or 0 without rows
+      .Attr<int64_t>("num_kinds")         // of weights
       .Attr<std::string_view>("planner")  // of the second call
       .Attr<xf::Dictionary>("options");   // the attributes of the second call
 }
@@ -74,28 +72,20 @@ inline Status CheckPlanSize(int64_t plan_size) {
   return Refuse("plan_size is ", plan_size, "; expected 0 to ", std::numeric_limits<int32_t>::max());
 }
 
-// Rows come with one more operand of `copy_post`, [1, E], where those of each expert start: see TakeRows.
-inline Status CheckRowKinds(int64_t num_row_kinds) {
-  if (num_row_kinds == 0 || num_row_kinds == 1) return Ok();
-  return Refuse("num_row_kinds is ", num_row_kinds, "; expected 0 or 1");
-}
-
-// The state of a call site of `copy_post`: `PostSite(attributes, plan_size, num_kinds, has_rows, plan)` of the
-// platform.
+// The state of a call site of `copy_post`: `PostSite(attributes, plan_size, num_kinds, plan)` of the platform.
 template <typename PostSite>
 xf::ErrorOr<std::unique_ptr<PostSite>> MakePostSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
                                                     int64_t chunk_bytes, double timeout_s, std::string_view site,
                                                     xf::Span<const int64_t> processes, int64_t plan_size,
-                                                    int64_t num_kinds, int64_t num_row_kinds, std::string_view planner,
+                                                    int64_t num_kinds, std::string_view planner,
                                                     xf::Dictionary options) {
   PeerAttributes attributes =
       MakePeerAttributes(num_participants, num_lanes, num_home, chunk_bytes, timeout_s, site, processes);
   if (Status bad = CheckAttributes(attributes)) return xf::Unexpected(ToError(bad));
   if (Status bad = CheckPlanSize(plan_size)) return xf::Unexpected(ToError(bad));
-  if (Status bad = CheckRowKinds(num_row_kinds)) return xf::Unexpected(ToError(bad));
   PlanFunction plan;
   if (Status bad = PlannerNamed(planner, options, &plan)) return xf::Unexpected(ToError(bad));
-  return std::make_unique<PostSite>(std::move(attributes), plan_size, num_kinds, num_row_kinds == 1, std::move(plan));
+  return std::make_unique<PostSite>(std::move(attributes), plan_size, num_kinds, std::move(plan));
 }
 
 // What the second call takes after the planner's arguments, `Binding`. A planner's binding ends with its status word:
@@ -180,28 +170,17 @@ inline Status SortPlannedArrays(const xf::RemainingArgs& args, const xf::Remaini
 struct PeerTables {
   MatrixView<const int32_t> wanted{nullptr, 0, 0};
   MatrixView<const int32_t> relay{nullptr, 0, 0};
-  MatrixView<const int32_t> first{nullptr, 0, 0};
-  MatrixView<const int32_t> size{nullptr, 0, 0};
 };
 
-inline PeerTables TablesIn(const Results& plan, size_t num_home, bool has_rows, const std::vector<int32_t>& memory) {
-  const size_t ranks = plan[0].rows(), slots = plan[0].columns() - num_home, words = ranks * slots;
-  const int32_t* const at = memory.data();
-  PeerTables tables;
-  tables.wanted = {at, ranks, slots};
-  tables.relay = {at + words, ranks, slots};
-  if (has_rows) tables.first = {at + 2 * words, ranks, slots};
-  if (has_rows) tables.size = {at + 3 * words, ranks, slots};
-  return tables;
+inline PeerTables TablesIn(const Results& plan, size_t num_home, const std::vector<int32_t>& memory) {
+  const size_t ranks = plan[0].rows(), slots = plan[0].columns() - num_home;
+  return {{memory.data(), ranks, slots}, {memory.data() + ranks * slots, ranks, slots}};
 }
 
 // Computes them: each rank's slots after its home experts, all copied from home. The first result of a planner is its
-// placement [R, S], the second its quota [E, R].
-//   first_row: [E], with rows; see TakeRows.
-//   room: for rows.
-//   tables: receives wanted, relay and, with rows, first and size.
-inline Status PlannedTables(const Results& plan, size_t num_home, bool has_rows, View<const int32_t> first_row,
-                            size_t room, std::vector<int32_t>* tables) {
+// placement [R, S].
+//   tables: receives wanted and relay.
+inline Status PlannedTables(const Results& plan, size_t num_home, std::vector<int32_t>* tables) {
   const MatrixView<int32_t> placement = plan[0];
   if (placement.columns() < num_home) {
     return Refuse("placement has ", placement.columns(), " slots; expected at least the ", num_home, " home experts");
@@ -209,25 +188,18 @@ inline Status PlannedTables(const Results& plan, size_t num_home, bool has_rows,
   for (size_t rank = 0; rank < placement.rows(); ++rank) {
     tables->insert(tables->end(), placement[rank].begin() + num_home, placement[rank].end());
   }
-  const size_t words = tables->size();
-  tables->resize(2 * words, -1);
-  if (!has_rows) return Ok();
-  tables->resize(4 * words, 0);
-  const size_t ranks = placement.rows(), slots = placement.columns() - num_home;
-  const MatrixView<const int32_t> quota(plan[1].flat().data(), plan[1].rows(), plan[1].columns());
-  return TakeRows({tables->data(), ranks, slots}, quota, first_row, room, {tables->data() + 2 * words, ranks, slots},
-                  {tables->data() + 3 * words, ranks, slots});
+  tables->resize(2 * tables->size(), -1);
+  return Ok();
 }
 
 // Shows `tables`, which must outlive the share, in it, and the arrays.
 template <typename Arrays>
-Status ReadShare(const PeerTables& tables, bool has_rows, const Arrays& arrays, PeerShareBuilder* builder) {
+Status ReadShare(const PeerTables& tables, const Arrays& arrays, PeerShareBuilder* builder) {
   if (Status bad = builder->Tables(tables.wanted, tables.relay)) return bad;
-  const size_t weights = arrays.home.size() - (has_rows ? 1 : 0);
-  for (size_t kind = 0; kind < weights; ++kind) {
+  for (size_t kind = 0; kind < arrays.home.size(); ++kind) {
     if (Status bad = builder->Weights(arrays.home[kind], arrays.slots[kind])) return bad;
   }
-  return has_rows ? builder->Rows(arrays.home.back(), arrays.slots.back(), tables.first, tables.size) : Ok();
+  return Ok();
 }
 
 template <typename Arrays>

@@ -19,13 +19,12 @@ struct PostSite {
   static xf::TypeInfo info;
 
   // The second call plans, with its own options.
-  PostSite(PeerAttributes attributes, int64_t size, int64_t kinds, bool rows, const PlanFunction&)
-      : site(std::make_shared<Site>(std::move(attributes), Copy)), plan_size(size), num_kinds(kinds), has_rows(rows) {}
+  PostSite(PeerAttributes attributes, int64_t size, int64_t kinds, const PlanFunction&)
+      : site(std::make_shared<Site>(std::move(attributes), Copy)), plan_size(size), num_kinds(kinds) {}
 
   const std::shared_ptr<Site> site;
   const int64_t plan_size;
   const int64_t num_kinds;
-  const bool has_rows;
 };
 xf::TypeId PostSite::id = {};
 xf::TypeInfo PostSite::info = xf::MakeTypeInfo<PostSite>();
@@ -34,8 +33,6 @@ struct Post {
   std::shared_ptr<Site> site;
   Arrival who = {};
   int64_t plan_size = 0;
-  bool has_rows = false;
-  std::vector<int32_t> first_row;  // [E], with rows
 };
 
 PeerTickets<Post>& OpenPosts() {
@@ -57,18 +54,11 @@ xf::Error PostHandler(xf::RunId run, int32_t device, PostSite* site, PeerInteger
   if (Status bad = CheckSame("numbers in ticket", ticket->element_count(), 2)) return ToError(bad);
   PostedArrays arrays;
   if (Status bad = SortPostedArrays(args, rets, site->num_kinds, &arrays)) return ToError(bad);
-  if (Status bad = CheckSame("operands of the planner", arrays.operands.size(), site->has_rows ? 3 : 2)) {
-    return ToError(bad);
-  }
-  Post post = {site->site, ArrivalOf(run, device, place.typed_data()), site->plan_size, site->has_rows, {}};
-  if (site->has_rows) {
-    MatrixView<const int32_t> first_row{nullptr, 0, 0};
-    if (Status bad = AsMatrix("first_row", arrays.operands[2], &first_row)) return ToError(bad);
-    post.first_row.assign(first_row.flat().begin(), first_row.flat().end());
-  }
+  if (Status bad = CheckSame("operands of the planner", arrays.operands.size(), 2)) return ToError(bad);
+  const Arrival who = ArrivalOf(run, device, place.typed_data());
   // No devices meet here, so an error need not reach the others: the shapes are the program's and fail on all alike.
   PassOn(arrays.before, arrays.after);
-  WriteTicket(OpenPosts().Open(run.run_id, std::move(post)), ticket->typed_data());
+  WriteTicket(OpenPosts().Open(run.run_id, {site->site, who, site->plan_size}), ticket->typed_data());
   return xf::Error::Success();
 }
 
@@ -82,17 +72,9 @@ Status Plan(const PlannerCall& call, const Post& post, const PlannedArrays& arra
   // not.
   if (Status bad = Attempt(call, call.operands, call.results)) return bad;
   const auto num_home = static_cast<size_t>(attributes.num_home);
-  PeerRows rows;
-  if (post.has_rows) {
-    if (Status bad = ReadRows(arrays.home.back(), arrays.slots.back(), &rows)) return bad;
-  }
-  const View<const int32_t> first_row(post.first_row.data(), post.first_row.size());
-  if (Status bad = PlannedTables(call.results, num_home, post.has_rows, first_row, rows.room, &brought->tables)) {
-    return bad;
-  }
+  if (Status bad = PlannedTables(call.results, num_home, &brought->tables)) return bad;
   PeerShareBuilder builder(attributes, post.who.device);
-  const PeerTables tables = TablesIn(call.results, num_home, post.has_rows, brought->tables);
-  if (Status bad = ReadShare(tables, post.has_rows, arrays, &builder)) return bad;
+  if (Status bad = ReadShare(TablesIn(call.results, num_home, brought->tables), arrays, &builder)) return bad;
   // The share shows `brought->tables`. Moving `brought` into the meeting moves the vector and not its memory.
   brought->share = builder.Take();
   return Ok();

@@ -14,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "ffi/transport/copier.h"
 #include "ffi/transport/outcome_error.h"
 #include "ffi/transport/peer_handlers.h"
 #include "ffi/transport/peer_planning.h"
@@ -24,7 +23,6 @@ namespace moe_lb {
 namespace peer_cuda {
 namespace {
 
-constexpr size_t kPlaceWords = 2;
 constexpr size_t kPlanArrays = 2;
 
 // One per call site of `copy_post`. What was posted keeps the site: its program may be gone before it is used.
@@ -32,17 +30,15 @@ struct PostSite {
   static xf::TypeId id;
   static xf::TypeInfo info;
 
-  PostSite(PeerAttributes attributes, int64_t size, int64_t kinds, bool rows, PlanFunction given)
+  PostSite(PeerAttributes attributes, int64_t size, int64_t kinds, PlanFunction given)
       : site(std::make_shared<Site>(std::move(attributes))),
         plan_size(static_cast<size_t>(size)),
         num_kinds(kinds),
-        has_rows(rows),
         plan(std::move(given)) {}
 
   const std::shared_ptr<Site> site;
   const size_t plan_size;
   const int64_t num_kinds;
-  const bool has_rows;
   const PlanFunction plan;
 };
 xf::TypeId PostSite::id = {};
@@ -57,15 +53,10 @@ struct Shape {
 struct Post {
   std::shared_ptr<Site> site;
   PlanFunction plan;
-  xf::RunId run = {};
-  int32_t device = 0;
   std::vector<Shape> shapes;  // of the planner's operands; its results have the same
-  size_t plan_words = 0;      // of these
-  size_t words = 0;           // of all operands: with rows, where they start, too
-  bool has_rows = false;
+  size_t words = 0;           // of these
   Addresses home;
   std::shared_ptr<Turn> turn;  // pinned: place, the operands, the plan
-  PeerShare share;             // its tables show those below
   std::vector<int32_t> tables;
   std::shared_ptr<Begun> begun;
 
@@ -85,17 +76,15 @@ Addresses AddressesOf(const std::vector<xf::AnyBuffer>& arrays) {
   return addresses;
 }
 
-Status PassOn(cudaStream_t stream, const std::vector<xf::AnyBuffer>& before, const std::vector<xf::AnyBuffer>& after) {
+Status PassAllOn(cudaStream_t stream, const std::vector<xf::AnyBuffer>& before,
+                 const std::vector<xf::AnyBuffer>& after) {
   for (size_t i = 0; i < after.size(); ++i) {
-    const void* from = before[i].untyped_data();
-    void* to = after[i].untyped_data();
-    const size_t bytes = before[i].size_bytes();
-    if (from != to && bytes > 0) MOE_LB_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
+    if (Status bad = PassOn(stream, before[i], after[i])) return bad;
   }
   return Ok();
 }
 
-// ---- the device's thread -----------------------------------------------------------
+// ---- the plan ----------------------------------------------------------------------
 
 // The planner's arrays, laid one after the other over pinned memory.
 template <typename T>
@@ -108,79 +97,31 @@ std::vector<MatrixView<T>> Lay(const std::vector<Shape>& shapes, int32_t* memory
   return laid;
 }
 
-// Plans in pinned memory, and shows the tables of the plan in the share.
-Status Plan(Post* post) {
+// Plans in pinned memory, and shows the tables of the plan in a share.
+Status Plan(Post* post, PeerShare* share) {
   const Results plan = Lay<int32_t>(post->shapes, post->results());
   const PlannerCall call = {"planner of copy_post", {}, {}, post->plan};
   if (Status bad = Attempt(call, Lay<const int32_t>(post->shapes, post->operands()), plan)) return bad;
   const auto num_home = static_cast<size_t>(post->site->attributes.num_home);
-  const View<const int32_t> first_row(post->operands() + post->plan_words, post->words - post->plan_words);
-  const size_t room = post->share.weights.rows.room;
-  if (Status bad = PlannedTables(plan, num_home, post->has_rows, first_row, room, &post->tables)) return bad;
-  const PeerTables tables = TablesIn(plan, num_home, post->has_rows, post->tables);
-  post->share.wanted = tables.wanted;
-  post->share.relay = tables.relay;
-  post->share.first = tables.first;
-  post->share.size = tables.size;
+  if (Status bad = PlannedTables(plan, num_home, &post->tables)) return bad;
+  const PeerTables tables = TablesIn(plan, num_home, post->tables);
+  share->wanted = tables.wanted;
+  share->relay = tables.relay;
   return Ok();
-}
-
-// Something failed before this device knew as whom it would come: that is in what was to be fetched.
-void Abandon(Post* post, const Outcome& outcome) {
-  post->begun->fetching = post->turn;
-  post->site->Fail(post->begun.get(), outcome);
-}
-
-void PlanAndMeet(const Posted& post) {
-  const Outcome fetched = WaitForHost(*post->turn, post->site->attributes, post->device);
-  if (fetched.failure) return Abandon(post.get(), fetched);
-  // It arrives with a refusal too, so that nobody waits for this device.
-  Status refusal = Plan(post.get());
-  const Arrival who = ArrivalOf(post->run, post->device, post->turn->host);
-  post->site->Meet(who, {post->share, post->turn, post->begun, post}, std::move(refusal));
 }
 
 // ---- post --------------------------------------------------------------------------
 
-// Queues the fetch of `place` and the planner's operands, one after the other in pinned memory.
-Status QueueFetch(cudaStream_t stream, const int32_t* place, const std::vector<xf::AnyBuffer>& operands,
-                  size_t plan_size, Post* post) {
-  Gpu* gpu = nullptr;
-  if (Status bad = Gpu::Current(&gpu)) return bad;
-  if (Status bad = gpu->Take(kPlaceWords + post->words + plan_size, &post->turn)) return bad;
-  const Turn& turn = *post->turn;
-  const cudaStream_t fetches = gpu->fetches();
-  // `ready` stands for the weights, the operands of the planner and the memory of the slots alike: all of them precede
-  // `copy_post` on XLA's stream.
-  MOE_LB_CUDA(cudaEventRecord(turn.ready.get(), stream));
-  MOE_LB_CUDA(cudaStreamWaitEvent(fetches, turn.ready.get(), 0));
-  MOE_LB_CUDA(CopyWords(turn.host, place, kPlaceWords, cudaMemcpyDeviceToHost, fetches));
-  int32_t* to = post->operands();
-  for (const xf::AnyBuffer& operand : operands) {
-    const auto* from = static_cast<const int32_t*>(operand.untyped_data());
-    MOE_LB_CUDA(CopyWords(to, from, operand.element_count(), cudaMemcpyDeviceToHost, fetches));
-    to += operand.element_count();
-  }
-  MOE_LB_CUDA(cudaEventRecord(turn.tables.get(), fetches));
-  return Ok();
-}
-
 // Shapes and types, which are the same on all devices.
-Status ReadPost(const PostSite& site, const PostedArrays& arrays, int32_t device, Post* post) {
-  for (size_t i = 0; i < arrays.operands.size(); ++i) {
+Status ReadPost(const PostSite& site, const PostedArrays& arrays, int32_t device, Post* post, PeerShare* share) {
+  for (const xf::AnyBuffer& operand : arrays.operands) {
     MatrixView<const int32_t> matrix{nullptr, 0, 0};
-    if (Status bad = AsMatrix("operand of the planner", arrays.operands[i], &matrix)) return bad;
-    const size_t words = matrix.rows() * matrix.columns();
-    post->words += words;
-    // Placement and quota, in and out.
-    if (i >= kPlanArrays) continue;
+    if (Status bad = AsMatrix("operand of the planner", operand, &matrix)) return bad;
+    post->words += matrix.rows() * matrix.columns();
     post->shapes.push_back({matrix.rows(), matrix.columns()});
-    post->plan_words += words;
   }
-  const size_t expected = kPlanArrays + (site.has_rows ? 1 : 0);
-  if (Status bad = CheckSame("operands of the planner", arrays.operands.size(), expected)) return bad;
-  if (Status bad = CheckSame("numbers of the plan", site.plan_size, post->plan_words)) return bad;
-  post->has_rows = site.has_rows;
+  if (Status bad = CheckSame("operands of the planner", arrays.operands.size(), kPlanArrays)) return bad;
+  if (Status bad = CheckSame("numbers of the plan", site.plan_size, post->words)) return bad;
   const auto num_home = static_cast<size_t>(site.site->attributes.num_home);
   const Shape placement = post->shapes[0];
   if (placement.columns < num_home) {
@@ -188,17 +129,23 @@ Status ReadPost(const PostSite& site, const PostedArrays& arrays, int32_t device
   }
   PeerShareBuilder builder(site.site->attributes, device);
   const MatrixView<const int32_t> later{nullptr, placement.rows, placement.columns - num_home};
-  if (Status bad = ReadShare({later, later, later, later}, site.has_rows, arrays, &builder)) return bad;
-  post->share = builder.Take();
+  if (Status bad = ReadShare({later, later}, arrays, &builder)) return bad;
+  *share = builder.Take();
   post->home = AddressesOf(arrays.home);
   return Ok();
 }
 
 Status StartPost(cudaStream_t stream, const PeerIntegers& place, xf::ResultBuffer<xf::S32>& ticket,
-                 const PostedArrays& arrays, size_t plan_size, Post* post) {
+                 const PostedArrays& arrays, Post* post) {
   MOE_LB_CUDA(cudaMemsetAsync(ticket->typed_data(), 0, ticket->size_bytes(), stream));
-  if (Status bad = QueueFetch(stream, place.typed_data(), arrays.operands, plan_size, post)) return bad;
-  return PassOn(stream, arrays.before, arrays.after);
+  std::vector<View<const int32_t>> operands;
+  for (const xf::AnyBuffer& operand : arrays.operands) {
+    operands.emplace_back(static_cast<const int32_t*>(operand.untyped_data()), operand.element_count());
+  }
+  // `ready` stands for the weights, the operands of the planner and the memory of the slots alike: all of them precede
+  // `copy_post` on XLA's stream.
+  if (Status bad = QueueFetch(stream, place.typed_data(), operands, post->words, &post->turn)) return bad;
+  return PassAllOn(stream, arrays.before, arrays.after);
 }
 
 xf::Error PostHandler(cudaStream_t stream, xf::RunId run, int32_t device, PostSite* site, Unjoined* unjoined,
@@ -207,20 +154,21 @@ xf::Error PostHandler(cudaStream_t stream, xf::RunId run, int32_t device, PostSi
   if (Status bad = CheckSame("numbers in place", place.element_count(), kPlaceWords)) return ToError(bad);
   if (Status bad = CheckSame("numbers in ticket", ticket->element_count(), 2)) return ToError(bad);
   PostedArrays arrays;
+  PeerShare share;
   const auto post = std::make_shared<Post>();
   if (Status bad = SortPostedArrays(args, rets, site->num_kinds, &arrays)) return ToError(bad);
-  if (Status bad = ReadPost(*site, arrays, device, post.get())) return ToError(bad);
+  if (Status bad = ReadPost(*site, arrays, device, post.get(), &share)) return ToError(bad);
   post->site = site->site;
   post->plan = site->plan;
-  post->run = run;
-  post->device = device;
   const Addresses slots = AddressesOf(arrays.slots);
   post->begun = std::make_shared<Begun>(run.run_id, TicketOf(device, slots), slots);
   // Before anything is queued that outlasts this call.
   site->site->Begin(post->begun.get());
   unjoined->Add(post->begun);
-  if (Status bad = StartPost(stream, place, ticket, arrays, site->plan_size, post.get())) {
-    Abandon(post.get(), {bad, false});
+  const Status bad = StartPost(stream, place, ticket, arrays, post.get());
+  const Brought brought = {std::move(share), post->turn, post->begun, post};
+  if (bad) {
+    Abandon(site->site.get(), brought, {bad, false});
     return ToError(post->begun->Wait());
   }
   OpenPosts().OpenAs(run.run_id, post->begun->ticket, post);
@@ -229,7 +177,8 @@ xf::Error PostHandler(cudaStream_t stream, xf::RunId run, int32_t device, PostSi
     Posted open;
     static_cast<void>(OpenPosts().Close(run_id, ticket, &open));
   };
-  Copiers::Of(device).Enqueue([post] { PlanAndMeet(post); });
+  MeetWhenFetched(site->site, run, device, brought,
+                  [post = post.get()](PeerShare* shown) { return Plan(post, shown); });
   return xf::Error::Success();
 }
 
@@ -284,7 +233,7 @@ Status Upload(cudaStream_t stream, const PlannerCall& call, const Post& post) {
 Status Finish(cudaStream_t stream, const PlannerCall& call, const Post& post, const PlannedArrays& arrays,
               VectorResult& ticket) {
   if (Status bad = Upload(stream, call, post)) return bad;
-  if (Status bad = PassOn(stream, arrays.before, arrays.after)) return bad;
+  if (Status bad = PassAllOn(stream, arrays.before, arrays.after)) return bad;
   MOE_LB_CUDA(cudaMemsetAsync(ticket->typed_data(), 0, ticket->size_bytes(), stream));
   return Ok();
 }

@@ -1,74 +1,84 @@
 #include "ffi/transport/peer_rows.h"
 
-#include <algorithm>
-#include <limits>
 #include <utility>
 
 namespace moe_lb {
 namespace {
 
-constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+// The rows of one slot, at both ends.
+struct Block {
+  size_t home;
+  size_t taker;
+  size_t at_home;
+  size_t at_taker;
+  size_t size;
+};
 
-Status CheckSizes(MatrixView<const int32_t> wanted, MatrixView<const int32_t> quota, View<const int32_t> first_row) {
-  if (quota.columns() != wanted.rows() || quota.rows() != first_row.size()) {
-    return Refuse("quota has shape [", quota.rows(), ", ", quota.columns(), "] and first_row ", first_row.size(),
-                  " numbers; expected [E, R] and E, with R = ", wanted.rows());
+Status CheckSlot(size_t rank, size_t slot, size_t num_ranks, int32_t home, int32_t first, int32_t size) {
+  const auto where = [&](const char* name) {
+    return std::string(name) + " of rank " + std::to_string(rank) + ", slot " + std::to_string(slot);
+  };
+  if (home < -1 || home >= static_cast<int64_t>(num_ranks)) {
+    return Refuse(where("home"), " is ", home, "; expected a rank below ", num_ranks, ", or -1 for no rows");
   }
-  for (size_t expert = 0; expert < first_row.size(); ++expert) {
-    if (first_row[expert] < 0) {
-      return Refuse("first_row of expert ", expert, " is ", first_row[expert], "; expected at least 0");
+  if (first < 0) return Refuse(where("first row"), " is ", first, "; expected at least 0");
+  if (size < 0) return Refuse(where("rows"), " are ", size, "; expected at least 0");
+  if (size > 0 && home < 0) return Refuse(where("rows"), " are ", size, "; expected 0 without a home");
+  return Ok();
+}
+
+Status FindBlocks(MatrixView<const int32_t> home, MatrixView<const int32_t> first, MatrixView<const int32_t> size,
+                  size_t num_at_home, size_t num_taken, std::vector<Block>* blocks) {
+  for (size_t rank = 0; rank < home.rows(); ++rank) {
+    size_t landing = 0;
+    for (size_t slot = 0; slot < home.columns(); ++slot) {
+      if (Status bad = CheckSlot(rank, slot, home.rows(), home[rank][slot], first[rank][slot], size[rank][slot])) {
+        return bad;
+      }
+      const auto start = static_cast<size_t>(first[rank][slot]), rows = static_cast<size_t>(size[rank][slot]);
+      if (rows == 0) continue;
+      // Sums of two int32 and of as many as there are slots fit in 64 bits.
+      if (start + rows > num_at_home || landing + rows > num_taken) {
+        return Refuse("rows of rank ", rank, ", slot ", slot, " are ", rows, " from ", start, " at home and from ",
+                      landing, " there; expected them to end at ", num_at_home, " and ", num_taken);
+      }
+      blocks->push_back({static_cast<size_t>(home[rank][slot]), rank, start, landing, rows});
+      landing += rows;
     }
   }
   return Ok();
+}
+
+bool SameShape(MatrixView<const int32_t> one, MatrixView<const int32_t> other) {
+  return one.rows() == other.rows() && one.columns() == other.columns();
 }
 
 }  // namespace
 
-Status TakeRows(MatrixView<const int32_t> wanted, MatrixView<const int32_t> quota, View<const int32_t> first_row,
-                size_t room, MatrixView<int32_t> first, MatrixView<int32_t> size) {
-  if (Status bad = CheckSizes(wanted, quota, first_row)) return bad;
-  std::vector<int64_t> next(first_row.begin(), first_row.end());
-  for (size_t rank = 0; rank < wanted.rows(); ++rank) {
-    auto left = static_cast<int64_t>(std::min<size_t>(room, kMax));
-    for (size_t slot = 0; slot < wanted.columns(); ++slot) {
-      const int32_t expert = wanted[rank][slot];
-      if (expert < -1 || expert >= static_cast<int64_t>(quota.rows())) {
-        return Refuse("wanted of rank ", rank, ", slot ", slot, " is ", expert, "; expected an expert below ",
-                      quota.rows(), ", or -1 for an empty slot");
-      }
-      const int32_t asked = expert < 0 ? 0 : quota[static_cast<size_t>(expert)][rank];
-      if (asked < 0) {
-        return Refuse("quota of expert ", expert, ", rank ", rank, " is ", asked, "; expected at least 0");
-      }
-      const int64_t taken = std::min<int64_t>(left, asked);
-      const int64_t start = expert < 0 ? 0 : next[static_cast<size_t>(expert)];
-      if (start + taken > kMax) return Refuse("rows of expert ", expert, " end beyond ", kMax, "; expected fewer");
-      first[rank][slot] = static_cast<int32_t>(start);
-      size[rank][slot] = static_cast<int32_t>(taken);
-      left -= taken;
-      if (expert >= 0) next[static_cast<size_t>(expert)] += taken;
-    }
+Status PlanRowTasks(MatrixView<const int32_t> home, MatrixView<const int32_t> first, MatrixView<const int32_t> size,
+                    const PeerWeights& weights, std::vector<PeerTask>* tasks) {
+  tasks->clear();
+  if (!SameShape(home, first) || !SameShape(home, size)) {
+    return Refuse("first row and rows have other shapes than home, [", home.rows(), ", ", home.columns(), "]");
   }
-  return Ok();
-}
-
-void AddRowTasks(MatrixView<const int32_t> wanted, MatrixView<const int32_t> first, MatrixView<const int32_t> size,
-                 const PeerWeights& weights, std::vector<PeerTask>* tasks) {
-  const size_t kind = weights.expert_bytes.size();
-  for (size_t rank = 0; rank < wanted.rows(); ++rank) {
+  const PeerRows& rows = *weights.rows;
+  const size_t num_at_home = rows.back ? rows.written : rows.read, num_taken = rows.back ? rows.read : rows.written;
+  std::vector<Block> blocks;
+  if (Status bad = FindBlocks(home, first, size, num_at_home, num_taken, &blocks)) return bad;
+  for (size_t rank = 0; rank < home.rows(); ++rank) {
     PeerTask task{rank, {}, {}};
-    size_t landing = 0;
-    for (size_t slot = 0; slot < wanted.columns(); ++slot) {
-      const auto start = static_cast<size_t>(first[rank][slot]);
-      // Rows beyond the array at home come there in a later round, and somebody else moves those.
-      const size_t end = std::min(start + static_cast<size_t>(size[rank][slot]), weights.rows.at_home);
-      if (start >= end) continue;
-      const size_t home = static_cast<size_t>(wanted[rank][slot]) / weights.num_home;
-      task.pieces.push_back({kind, landing, PeerSource::kHome, home, start, 0, (end - start) * weights.rows.row_bytes});
-      landing += end - start;
+    for (const Block& block : blocks) {
+      if ((rows.back ? block.home : block.taker) != rank) continue;
+      const size_t from_rank = rows.back ? block.taker : block.home;
+      const size_t from = rows.back ? block.at_taker : block.at_home, to = rows.back ? block.at_home : block.at_taker;
+      for (size_t kind = 0; kind < weights.expert_bytes.size(); ++kind) {
+        const size_t bytes = block.size * weights.expert_bytes[kind];
+        if (bytes > 0) task.pieces.push_back({kind, to, PeerSource::kHome, from_rank, from, 0, bytes});
+      }
     }
     if (!task.pieces.empty()) tasks->push_back(std::move(task));
   }
+  return Ok();
 }
 
 }  // namespace moe_lb

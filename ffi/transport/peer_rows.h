@@ -1,7 +1,7 @@
-// Which rows of experts travel from their homes to the ranks that serve them, beside weights. No XLA, no CUDA.
+// Which rows of experts travel from their homes to the ranks that serve them, and what became of them back. No XLA, no
+// CUDA.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -11,21 +11,14 @@
 
 namespace moe_lb {
 
-// What slots take, as `moved_rows` of the Python package computes it: slots of a rank take rows in their order until it
-// has no room left; of an expert that several ranks take rows of, lower ranks take the first ones.
-//   wanted: [R, P], expert of each slot, below R * L; -1: an empty slot.
-//   quota: [E, R], the rows of each expert that each rank serves.
-//   first_row: [E], where the rows of each expert start at its home.
-//   first: [R, P], receives where the rows of each slot start at their home.
-//   size: [R, P], receives how many they are.
-// Refused: tables whose sizes do not fit, an expert out of range, a negative number, or a sum beyond int32.
-Status TakeRows(MatrixView<const int32_t> wanted, MatrixView<const int32_t> quota, View<const int32_t> first_row,
-                size_t room, MatrixView<int32_t> first, MatrixView<int32_t> size);
-
-// Adds the copies of what is in the arrays at home, a task for each rank that takes any. Rows land one slot after the
-// other. They are the kind after all kinds of weights, counted in rows.
-//   wanted, first, size: [R, P], as above.
-void AddRowTasks(MatrixView<const int32_t> wanted, MatrixView<const int32_t> first, MatrixView<const int32_t> size,
-                 const PeerWeights& weights, std::vector<PeerTask>* tasks);
+// The copies of rows between homes and takers, a task for each rank that receives any; each kind of rows in the same
+// places. At a taker the rows of its slots stand one after the other.
+//   home: [R, P], the rank from which a slot takes rows; -1: it takes none.
+//   first: [R, P], where these rows start at that rank.
+//   size: [R, P], how many they are.
+//   weights: `expert_bytes` are those of a row of each kind; its `rows` say in which direction they go.
+// Refused: tables whose sizes do not fit, a rank out of range, a negative number, rows beyond the arrays.
+Status PlanRowTasks(MatrixView<const int32_t> home, MatrixView<const int32_t> first, MatrixView<const int32_t> size,
+                    const PeerWeights& weights, std::vector<PeerTask>* tasks);
 
 }  // namespace moe_lb

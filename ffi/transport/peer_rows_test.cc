@@ -12,89 +12,79 @@ using namespace moe_lb;  // NOLINT: a test
 using Table = std::vector<int32_t>;
 
 constexpr size_t kRanks = 3, kSlots = 2;
+// Rank 1 takes 5 rows of rank 0 and 2 of rank 2, and rank 2 the next 3 of rank 0.
+const Table kHome = {-1, -1, 0, 2, 0, -1}, kFirst = {0, 0, 10, 20, 15, 0}, kSize = {0, 0, 5, 2, 3, 0};
 
-struct Rows {
-  Table wanted;
-  Table first = Table(kRanks * kSlots, -9);
-  Table size = Table(kRanks * kSlots, -9);
-  Status bad;
-};
+MatrixView<const int32_t> Show(const Table& table) { return {table.data(), table.size() / kSlots, kSlots}; }
 
-MatrixView<const int32_t> Show(const Table& table, size_t columns) {
-  return {table.data(), table.size() / columns, columns};
+Status Plan(const Table& home, const Table& first, const Table& size, PeerRows rows, std::vector<PeerTask>* tasks) {
+  PeerWeights weights = {1, {10, 0, 4}, 16};
+  weights.rows = rows;
+  return PlanRowTasks(Show(home), Show(first), Show(size), weights, tasks);
 }
 
-// One home expert a rank.
-Rows Take(Table wanted, const Table& quota, const Table& first_row, size_t room) {
-  Rows rows;
-  rows.wanted = std::move(wanted);
-  rows.bad = TakeRows(Show(rows.wanted, kSlots), Show(quota, kRanks), {first_row.data(), first_row.size()}, room,
-                      {rows.first.data(), kRanks, kSlots}, {rows.size.data(), kRanks, kSlots});
-  return rows;
-}
-
-std::vector<PeerTask> TasksOf(const Rows& rows, size_t at_home) {
-  PeerWeights weights = {1, {8, 4}, 16};
-  weights.rows = {10, at_home, 100};
-  std::vector<PeerTask> tasks;
-  AddRowTasks(Show(rows.wanted, kSlots), Show(rows.first, kSlots), Show(rows.size, kSlots), weights, &tasks);
-  return tasks;
-}
-
-void LowerRanksTakeTheFirstRowsAndSlotsUntilThereIsNoRoom() {
-  // Rank 1 takes 5 rows of expert 0 and, of 4 rows of expert 2, the 2 that it has room for; rank 2 the next 3 of 0.
-  const Rows rows = Take({-1, -1, 0, 2, 0, -1}, {1, 5, 3, 0, 6, 0, 0, 4, 2}, {10, 0, 20}, 7);
-  EXPECT(!rows.bad);
-  EXPECT((rows.first == Table{0, 0, 10, 20, 15, 0}));
-  EXPECT((rows.size == Table{0, 0, 5, 2, 3, 0}));
-}
-
-void WhatIsNotAtHomeYetIsLeftOut() {
-  const Rows rows = Take({-1, -1, 0, 2, 0, -1}, {1, 5, 3, 0, 6, 0, 0, 4, 2}, {10, 0, 20}, 7);
-  const std::vector<PeerTask> tasks = TasksOf(rows, 14);
-  EXPECT_EQ(tasks.size(), 1u);
-  EXPECT_EQ(tasks[0].to_rank, 1u);
-  EXPECT_EQ(tasks[0].pieces.size(), 1u);
-  const PeerPiece& piece = tasks[0].pieces[0];
+void ExpectPiece(const PeerPiece& piece, size_t kind, size_t to, size_t from_rank, size_t from, size_t bytes) {
   EXPECT(piece.source == PeerSource::kHome);
-  EXPECT_EQ(piece.kind, 2u);
-  EXPECT_EQ(piece.from_rank, 0u);
-  EXPECT_EQ(piece.from_index, 10u);
-  EXPECT_EQ(piece.to_slot, 0u);
-  EXPECT_EQ(piece.size, 40u);
+  EXPECT_EQ(piece.kind, kind);
+  EXPECT_EQ(piece.to_slot, to);
+  EXPECT_EQ(piece.from_rank, from_rank);
+  EXPECT_EQ(piece.from_index, from);
+  EXPECT_EQ(piece.offset, 0u);
+  EXPECT_EQ(piece.size, bytes);
 }
 
 void RowsLandOneSlotAfterTheOther() {
-  const Rows rows = Take({-1, -1, 0, 2, 0, -1}, {1, 5, 3, 0, 6, 0, 0, 4, 2}, {10, 0, 20}, 100);
-  const std::vector<PeerTask> tasks = TasksOf(rows, 100);
+  std::vector<PeerTask> tasks;
+  EXPECT(!Plan(kHome, kFirst, kSize, {30, 7, false}, &tasks));
   EXPECT_EQ(tasks.size(), 2u);
-  EXPECT_EQ(tasks[0].pieces.size(), 2u);
-  EXPECT_EQ(tasks[0].pieces[1].from_rank, 2u);
-  EXPECT_EQ(tasks[0].pieces[1].from_index, 20u);
-  EXPECT_EQ(tasks[0].pieces[1].to_slot, 5u);
-  EXPECT_EQ(tasks[0].pieces[1].size, 40u);
-  EXPECT_EQ(tasks[1].pieces[0].from_index, 15u);
+  EXPECT_EQ(tasks[0].to_rank, 1u);
+  // A kind without bytes has no piece.
+  EXPECT_EQ(tasks[0].pieces.size(), 4u);
+  ExpectPiece(tasks[0].pieces[0], 0, 0, 0, 10, 50);
+  ExpectPiece(tasks[0].pieces[1], 2, 0, 0, 10, 20);
+  ExpectPiece(tasks[0].pieces[3], 2, 5, 2, 20, 8);
+  EXPECT_EQ(tasks[1].to_rank, 2u);
+  ExpectPiece(tasks[1].pieces[0], 0, 0, 0, 15, 30);
   EXPECT(tasks[0].after.empty() && tasks[1].after.empty());
 }
 
+void TheyGoBackWhereTheyCameFrom() {
+  std::vector<PeerTask> tasks;
+  EXPECT(!Plan(kHome, kFirst, kSize, {7, 30, true}, &tasks));
+  EXPECT_EQ(tasks.size(), 2u);
+  EXPECT_EQ(tasks[0].to_rank, 0u);
+  EXPECT_EQ(tasks[0].pieces.size(), 4u);
+  ExpectPiece(tasks[0].pieces[0], 0, 10, 1, 0, 50);
+  ExpectPiece(tasks[0].pieces[2], 0, 15, 2, 0, 30);
+  EXPECT_EQ(tasks[1].to_rank, 2u);
+  ExpectPiece(tasks[1].pieces[1], 2, 20, 1, 5, 8);
+}
+
 void BadTablesAreRefused() {
-  const Table quota = {1, 5, 3, 0, 6, 0, 0, 4, 2}, first = {10, 0, 20};
-  EXPECT_EQ(Take({3, -1, -1, -1, -1, -1}, quota, first, 7).bad.value_or(""),
-            std::string("wanted of rank 0, slot 0 is 3; expected an expert below 3, or -1 for an empty slot"));
-  EXPECT_EQ(Take({2, -1, -1, -1, -1, -1}, {0, 0, 0, 0, 0, 0, -4, 0, 0}, first, 7).bad.value_or(""),
-            std::string("quota of expert 2, rank 0 is -4; expected at least 0"));
-  EXPECT_EQ(Take({2, -1, -1, -1, -1, -1}, quota, {10, -1, 20}, 7).bad.value_or(""),
-            std::string("first_row of expert 1 is -1; expected at least 0"));
-  EXPECT_EQ(Take({-1, -1, 0, -1, -1, -1}, quota, {2147483646, 0, 0}, 7).bad.value_or(""),
-            std::string("rows of expert 0 end beyond 2147483647; expected fewer"));
+  std::vector<PeerTask> tasks;
+  const auto refusal = [&](Table home, Table first, Table size, PeerRows rows = {30, 7, false}) {
+    return Plan(home, first, size, rows, &tasks).value_or("");
+  };
+  EXPECT_EQ(refusal({3, -1, -1, -1, -1, -1}, kFirst, kSize),
+            std::string("home of rank 0, slot 0 is 3; expected a rank below 3, or -1 for no rows"));
+  EXPECT_EQ(refusal(kHome, {0, 0, -1, 0, 0, 0}, kSize),
+            std::string("first row of rank 1, slot 0 is -1; expected at least 0"));
+  EXPECT_EQ(refusal(kHome, kFirst, {0, 0, 0, 0, 0, -2}),
+            std::string("rows of rank 2, slot 1 are -2; expected at least 0"));
+  EXPECT_EQ(refusal(kHome, kFirst, {0, 9, 0, 0, 0, 0}),
+            std::string("rows of rank 0, slot 1 are 9; expected 0 without a home"));
+  const std::string beyond = "rows of rank 1, slot 1 are 2 from 20 at home and from 5 there; expected them to end at ";
+  EXPECT_EQ(refusal(kHome, kFirst, kSize, {30, 6, false}), beyond + "30 and 6");
+  EXPECT_EQ(refusal(kHome, kFirst, kSize, {6, 30, true}), beyond + "30 and 6");
+  EXPECT_EQ(refusal(kHome, kFirst, kSize, {21, 7, false}), beyond + "21 and 7");
+  EXPECT_EQ(refusal(kHome, {1, 2, 3, 4}, kSize), std::string("first row and rows have other shapes than home, [3, 2]"));
 }
 
 }  // namespace
 
 int main() {
-  LowerRanksTakeTheFirstRowsAndSlotsUntilThereIsNoRoom();
-  WhatIsNotAtHomeYetIsLeftOut();
   RowsLandOneSlotAfterTheOther();
+  TheyGoBackWhereTheyCameFrom();
   BadTablesAreRefused();
   return 0;
 }

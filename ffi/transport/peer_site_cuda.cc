@@ -4,6 +4,8 @@
 #include <chrono>
 #include <thread>
 
+#include "ffi/transport/copier.h"
+
 namespace moe_lb::peer_cuda {
 
 // ---- copies that were begun --------------------------------------------------------
@@ -89,9 +91,6 @@ Unjoined::~Unjoined() {
 
 // ---- call sites --------------------------------------------------------------------
 
-xf::TypeId Site::id = {};
-xf::TypeInfo Site::info = xf::MakeTypeInfo<Site>();
-
 Outcome Site::Prepare() {
   if (attributes.processes.empty() || between.load() != nullptr) return {};
   Between* found = nullptr;
@@ -118,7 +117,34 @@ void Site::Fail(Begun* begun, Outcome outcome) {
   begun->End(named);
 }
 
-Outcome WaitForHost(const Turn& turn, const PeerAttributes& attributes, int64_t device) {
+// ---- what is fetched ---------------------------------------------------------------
+
+Status QueueFetch(cudaStream_t stream, const int32_t* place, const std::vector<View<const int32_t>>& fetched,
+                  size_t more_words, std::shared_ptr<Turn>* turn) {
+  size_t words = kPlaceWords + more_words;
+  for (const View<const int32_t>& part : fetched) words += part.size();
+  Gpu* gpu = nullptr;
+  if (Status bad = Gpu::Current(&gpu)) return bad;
+  if (Status bad = gpu->Take(words, turn)) return bad;
+  const cudaStream_t fetches = gpu->fetches();
+  // What is fetched is computed on XLA's stream, as are the weights, and the slots are another's memory until here. So
+  // all of that is over when the host has the tables.
+  MOE_LB_CUDA(cudaEventRecord((*turn)->ready.get(), stream));
+  MOE_LB_CUDA(cudaStreamWaitEvent(fetches, (*turn)->ready.get(), 0));
+  int32_t* to = (*turn)->host;
+  MOE_LB_CUDA(CopyWords(to, place, kPlaceWords, cudaMemcpyDeviceToHost, fetches));
+  to += kPlaceWords;
+  for (const View<const int32_t>& part : fetched) {
+    MOE_LB_CUDA(CopyWords(to, part.data(), part.size(), cudaMemcpyDeviceToHost, fetches));
+    to += part.size();
+  }
+  MOE_LB_CUDA(cudaEventRecord((*turn)->tables.get(), fetches));
+  return Ok();
+}
+
+// Waits until the device has brought to the host what `turn->tables` stands for, which takes microseconds unless the
+// device lags behind.
+static Outcome WaitForHost(const Turn& turn, const PeerAttributes& attributes, int64_t device) {
   using Clock = std::chrono::steady_clock;
   const Clock::time_point begin = Clock::now();
   const std::chrono::duration<double> patience(attributes.timeout_s);
@@ -140,6 +166,30 @@ Outcome WaitForHost(const Turn& turn, const PeerAttributes& attributes, int64_t 
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
   }
+}
+
+void Abandon(Site* site, const Brought& brought, const Outcome& outcome) {
+  brought.begun->fetching = brought.turn;
+  site->Fail(brought.begun.get(), outcome);
+}
+
+void MeetWhenFetched(const std::shared_ptr<Site>& site, xf::RunId run, int32_t device, Brought brought, Show show) {
+  Copiers::Of(device).Enqueue([=, brought = std::move(brought), show = std::move(show)]() mutable {
+    const Outcome fetched = WaitForHost(*brought.turn, site->attributes, device);
+    if (fetched.failure) return Abandon(site.get(), brought, fetched);
+    // It arrives with a refusal too, so that nobody waits for this device.
+    Status refusal = show(&brought.share);
+    const Arrival who = ArrivalOf(run, device, brought.turn->host);
+    site->Meet(who, std::move(brought), std::move(refusal));
+  });
+}
+
+Status PassOn(cudaStream_t stream, const xf::AnyBuffer& in, const xf::AnyBuffer& out) {
+  if (Status bad = CheckSame("bytes", in.size_bytes(), out.size_bytes())) return bad;
+  if (in.untyped_data() == out.untyped_data() || in.size_bytes() == 0) return Ok();
+  MOE_LB_CUDA(
+      cudaMemcpyAsync(out.untyped_data(), in.untyped_data(), in.size_bytes(), cudaMemcpyDeviceToDevice, stream));
+  return Ok();
 }
 
 cudaError_t CopyWords(int32_t* to, const int32_t* from, size_t words, cudaMemcpyKind kind, cudaStream_t stream) {

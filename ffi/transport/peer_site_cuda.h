@@ -104,9 +104,6 @@ Status QueueTask(const PeerTable& table, const PeerTask& task, cudaStream_t stre
 
 // One per call site of an executable.
 struct Site {
-  static xf::TypeId id;
-  static xf::TypeInfo info;
-
   explicit Site(PeerAttributes given) : attributes(std::move(given)), meeting(attributes.Options(), Copy) {}
 
   // For the initialize stage: where ranks are processes of their own, finds the others.
@@ -124,9 +121,25 @@ struct Site {
   std::atomic<Between*> between{nullptr};  // null: all are devices of this process
 };
 
-// Waits until the device has brought to the host what `turn->tables` stands for, which takes microseconds unless the
-// device lags behind.
-Outcome WaitForHost(const Turn& turn, const PeerAttributes& attributes, int64_t device);
+// Of `place`, which stands first in the pinned memory of a turn.
+constexpr size_t kPlaceWords = 2;
+
+// Takes a turn, records `ready`, and queues the fetch of `place` and of what follows it there, one after the other.
+//   more_words: of pinned memory behind them.
+Status QueueFetch(cudaStream_t stream, const int32_t* place, const std::vector<View<const int32_t>>& fetched,
+                  size_t more_words, std::shared_ptr<Turn>* turn);
+
+// Shows what was fetched in a share.
+using Show = std::function<Status(PeerShare*)>;
+
+// Has the device's thread wait for what is fetched, and then meet the other devices. Returns at once.
+void MeetWhenFetched(const std::shared_ptr<Site>& site, xf::RunId run, int32_t device, Brought brought, Show show);
+
+// Something failed before this device knew as whom it would come: that is in what was to be fetched.
+void Abandon(Site* site, const Brought& brought, const Outcome& outcome);
+
+// Copies on the stream what XLA could not put in the same memory, so that calls pass it on.
+Status PassOn(cudaStream_t stream, const xf::AnyBuffer& in, const xf::AnyBuffer& out);
 
 // int32 words, pinned memory on one side. There may be none, at a null pointer.
 cudaError_t CopyWords(int32_t* to, const int32_t* from, size_t words, cudaMemcpyKind kind, cudaStream_t stream);

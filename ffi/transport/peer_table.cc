@@ -36,13 +36,10 @@ Status CheckEqualWeights(size_t participant, const PeerWeights& here, const Peer
     return Refuse("home of kind ", kind, " has ", here.expert_bytes[kind], " bytes an expert on rank ", participant,
                   " and ", first.expert_bytes[kind], " on rank 0; expected equally many");
   }
-  if (here.rows.row_bytes != first.rows.row_bytes || here.rows.at_home != first.rows.at_home ||
-      here.rows.room != first.rows.room) {
-    return Refuse("rows are ", here.rows.at_home, " of ", here.rows.row_bytes, " bytes at home on rank ", participant,
-                  ", with room for ", here.rows.room, "; expected ", first.rows.at_home, " of ", first.rows.row_bytes,
-                  " and room for ", first.rows.room, " as on rank 0");
-  }
-  return Ok();
+  // The call is the same on all ranks, so all bring rows or none does.
+  if (!first.rows || (here.rows->read == first.rows->read && here.rows->written == first.rows->written)) return Ok();
+  return Refuse("rank ", participant, " has ", here.rows->read, " rows and room for ", here.rows->written,
+                "; expected ", first.rows->read, " and ", first.rows->written, " as on rank 0");
 }
 
 }  // namespace
@@ -80,9 +77,8 @@ Status CheckEqualTables(const std::vector<PeerShare>& shares) {
 }
 
 Status PlanTasks(const PeerShare& share, std::vector<PeerTask>* tasks) {
-  if (Status bad = PlanPeerTasks(share.wanted, share.relay, share.weights, tasks)) return bad;
-  if (share.weights.rows.row_bytes > 0) AddRowTasks(share.wanted, share.first, share.size, share.weights, tasks);
-  return Ok();
+  if (share.weights.rows) return PlanRowTasks(share.wanted, share.first, share.size, share.weights, tasks);
+  return PlanPeerTasks(share.wanted, share.relay, share.weights, tasks);
 }
 
 }  // namespace moe_lb

@@ -17,11 +17,12 @@ struct PeerShare {
   int64_t device = 0;
   MatrixView<const int32_t> wanted{nullptr, 0, 0};
   MatrixView<const int32_t> relay{nullptr, 0, 0};
-  MatrixView<const int32_t> first{nullptr, 0, 0};  // of the rows that slots take, if any; then it stands for one rank
-  MatrixView<const int32_t> size{nullptr, 0, 0};   // of the same
+  // Of rows, for which `wanted` says from which ranks they are; then it stands for one rank.
+  MatrixView<const int32_t> first{nullptr, 0, 0};
+  MatrixView<const int32_t> size{nullptr, 0, 0};
   PeerWeights weights;
-  std::vector<std::byte*> home;   // one array of [ranks, L, ...] per kind of weights; then the rows at home
-  std::vector<std::byte*> slots;  // [ranks, P, ...]; then room for rows
+  std::vector<std::byte*> home;   // one array of [ranks, L, ...] per kind of weights, or the rows that are read
+  std::vector<std::byte*> slots;  // [ranks, P, ...], or room for rows
 };
 
 // Addresses by rank. One process: every pointer is valid on every device. Several processes would map each other's
@@ -50,9 +51,7 @@ class PeerTable {
  private:
   const PeerShare& ShareOf(size_t rank) const { return shares_[participant(rank)]; }
   size_t Offset(size_t rank, size_t kind, size_t per_rank, size_t index) const {
-    const std::vector<size_t>& expert_bytes = weights().expert_bytes;
-    if (kind == expert_bytes.size()) return index * weights().rows.row_bytes;
-    return ((rank % ranks_here_) * per_rank + index) * expert_bytes[kind];
+    return ((rank % ranks_here_) * per_rank + index) * weights().expert_bytes[kind];
   }
 
   std::vector<PeerShare> shares_;
@@ -65,7 +64,7 @@ class PeerTable {
 // sizes.
 Status CheckEqualTables(const std::vector<PeerShare>& shares);
 
-// All copies that the tables of a share ask for; see PlanPeerTasks and AddRowTasks.
+// All copies that the tables of a share ask for; see PlanPeerTasks and PlanRowTasks.
 Status PlanTasks(const PeerShare& share, std::vector<PeerTask>* tasks);
 
 }  // namespace moe_lb

@@ -102,7 +102,7 @@ def rank_in_domain(route: Route) -> Int[Array, ""]:
     return rank if route.domain is None else rank % route.domain
 
 
-def in_domain(table: Wanted, per_rank: int, route: Route) -> Wanted:
+def in_domain(table: Wanted, per_rank: int, route: Route) -> Int[Array, "M P"]:
     """Returns the rows of this rank's domain, in which what belongs to its first rank is number 0.
 
     Args:

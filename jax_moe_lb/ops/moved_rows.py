@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb._pytree import pytree
-from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all, unwritten
+from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
 from jax_moe_lb.types import Placement, Quota, Rows, iota
 
 PerReplica = Int[Array, "R P"]
@@ -41,6 +41,11 @@ class MovedRows:
     first: PerReplica
     size: PerReplica
     taken: Quota
+
+    @property
+    def tables(self) -> tuple[PerReplica, PerReplica, PerReplica]:
+        """The numbers of the slots: `home`, `first` and `size`."""
+        return self.home, self.first, self.size
 
 
 class Window(NamedTuple):
@@ -104,7 +109,7 @@ def served_quota(quota: Quota, moved: MovedRows) -> Quota:
     return jnp.where(at_home, stays, moved.taken)
 
 
-def move(rows: Rows, moved: MovedRows, window: Window, room: int, axis_name: Axes) -> Taken:
+def move(rows: Rows, moved: MovedRows, window: Window, out: Taken, axis_name: Axes) -> Taken:
     """Brings rows that are at home to the slots that take them.
 
     It is not differentiable: `move_back` is its transpose.
@@ -113,17 +118,17 @@ def move(rows: Rows, moved: MovedRows, window: Window, room: int, axis_name: Axe
         rows: `[A, H]`, the window of this rank's stream.
         moved: which slots take which rows.
         window: the part of the streams that is at home.
-        room: how many rows of others a rank can take.
+        out: `[B, H]`, room for the rows of others that this rank takes.
         axis_name: the mesh axes of the ranks, outermost first.
 
     Returns:
-        `[room, H]`, sorted by slot; rows beyond those of the last slot hold anything.
+        `[B, H]`, sorted by slot; rows beyond those of the last slot stay as they are.
     """
     me = jax.lax.axis_index(axis_name)
     first, size = window.of(moved.first, moved.size)
     return ragged_all_to_all(
         rows,
-        unwritten(rows, room),
+        out,
         input_offsets=first.reshape(-1),
         send_sizes=_of(moved.home == me, size),
         output_offsets=_landing(size).reshape(-1),

@@ -1,8 +1,8 @@
 """`serve_in_phases` runs both phases of `TwoPhase`, forward and backward, beside what plans and copies.
 
-The order in which things depend on each other: the exchange home needs the load alone; the static wave needs what came
-home, and so do planner and copies, which run beside it; then the dynamic wave; then its outputs return to the homes of
-their experts, and from there all outputs to their tokens.
+The order in which things depend on each other: the exchange home needs the load alone, and so does the planner, which
+runs beside it; rows and weights of moved experts travel beside the static wave; then the dynamic wave; its outputs
+return to the homes of their experts, beside what stayed there, and from there all outputs to their tokens.
 """
 
 from dataclasses import replace
@@ -17,11 +17,12 @@ from jax_moe_lb._first_order import first_order
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.faults import Checks
-from jax_moe_lb.ops._peer import Route
+from jax_moe_lb.ops._peer import Pending, Route
 from jax_moe_lb.ops.copy_expert_weights import join
+from jax_moe_lb.ops.copy_rows import start_back, start_onward
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
 from jax_moe_lb.ops.moved_rows import Taken, move, move_back, moved_rows, served_quota
-from jax_moe_lb.ops.plan_and_copy import RowsAtHome, plan_and_copy, post
+from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.ops.ragged_all_to_all import unwritten
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.planners.native import NativePlanner
@@ -49,15 +50,16 @@ class Ways(NamedTuple):
     Args:
         direct: the dispatch by which tokens travel.
         replicate: the replication by which weights travel.
-        planner: what makes the plan beside the static wave, and between whom rows and weights are then copied; `None`
-            where the plan is there already.
+        planner: what makes the plan beside the exchange; `None` where the plan is there already.
+        route: between whom rows and weights are copied beside products; `None` where exchanges move rows.
         topology: its expert axes are the ranks that both travel between.
         checks: what to do about a plan that is not legal, or needs more rounds than there are.
     """
 
     direct: Direct
     replicate: Replicate
-    planner: tuple[NativePlanner, Route] | None
+    planner: NativePlanner | None
+    route: Route | None
     topology: Topology
     checks: Checks
 
@@ -71,7 +73,7 @@ class Ways(NamedTuple):
         topology: Topology,
         checks: Checks,
     ) -> "Ways":
-        """Chooses the ways, with a planner where one can run beside the static wave.
+        """Chooses the ways, with a planner where one can run beside the exchange.
 
         That is so where it is all that the balancer does, copies may follow at once, and there are slots to fill.
 
@@ -83,10 +85,11 @@ class Ways(NamedTuple):
             topology: its expert axes are the ranks that both travel between.
             checks: what to do about a bad plan.
         """
-        planner, route = balancer.native_planner(plan.domain), replicate.route(topology)
-        if planner is None or route is None or plan.slots == plan.num_home or route.domain is not None:
-            return cls(direct, replicate, None, topology, checks)
-        return cls(direct, replicate, (planner, route), topology, checks)
+        route = replicate.route(topology) if plan.slots > plan.num_home else None
+        # One planner serves all ranks that it copies between.
+        alone = route is not None and route.domain is None
+        planner = balancer.native_planner(plan.domain) if alone else None
+        return cls(direct, replicate, planner, route, topology, checks)
 
 
 class Outcome(NamedTuple):
@@ -154,8 +157,9 @@ class _Forward(NamedTuple):
 
     def come_home(self, i: Array) -> Rows:
         """Sends the copies of round `i` home."""
-        copies = to_sending_order(self.tokens, self.receipt, self.routed.experts.shape[1])
-        return self.ways.direct.send(copies, self.receipt, i, self.ways.topology)[0]
+        with jax.named_scope("come_home"):
+            copies = to_sending_order(self.tokens, self.receipt, self.routed.experts.shape[1])
+            return self.ways.direct.send(copies, self.receipt, i, self.ways.topology)[0]
 
     def static_sizes(self, i: Array, rows: Rows) -> Int[Array, "L"]:
         """Counts the rows of static experts, which stand in front; others have none."""
@@ -173,10 +177,14 @@ class _Forward(NamedTuple):
         with jax.named_scope("dynamic_wave"):
             staying = replace(phases.staying, size=jnp.where(self.dynamic, phases.staying.size, 0))
             blocks = Blocks.of(*_here(staying, i, rows, ways), rows.shape[0])
-            out = blocks.put(grouped_ffn(blocks.take(rows), self.experts, blocks.sizes), out)
-            if moved.slots is not None:
+            returning: Any = (out,)
+            if moved.slots is not None and moved.rows is not None:
                 served = grouped_ffn(moved.rows, moved.slots, _taken(phases, i, rows, ways))
-                out = move_back(served, phases.moved, _window(i, rows), out, ways.topology.expert_axes)
+                # First, so that they return beside what stayed.
+                blocks, returning = _start_back((served,), (out,), phases, i, ways, blocks)
+            stayed = grouped_ffn(blocks.take(rows), self.experts, blocks.sizes)
+            (out,) = _arrived(returning, stayed)
+            out = blocks.put(stayed, out)
         return ways.direct.send_back(out, self.receipt, i, copies, ways.topology)
 
 
@@ -191,44 +199,42 @@ class _Arrived(NamedTuple):
 def _serve(
     tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: Ways, room: int
 ) -> tuple[Tokens, Outcome]:
-    direct, replicate, _, topology, checks = ways
+    direct, replicate, _, _, topology, checks = ways
     receipt, streams = address_home(direct, routed.experts, routed.counts, dynamic, topology)
     receipt, is_whole = direct.within_rounds(receipt, checks)
-    forward, first = _Forward(ways, experts, tokens, routed, dynamic, receipt, streams), jnp.int32(0)
-    rows = forward.come_home(first)
-    sizes = forward.static_sizes(first, rows)
+    first = jnp.int32(0)
     pending: Any
-    if ways.planner is not None:
-        planner, route = ways.planner
-        at_home = RowsAtHome(rows, streams.first, room)
-        # The wave reads the sizes, so `post` comes before it.
-        sizes, posted = post(plan.placement, plan.quota, experts, sizes, planner=planner, route=route, rows=at_home)
-        out = forward.static_wave(rows, sizes)
-        # It takes the outputs of the wave so that it is launched after it; the plan is made from what `post` had.
-        out, tables, pending = plan_and_copy(posted, out)
+    if ways.planner is not None and ways.route is not None:
+        # The exchange reads the receipt, so `post` comes before it.
+        receipt, posted = post(plan.placement, plan.quota, experts, receipt, planner=ways.planner, route=ways.route)
+        forward = _Forward(ways, experts, tokens, routed, dynamic, receipt, streams)
+        # It takes what came home so that it is launched after the exchange; the plan is made from what `post` had.
+        rows, tables, pending = plan_and_copy(posted, forward.come_home(first))
         made = replace(plan, placement=tables[0], quota=tables[1])
         plan, is_legal = served_plan(made, routed.counts, dynamic, checks)
     else:
-        made = plan
+        forward, made = _Forward(ways, experts, tokens, routed, dynamic, receipt, streams), plan
         plan, is_legal = served_plan(made, routed.counts, dynamic, checks)
         # Started before the wave is computed, and joined after it, so that copies can run beside its products.
         pending = _start(experts, plan, ways)
-        out = forward.static_wave(rows, sizes)
+        rows = forward.come_home(first)
     phases = Phases(receipt, streams, moved_rows(plan.placement, plan.quota, streams.first, room))
-    if ways.planner is not None:
-        slots, arrived = join(pending, out)
-    else:
-        arrived = _move(rows, phases, first, room, ways)
-        slots = None if pending is None else replicate.join(pending, out)
+    # The wave reads the sizes, so rows begin to travel before it.
+    sizes, onward = _start_onward((rows,), phases, first, room, ways, forward.static_sizes(first, rows))
+    out = forward.static_wave(rows, sizes)
+    slots = None if pending is None else replicate.join(pending, out)
+    (taken,) = _arrived(onward, out)
+    # In a loop rows move by the exchange, which needs no host: graphs of GPUs can hold it.
+    by_exchange = forward._replace(ways=ways._replace(route=None))
 
     def one_round(i: Array, copies: Copies) -> Copies:
         rows = forward.come_home(i)
+        (taken,) = _start_onward((rows,), phases, i, room, by_exchange.ways, ())[1]
         out = forward.static_wave(rows, forward.static_sizes(i, rows))
-        arrived = _move(rows, phases, i, room, ways)
-        return forward.finish(i, rows, out, _Arrived(phases, slots, arrived), copies)
+        return by_exchange.finish(i, rows, out, _Arrived(phases, slots, taken), copies)
 
     nothing = unwritten(tokens, routed.experts.size)
-    copies = forward.finish(first, rows, out, _Arrived(phases, slots, arrived), nothing)
+    copies = forward.finish(first, rows, out, _Arrived(phases, slots, taken), nothing)
     copies = further_rounds(receipt, direct, one_round, copies)
     served = replace(plan, quota=served_quota(plan.quota, phases.moved))
     return combine(copies, routed.weights, receipt), Outcome(served, made, phases, is_legal, is_whole)
@@ -238,11 +244,39 @@ def _start(experts: Experts, plan: Plan, ways: Ways) -> Any:
     return None if plan.slots == plan.num_home else ways.replicate.start(experts, plan, ways.topology)
 
 
-def _move(rows: Rows, phases: Phases, i: Array, room: int, ways: Ways) -> Any:
-    """The rows that this rank takes from others in round `i`; `None` where there are no slots for replicas."""
-    if phases.moved.home.shape[1] == 0:
-        return None
-    return move(rows, phases.moved, _window(i, rows), room, ways.topology.expert_axes)
+Travelling = Any
+"""Rows on their way, for `_arrived`: a tuple of arrays that are there, or what `join` takes."""
+
+
+def _start_onward(
+    parts: tuple[Array, ...], phases: Phases, i: Array, room: int, ways: Ways, before: Any
+) -> tuple[Any, Travelling]:
+    """Brings what came home in round `i` to the ranks that take it; `None`s where there are no slots for replicas."""
+    moved = phases.moved
+    if moved.home.shape[1] == 0:
+        return before, (None,) * len(parts)
+    window = _window(i, parts[0])
+    if ways.route is not None:
+        with jax.named_scope("rows_onward"):
+            return start_onward(parts, room, moved, window, before, route=ways.route)
+    axes = ways.topology.expert_axes
+    return before, tuple(move(part, moved, window, unwritten(part, room), axes) for part in parts)
+
+
+def _start_back(
+    parts: tuple[Array, ...], into: tuple[Array, ...], phases: Phases, i: Array, ways: Ways, before: Any = ()
+) -> tuple[Any, Travelling]:
+    """Brings what became of moved rows back to where they were in round `i`: the transpose of `_start_onward`."""
+    window = _window(i, into[0])
+    if ways.route is not None:
+        with jax.named_scope("rows_back"):
+            return start_back(parts, into, phases.moved, window, before, route=ways.route)
+    axes = ways.topology.expert_axes
+    return before, tuple(move_back(p, phases.moved, window, out, axes) for p, out in zip(parts, into, strict=True))
+
+
+def _arrived(rows: Travelling, after: Any) -> tuple[Any, ...]:
+    return join(rows, after) if isinstance(rows, Pending) else rows
 
 
 def _window(i: Array, rows: Rows) -> Any:
@@ -290,7 +324,6 @@ class _Backward(NamedTuple):
     """Holds what all rounds of the backward pass need."""
 
     ways: Ways
-    room: int
     batch: Batch
     experts: Experts
     phases: Phases
@@ -306,11 +339,13 @@ class _Backward(NamedTuple):
         )
         return tuple(self.ways.direct.send(part, receipt, i, self.ways.topology)[0] for part in copies)
 
-    def at_home(self, i: Array, parts: tuple[Array, ...]) -> tuple[tuple[Array, ...], Experts]:
-        """Computes the gradients of what stays at home, of static and dynamic experts alike."""
-        rows = parts[0]
+    def staying(self, i: Array, rows: Rows) -> Blocks:
+        """Finds the rows of what stays at home, of static and dynamic experts alike."""
+        return Blocks.of(*_here(self.phases.staying, i, rows, self.ways), rows.shape[0])
+
+    def at_home(self, parts: tuple[Array, ...], blocks: Blocks) -> tuple[tuple[Array, ...], Experts]:
+        """Computes the gradients of what stays at home."""
         with jax.named_scope("home_wave"):
-            blocks = Blocks.of(*_here(self.phases.staying, i, rows, self.ways), rows.shape[0])
             *of_rows, of_experts = self._gradients(tuple(map(blocks.take, parts)), self.experts, blocks.sizes)
             return tuple(blocks.put(part, part) for part in of_rows), of_experts
 
@@ -321,16 +356,10 @@ class _Backward(NamedTuple):
         if slots is not None:
             with jax.named_scope("moved_wave"):
                 *of_moved, of_slots = self._gradients(parts, slots, _taken(phases, i, rows, ways))
-            of_rows = tuple(
-                move_back(part, phases.moved, _window(i, rows), into, ways.topology.expert_axes)
-                for part, into in zip(of_moved, of_rows, strict=True)
-            )
+            _, returning = _start_back(tuple(of_moved), of_rows, phases, i, ways)
+            of_rows = _arrived(returning, ())
         back = partial(ways.direct.send_back, receipt=phases.receipt, i=i, topology=ways.topology)
         return tuple(back(part, out=into) for part, into in zip(of_rows, out, strict=True)), of_slots
-
-    def move(self, i: Array, parts: tuple[Array, ...]) -> tuple[Any, ...]:
-        """Brings what came home to the ranks that take it."""
-        return tuple(_move(part, self.phases, i, self.room, self.ways) for part in parts)
 
     def _gradients(self, parts: tuple[Array, ...], experts: Experts, sizes: Array) -> tuple[Any, ...]:
         rows, weights, upstream = parts
@@ -340,23 +369,29 @@ class _Backward(NamedTuple):
 def _gradients(ways: Ways, room: int, saved: Saved, upstream: Tokens) -> tuple[Tokens, Weights, Experts]:
     """Computes the gradients of tokens, their weights and the home experts, in the same rounds again."""
     tokens, weights, experts, plan, phases = saved
-    ways = ways._replace(replicate=ways.replicate.again())
+    again = ways.replicate.again()
+    route = None if ways.route is None else again.route(ways.topology)
+    ways = ways._replace(replicate=again, route=route)
     # Without the barrier XLA sees that the forward pass made the same replicas and sent the same rows, and keeps those
     # until now instead. It ties them to the gradients, which do not exist before the backward pass has come here.
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     pending = _start(experts, plan, ways)
-    backward = _Backward(ways, room, Batch(tokens, weights, upstream), experts, phases)
+    backward = _Backward(ways, Batch(tokens, weights, upstream), experts, phases)
     first, nothing = jnp.int32(0), no_gradients(tokens, weights)
     parts = backward.come_home(first)
-    moved = backward.move(first, parts)
-    of_rows, of_home = backward.at_home(first, parts)
+    # The wave at home reads the blocks, so rows begin to travel before it.
+    staying, onward = _start_onward(parts, phases, first, room, ways, backward.staying(first, parts[0]))
+    of_rows, of_home = backward.at_home(parts, staying)
     slots = None if pending is None else ways.replicate.join(pending, of_rows)
+    moved = _arrived(onward, of_rows)
     of_copies, of_slots = backward.finish(first, of_rows, moved, slots, nothing)
+    by_exchange = backward._replace(ways=ways._replace(route=None))
 
     def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
-        parts = backward.come_home(i)
-        of_rows, of_home = backward.at_home(i, parts)
-        of_copies, of_slots = backward.finish(i, of_rows, backward.move(i, parts), slots, carry[0])
+        parts = by_exchange.come_home(i)
+        staying, onward = _start_onward(parts, phases, i, room, by_exchange.ways, by_exchange.staying(i, parts[0]))
+        of_rows, of_home = by_exchange.at_home(parts, staying)
+        of_copies, of_slots = by_exchange.finish(i, of_rows, _arrived(onward, of_rows), slots, carry[0])
         return of_copies, jax.tree.map(jnp.add, carry[1], (of_home, of_slots))
 
     carry = of_copies, (of_home, of_slots)

@@ -21,7 +21,7 @@ CONFIG = TrainConfig(
     validation_batches=1,
     checkpoint_interval=4,
 )
-CORPUS = Corpus.split(b"the quick brown fox jumps over the lazy dog. " * 200, "a fox")
+CORPUS = Corpus.of_text(b"the quick brown fox jumps over the lazy dog. " * 200, "a fox")
 
 
 def on(data_parallel: int, expert_parallel: int, system: str) -> TrainConfig:

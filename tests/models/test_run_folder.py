@@ -66,7 +66,7 @@ def test_what_only_tracing_finds_touches_nothing(copied, monkeypatch):
     def refuses(*arguments):
         raise ValueError("found by tracing")
 
-    monkeypatch.setattr("models.training.next_byte_loss", refuses)
+    monkeypatch.setattr("models.gradients._share_of_loss", refuses)
     before = contents(copied)
     with pytest.raises(ValueError, match="found by tracing"):
         prepare(CONFIG, CORPUS, copied, overwrite=True)

@@ -11,8 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_moe_lb import _custom_calls
 from jax_moe_lb.ops._peer import Route
 from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join
-from jax_moe_lb.ops.moved_rows import Window, move, moved_rows
-from jax_moe_lb.ops.plan_and_copy import RowsAtHome, plan_and_copy, post
+from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.planners.feplb import feplb_planner
 from jax_moe_lb.planners.greedy import greedy_planner
 from jax_moe_lb.planners.native import edit
@@ -92,55 +91,6 @@ def test_plan_and_slots_are_those_of_the_separate_calls(planner, dtype):
         assert_equal((wave, plan, slots), want(*args))
         assert (np.asarray(plan[0])[:, HOME:] >= 0).any()
         assert not (np.asarray(plan[1]) == np.asarray(args[2])).all()
-
-
-def with_rows(rows, room=30):
-    """Rows of all experts, which stand at each home in the order of the experts: those that each rank takes, else 0."""
-
-    def first_rows(quota):
-        sizes = quota.sum(1).reshape(RANKS, HOME)
-        return (sizes.cumsum(1) - sizes).reshape(-1)
-
-    def keep(taken, placement, quota):
-        moved = moved_rows(placement, quota, first_rows(quota), room)
-        size = Window(jnp.int32(0), jnp.int32(rows)).of(moved.first, moved.size)[1]
-        mine = size[jax.lax.axis_index("expert")].sum()
-        return jnp.where((jnp.arange(room) < mine)[:, None], taken, 0)
-
-    def by_calls(home, placement, quota, x):
-        at_home = RowsAtHome(x, first_rows(quota), room)
-        wave, posted = post(placement, quota, home, x, planner=FEPLB, route=ROUTE, rows=at_home)
-        _, plan, pending = plan_and_copy(posted, static_wave(wave))
-        slots, taken = join(pending)
-        return plan, slots, keep(taken, *plan)
-
-    def in_python(home, placement, quota, x):
-        plan, first = edit(FEPLB, placement, quota), first_rows(quota)
-        moved, window = moved_rows(*plan, first, room), Window(jnp.int32(0), jnp.int32(rows))
-        taken = move(x, moved, window, room, ROUTE.axis_name)
-        return plan, copy_expert_weights(home, plan[0][:, HOME:], route=ROUTE), keep(taken, *plan)
-
-    return (over_ranks(calls, out_specs=(ALL, SPEC, SPEC)) for calls in (by_calls, in_python))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("without", [False, True], ids=["custom calls", "without"])
-def test_rows_travel_with_the_weights_of_their_experts(without, monkeypatch):
-    """Those that are at home: a part of what the plan moves, and no more than there is room for."""
-    if without:
-        for absent in _custom_calls.MODULES:
-            monkeypatch.setitem(_custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
-    rows, taken = 50, []
-    got, want = with_rows(rows)
-    x = jnp.arange(RANKS * rows * 3, dtype=jnp.float32).reshape(-1, 3) + 1
-    for seed in range(4):
-        # Home alone serves, so that all rows are there.
-        placement, quota = load(seed)
-        args = weights(), placement.at[:, HOME:].set(-1), quota, x
-        assert_equal(got(*args), want(*args))
-        taken.append(np.count_nonzero(got(*args)[2][:, 0].reshape(RANKS, -1), 1))
-    assert np.max(taken) == 30
-    assert np.any((np.array(taken) > 0) & (np.array(taken) < 30))
 
 
 @pytest.mark.slow

@@ -131,21 +131,27 @@ def test_the_simulator_is_told_what_is_served():
 
 
 @pytest.mark.slow
-def test_the_static_wave_needs_neither_plan_nor_copies():
+def test_the_plan_is_posted_before_rows_go_home_and_copies_run_beside_products():
     graph = of_compiled(compiled().as_text())
-    plans, posts = graph.holding("moe_lb_plan_feplb_and_copy"), graph.holding("moe_lb_copy_post")
-    # Further rounds know the plan.
-    static = graph.holding(HEAVY + "static_wave") - graph.holding("further_rounds")
-    dynamic = graph.holding(HEAVY + "dynamic_wave")
-    starts = graph.holding("moe_lb_copy_start")
-    joins = {join for join in graph.holding("moe_lb_copy_join") if not starts & graph.needs([join])}
-    assert all((plans, posts, static, dynamic, joins))
-    assert not graph.needs(static) & (plans | joins)
-    assert not graph.needs(posts) & static
-    # Launched after the wave, so that it hands the plan on when that has been launched.
-    assert posts <= graph.needs(static)
-    assert static <= graph.needs(plans)
-    assert plans | joins <= graph.needs(dynamic)
+    posts, plans = graph.holding("moe_lb_copy_post"), graph.holding("moe_lb_plan_feplb_and_copy")
+    # Further rounds know the plan, and move rows by the exchange.
+    home, static = (graph.holding(HEAVY + scope) - graph.holding("further_rounds") for scope in ("come_home", "static"))
+    dynamic = graph.holding(HEAVY + "dynamic_wave") - graph.holding("further_rounds")
+    joins = graph.holding("moe_lb_copy_join")
+    (onward,) = graph.holding("moe_lb_copy_rows.*jvp.*/rows_onward/") & graph.needs(static)
+    (back,) = graph.holding("moe_lb_copy_rows.*/dynamic_wave/rows_back/")
+    assert all((posts, plans, home, static, dynamic, joins))
+    assert posts <= graph.needs(home)
+    assert not graph.needs(home) & (plans | joins)
+    # Launched after the exchange, so that it hands the plan on when that has been launched; then rows begin to travel.
+    assert home & graph.needs(plans)
+    assert plans <= graph.needs([onward])
+    assert not graph.needs(static) & joins
+    # Moved experts first: their outputs return beside what stayed.
+    beside = {one for one in dynamic if back in graph.needs([one])}
+    assert joins & graph.needs([back])
+    assert beside
+    assert not {join for join in joins if back in graph.needs([join])} & graph.needs(beside)
 
 
 @pytest.mark.slow
@@ -162,23 +168,25 @@ def test_the_same_where_it_is_lowered_for_a_gpu():
     static = graph.holding("static_wave") - graph.holding("further_rounds")
     dynamic = graph.holding("dynamic_wave")
     assert all((static, dynamic, plans, joins))
-    assert not graph.needs(static) & (plans | joins)
-    assert posts <= graph.needs(static)
-    assert static & graph.needs(plans)
-    assert plans | joins <= graph.needs(dynamic)
+    assert not graph.needs(static) & joins
+    assert posts <= graph.needs(plans)
+    assert static & graph.needs(dynamic)
+    assert joins & graph.needs(dynamic)
 
 
 @pytest.mark.slow
 def test_in_the_backward_pass_copies_are_made_beside_what_stays_at_home():
     graph = of_compiled(compiled().as_text())
     (start,) = graph.holding("moe_lb_copy_start")
-    (join,) = (one for one in graph.holding("moe_lb_copy_join") if start in graph.needs([one]))
+    (onward,) = graph.holding("moe_lb_copy_rows.*transpose.*/rows_onward/")
+    joins = graph.holding("moe_lb_copy_join")
     home, moved = (graph.holding(rf"moe_lb_grouped.*/{wave}_wave/") for wave in ("home", "moved"))
-    assert home & graph.needs([join])
-    assert not (home & graph.needs([join])) & {one for one in home if start in graph.needs([one])}
-    assert not graph.needs([start]) & home
-    assert moved
-    assert all(join in graph.needs([one]) for one in moved)
+    first = home - graph.holding("further_rounds")
+    assert all((first, moved))
+    assert onward in graph.needs(first)
+    assert not graph.needs(first) & {join for join in joins if {start, onward} & graph.needs([join])}
+    assert not graph.needs([start, onward]) & home
+    assert all({start, onward} <= graph.needs([one]) for one in moved)
 
 
 # ---- memory -------------------------------------------------------------------------

@@ -17,7 +17,6 @@ struct LayerShape {
   int64_t home = 3;                        // experts of a rank
   int64_t slots = 2;                       // for replicas
   std::vector<int64_t> widths = {96, 24};  // bf16 of an expert, by kind of weights
-  int64_t row_width = 0;                   // bf16 of a row that travels beside weights; 0: none do
   double timeout_s = 30;
   std::vector<int64_t> processes;  // of the ranks; empty: all are devices of this process
 
@@ -85,6 +84,24 @@ class PlannedLayer {
   CallSite join_;
   std::atomic<int64_t> wrong_{0};
   std::atomic<int64_t> replicas_{0};
+};
+
+// `copy_rows`, a wave, `copy_join`.
+class RowsLayer {
+ public:
+  // back: from those who took rows to where they are at home.
+  RowsLayer(LayerShape shape, bool back);
+
+  Ending Run(Gpu& gpu, int64_t rank, int64_t run, const Between& between = {});
+
+  int64_t num_wrong() const { return wrong_; }
+
+ private:
+  const LayerShape shape_;
+  const bool back_;
+  CallSite rows_;
+  CallSite join_;
+  std::atomic<int64_t> wrong_{0};
 };
 
 // A planner as a host function of the stream.

@@ -95,15 +95,16 @@ void RunAll() {
   TheStandIn().longest_delay_us = 200;
   QueueManyPlans();
   CopyLayer copies(Shape(), false), relays(Shape(), true);
-  LayerShape with_rows = Shape();
-  with_rows.row_width = 20;
-  PlannedLayer planned(with_rows);
+  PlannedLayer planned(Shape());
+  RowsLayer onward(Shape(), false), back(Shape(), true);
   HostPlan plan(Shape());
   Repeat(9, [&](Gpu& gpu, int64_t rank, int64_t run) {
     ExpectOk(copies.Run(gpu, rank, run));
     ExpectOk(plan.Run(gpu, run));
     ExpectOk(relays.Run(gpu, rank, run));
     ExpectOk(planned.Run(gpu, rank, run));
+    ExpectOk(onward.Run(gpu, rank, run));
+    ExpectOk(back.Run(gpu, rank, run));
   });
   ReuseMemoryOfAnotherStream();
   TheStandIn().copy_us = 2000;
@@ -112,8 +113,10 @@ void RunAll() {
   Repeat(3, [&](Gpu& gpu, int64_t rank, int64_t run) {
     ExpectOk(relays.Run(gpu, rank, 100 + run, between));
     ExpectOk(planned.Run(gpu, rank, 100 + run, between));
+    ExpectOk(back.Run(gpu, rank, 100 + run, between));
   });
   EXPECT_EQ(copies.num_wrong() + relays.num_wrong() + planned.num_wrong() + plan.num_wrong(), 0);
+  EXPECT_EQ(onward.num_wrong() + back.num_wrong(), 0);
   EXPECT(Violations().empty());
 }
 

@@ -53,9 +53,8 @@ int64_t NumSent() { return moe_lb::Neighbours::OfProcess().num_sent(); }
 // All kinds of calls. In later runs the arrays lie elsewhere in the same memory, and nobody sends anything.
 void CopyAll(int64_t rank, int64_t count, MemoryKind kind) {
   CopyLayer copies(ShapeOf(count), false), relays(ShapeOf(count), true);
-  LayerShape with_rows = ShapeOf(count);
-  with_rows.row_width = count == 2 ? 0 : 20;
-  PlannedLayer planned(with_rows);
+  PlannedLayer planned(ShapeOf(count));
+  RowsLayer onward(ShapeOf(count), false), back(ShapeOf(count), true);
   Gpu gpu(0, 0, kind);
   TheStandIn().longest_delay_us = 100;
   const auto run_all = [&](int64_t run) {
@@ -64,6 +63,8 @@ void CopyAll(int64_t rank, int64_t count, MemoryKind kind) {
     ExpectOk(copies.Run(gpu, rank, run));
     ExpectOk(relays.Run(gpu, rank, run));
     ExpectOk(planned.Run(gpu, rank, run));
+    ExpectOk(onward.Run(gpu, rank, run));
+    ExpectOk(back.Run(gpu, rank, run));
   };
   run_all(1);
   const int64_t sent = NumSent();
@@ -75,6 +76,7 @@ void CopyAll(int64_t rank, int64_t count, MemoryKind kind) {
   Synchronize(gpu.stream());
   EXPECT_EQ(NumSent(), sent);
   EXPECT_EQ(copies.num_wrong() + relays.num_wrong() + planned.num_wrong(), 0);
+  EXPECT_EQ(onward.num_wrong() + back.num_wrong(), 0);
   EXPECT(count == 1 || planned.num_replicas() > 0);
   EXPECT(NumMapped() >= 1 && NumMapped() <= count - 1);
 }

@@ -255,9 +255,9 @@ void WeightsMayHaveNoBytes() {
 
 // XLA waits on the host for every round of a loop, and the static wave is one. The copies must run beside it all the
 // same.
-void CopiesOverlapAWaveThatTheHostWaitsFor() {
+template <typename Layer>
+void CopiesOverlapAWaveThatTheHostWaitsFor(Layer& layer) {
   const auto gpus = Gpus(4);
-  PlannedLayer layer{LayerShape()};
   ExpectGoodRun(layer, gpus, 1);
   TheStandIn().copy_us = 30000;
   Between between;
@@ -321,6 +321,8 @@ int main(int argc, char** argv) {
     NothingIsWrittenAfterAFailure(copies);
     PlannedLayer planned{LayerShape()};
     NothingIsWrittenAfterAFailure(planned);
+    RowsLayer rows(LayerShape(), true);
+    NothingIsWrittenAfterAFailure(rows);
   }
   AnotherHomeIsRefused();
   CopyLayer copies(LayerShape(), true);
@@ -334,6 +336,8 @@ int main(int argc, char** argv) {
   for (const char* const function : {"cudaMemcpyAsync", "cudaStreamWaitEvent", "cuMemcpyBatchAsync"}) {
     OneFailureEndsAll(planned, function, 1);
   }
+  RowsLayer rows(LayerShape(), true);
+  OneFailureEndsAll(rows, "cudaMemcpyAsync", 1);
   ADeviceThatIsStuckIsNamed<CopyLayer>();
   ADeviceThatIsStuckIsNamed<PlannedLayer>();
   NothingIsAllocatedWhileAProgramRuns();
@@ -342,6 +346,9 @@ int main(int argc, char** argv) {
   TwoThreadsLaunchOnOneDevice();
   LogicalDevicesShareAGpu();
   WeightsMayHaveNoBytes();
-  CopiesOverlapAWaveThatTheHostWaitsFor();
+  CopyLayer direct(LayerShape(), false);  // relays would wait for each other
+  CopiesOverlapAWaveThatTheHostWaitsFor(direct);
+  CopiesOverlapAWaveThatTheHostWaitsFor(planned);
+  CopiesOverlapAWaveThatTheHostWaitsFor(rows);
   for (const std::string& violation : Violations()) EXPECT_EQ(violation, std::string());
 }

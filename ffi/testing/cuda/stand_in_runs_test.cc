@@ -66,11 +66,22 @@ void PlannedCopiesAreRight() {
     for (const int64_t devices : {2, 4, 8}) {
       LayerShape shape;
       shape.ranks = devices;
-      shape.row_width = devices == 2 ? 0 : 20;
       PlannedLayer layer(shape, planner);
       Repeat(devices, kRuns, [&](Gpu& gpu, int64_t rank, int64_t run) { return layer.Run(gpu, rank, run); });
       EXPECT_EQ(layer.num_wrong(), 0);
       EXPECT(layer.num_replicas() > 0);
+    }
+  }
+}
+
+void RowsAreRight() {
+  for (const int64_t devices : {1, 2, 4, 8}) {
+    for (const bool back : {false, true}) {
+      LayerShape shape;
+      shape.ranks = devices;
+      RowsLayer layer(shape, back);
+      Repeat(devices, kRuns, [&](Gpu& gpu, int64_t rank, int64_t run) { return layer.Run(gpu, rank, run); });
+      EXPECT_EQ(layer.num_wrong(), 0);
     }
   }
 }
@@ -161,10 +172,12 @@ struct Held {
 void NothingGrows() {
   CopyLayer copies(LayerShape(), true);
   PlannedLayer planned{LayerShape()};
+  RowsLayer rows(LayerShape(), true);
   HostPlan plan{LayerShape()};
   const auto run_all = [&](Gpu& gpu, int64_t rank, int64_t run) {
     ExpectOk(copies.Run(gpu, rank, run));
     ExpectOk(plan.Run(gpu, run));
+    ExpectOk(rows.Run(gpu, rank, run));
     return planned.Run(gpu, rank, run);
   };
   Repeat(4, 20, run_all);
@@ -174,7 +187,7 @@ void NothingGrows() {
   EXPECT_EQ(after.streams, before.streams);
   EXPECT_EQ(after.events, before.events);
   EXPECT_EQ(after.pinned, before.pinned);
-  EXPECT_EQ(copies.num_wrong() + planned.num_wrong() + plan.num_wrong(), 0);
+  EXPECT_EQ(copies.num_wrong() + planned.num_wrong() + rows.num_wrong() + plan.num_wrong(), 0);
 }
 
 }  // namespace
@@ -182,6 +195,7 @@ void NothingGrows() {
 int main() {
   CopiesAreRight();
   PlannedCopiesAreRight();
+  RowsAreRight();
   HostPlansAreRight();
   EveryPlannerPlans();
   ABatchThatTheDriverDoesNotKnowIsCopiedOneByOne();

@@ -1,0 +1,42 @@
+"""What XLA's own ragged product becomes on an H100: `python -m benchmarks.bench_ragged_dot`.
+
+It needs the compiler: `jax_moe_lb[cuda]`. The layer does not use this product there; see `ops/grouped_kernels.py`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_moe_lb.compiled import Target, compile_for, quiet_stderr, use_no_accelerators
+
+ROWS, WIDTH, INNER, GROUPS = 36_864, 2048, 768, 32
+OPTIONS = (None, "xla_gpu_experimental_use_ragged_dot_fusion", "xla_gpu_experimental_use_ragged_dot_grouped_gemm")
+
+
+def main() -> None:
+    """Prints a row for each of XLA's options."""
+    use_no_accelerators()
+    target = Target.parse("h100:1x8")
+    mesh = target.mesh()
+
+    def array(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    args = array(jnp.bfloat16, ROWS, WIDTH), array(jnp.bfloat16, GROUPS, WIDTH, INNER), array(jnp.int32, GROUPS)
+    print("| option | FLOPs over ideal | temporary MB |")
+    print("|---|---|---|")
+    for option in OPTIONS:
+        with quiet_stderr():
+            report = compile_for(
+                target,
+                jax.jit(jax.lax.ragged_dot),
+                args,
+                mesh,
+                ideal_flops=2 * ROWS * WIDTH * INNER,
+                options={option: True} if option else {},
+            )
+        print(f"| {option or 'none'} | {report.flops_over_ideal:.1f} | {report.temp_bytes / 1e6:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

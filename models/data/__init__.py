@@ -1,0 +1,15 @@
+"""What a model learns from: `corpus_from` reads it, and `Batches` hands it out, step by step."""
+
+from models.data.batches import Batches as Batches
+from models.data.batches import place_rows as place_rows
+from models.data.batches import rows_here as rows_here
+from models.data.corpus import Corpus as Corpus
+from models.data.corpus import Part as Part
+from models.data.reading import corpus_from as corpus_from
+from models.data.reading import default_corpus as default_corpus
+from models.data.sources import TEXT_FIELD as TEXT_FIELD
+from models.data.stream import Stream as Stream
+from models.data.stream import joined as joined
+from models.data.tokenizers import Bytes as Bytes
+from models.data.tokenizers import Tokenizer as Tokenizer
+from models.data.tokenizers import TokenizerFile as TokenizerFile

@@ -1,0 +1,169 @@
+"""What an option of training may not change, and what it must."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.gradients import next_token_loss
+from models.optimizer import make_optimizer, make_schedule
+from models.parallel import batch_sharding, make_mesh, make_system, place_batch
+from models.presets import ModelConfig, ParallelConfig, TrainConfig
+from models.training import make_programs
+from tests.models.small import CONFIG, CORPUS
+
+LAYER = dataclasses.replace(CONFIG.model, num_layers=1)
+ON_8 = ParallelConfig(4, 2, "plain")
+SMALL = dataclasses.replace(CONFIG, model=LAYER, parallel=ON_8, steps=5, warmup_steps=0)
+
+
+def trained(config, steps=2):
+    """State, losses and the last statistics."""
+    mesh = make_mesh(config.parallel)
+    programs = make_programs(config, mesh, make_system(config.parallel))
+    state, losses = programs.init(), []
+    for step in range(1, steps + 1):
+        batch = CORPUS.batch(0, step, config.batch_size, config.sequence_length)
+        state, loss, stats = programs.step(state, place_batch(batch, mesh))
+        losses.append(float(loss))
+    return state, losses, stats
+
+
+@pytest.fixture(scope="module")
+def usual():
+    return trained(SMALL)
+
+
+def assert_same(got, want):
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5)
+    for (path, a), b in zip(jax.tree.leaves_with_path(got[0][0]), jax.tree.leaves(want[0][0]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.slow
+def test_microbatches_learn_what_a_batch_does(usual):
+    *_, stats = accumulated = trained(dataclasses.replace(SMALL, accumulate=2))
+    assert_same(accumulated, usual)
+    # Groups of the first microbatch, then those of the second, each with its own counts.
+    assert stats.counts.shape == (1, 2 * 4, 2, 16)
+    copies = SMALL.tokens_per_step * LAYER.experts_per_token // 8
+    assert (np.asarray(stats.counts).sum((2, 3)) == copies).all()
+    rows = np.asarray(usual[2].counts).sum((0, 1, 2))
+    np.testing.assert_array_equal(np.asarray(stats.counts).sum((0, 1, 2)), rows)
+
+
+@pytest.mark.slow
+def test_balancers_that_remember_see_each_microbatch():
+    state, _, _ = trained(dataclasses.replace(SMALL, parallel=ParallelConfig(1, 2, "eplb"), accumulate=2), steps=1)
+    history = state[0]["blocks"][0]["moe"]["state"].get_value().history
+    assert np.asarray(history.steps).tolist() == [2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"scan_layers": True, "remat": "moe_plan,attention"}], ids=str)
+def test_split_parameters_learn_the_same(usual, changes):
+    model = dataclasses.replace(LAYER, **changes)
+    split = trained(dataclasses.replace(SMALL, model=model, parallel=dataclasses.replace(ON_8, fsdp=True)))
+    assert_same(split, usual)
+    # Of each matrix, and of both of Adam's moments, a device has a quarter, and of the experts' an eighth.
+    matrices = [leaf for leaf in jax.tree.leaves(split[0]) if leaf.ndim >= 2]
+    assert len(matrices) == 3 * (2 + 3 + 1 + 2)
+    for leaf in matrices:
+        assert leaf.size == (8 if leaf.ndim == 3 else 4) * leaf.addressable_shards[0].data.size
+
+
+@pytest.mark.slow
+def test_what_is_computed_again_is_the_same(usual):
+    assert_same(trained(dataclasses.replace(SMALL, model=dataclasses.replace(LAYER, remat="full"))), usual)
+
+
+def test_remat_says_what_is_kept():
+    def residuals(**changes):
+        model = dataclasses.replace(LAYER, **changes)
+        config = dataclasses.replace(SMALL, model=model)
+        mesh = make_mesh(config.parallel)
+        programs = make_programs(config, mesh, make_system(config.parallel))
+        tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length + 1), jnp.int32)
+        return str(programs.step.trace(programs.state_shapes, tokens).jaxpr)
+
+    none, some, full = (residuals(remat=remat) for remat in ("none", "attention", "full"))
+    assert "policy=" not in none
+    assert full.count("exp ") > none.count("exp ")
+    assert residuals() == none
+    assert len({some, full}) == 2
+
+
+@pytest.mark.slow
+def test_router_losses_and_biases_do_what_they_say(usual):
+    model = dataclasses.replace(LAYER, z_loss=1.0, aux_loss=1.0, bias_rate=0.1)
+    state, losses, stats = trained(dataclasses.replace(SMALL, model=model))
+    # The first loss is that of the same parameters, without router losses; the second is not.
+    assert losses[0] == pytest.approx(usual[1][0], rel=1e-6)
+    assert losses[1] != pytest.approx(usual[1][1], rel=1e-6)
+    assert (np.asarray(stats.loss) > 1).all()
+    assert (np.asarray(usual[2].loss) == 0).all()
+    # Both steps moved the biases, the second against this load.
+    load = np.asarray(stats.counts).sum((0, 1, 2))
+    first = np.asarray(state[0]["blocks"][0]["moe"]["bias"].get_value()) - 0.1 * np.sign(load.mean() - load)
+    np.testing.assert_allclose(np.abs(first)[np.abs(first) > 1e-7], 0.1, rtol=1e-5)
+    assert np.ptp(first) == pytest.approx(0.2)
+
+
+def test_beginnings_of_documents_are_not_predicted():
+    def model(tokens):
+        return jnp.zeros((*tokens.shape, 9)).at[..., 3].set(jnp.where(tokens == 5, 100.0, 0.0)), None
+
+    tokens = jnp.array([[1, 5, ~3, 5], [5, ~1, 3, 3]])
+    loss, _ = next_token_loss(model, tokens)
+    # Of four tokens that are predicted, none is behind a 5 which foretells it, or one that is wrong.
+    assert loss == pytest.approx(np.log(9))
+    assert next_token_loss(model, tokens.at[0, 2].set(3))[0] == pytest.approx(np.log(9) * 4 / 5)
+    assert next_token_loss(model, ~tokens[:, :1].repeat(4, 1))[0] == 0
+
+
+def test_gradients_are_clipped_by_their_norm_over_all_devices():
+    """Of a parameter that lies split, too."""
+    mesh = make_mesh(ON_8)
+    gradient = jax.device_put(jnp.full((8, 4), 3.0), batch_sharding(mesh))
+    transform = make_optimizer(dataclasses.replace(SMALL, clip_norm=2.0))
+    with jax.numpy_dtype_promotion("standard"):
+        state = transform.init(gradient)
+        _, state = jax.jit(transform.update)(gradient, state, gradient)
+    first_moment = state[1][0].mu
+    np.testing.assert_allclose(first_moment, 0.1 * 2.0 / np.sqrt(8 * 4), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        ("cosine", {20: 1, 60: 0.55, 100: 0.1}),
+        ("linear", {20: 1, 60: 0.55, 100: 0.1}),
+        ("constant", {20: 1, 60: 1, 99: 1}),
+        ("wsd", {20: 1, 79: 1, 80: 1, 90: 0.55, 100: 0.1}),
+    ],
+)
+def test_schedules(schedule, shares):
+    config = TrainConfig(steps=100, warmup_steps=20, learning_rate=2.0, schedule=schedule)
+    rate = make_schedule(config)
+    assert rate(0) == pytest.approx(2 / 21)
+    assert rate(10) == pytest.approx((rate(0) + 2) / 2)
+    for step, share in shares.items():
+        assert rate(step) == pytest.approx(2 * share, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ModelConfig(remat="all"), "remat is 'all'; expected none, full, or names out of moe_routing,moe_plan"),
+        (lambda: ModelConfig(z_loss=-1.0), "z_loss is -1.0; expected a finite number of at least 0"),
+        (lambda: ModelConfig(vocab_size=0), "vocab_size is 0; expected at least 1"),
+        (lambda: ParallelConfig(fsdp=True), "fsdp is set, but data_parallel is 1; expected at least 2 groups"),
+        (lambda: TrainConfig(schedule="step"), "schedule is 'step'; expected one of cosine, linear, constant, wsd"),
+        (lambda: TrainConfig(accumulate=3), "batch_size is 32; expected a multiple .* x accumulate 3"),
+    ],
+)
+def test_bad_options_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
