@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import platform
 import shlex
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,19 +24,24 @@ from jax.sharding import Mesh
 from jax.stages import Traced
 from rich.console import Console
 
-from jax_moe_lb import System, moved_experts, raise_fault
-from models.checkpoint import Checkpoints, restore_newest, steps_in
+from jax_moe_lb import System, moved_experts
+from models.checkpoint import Checkpoints, Keeping, Kept, parts, restore_newest, steps_in, without_homes
 from models.data import Batches, Corpus, place_rows, rows_here
 from models.files import FolderLock, free_sibling, write_whole
+from models.health import check_state, check_step
+from models.layer_rows import layer_row
+from models.layout import layout_of
+from models.pace import Pace
 from models.parallel import batch_sharding, make_mesh, make_system, place_batch
-from models.presets import ModelConfig, ParallelConfig, TrainConfig
+from models.presets import ModelConfig, TrainConfig
 from models.progress import StepLine
 from models.recording import Recorder, RunFolder
-from models.relocation import described, next_homes
-from models.report import write_report
+from models.relocation import described, next_homes, per_layer
+from models.report import LiveReport, write_report
 from models.stopping import StopRequest
 from models.summary import summarise
 from models.training import Programs, make_programs
+from models.watching import Watcher, Watching
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -55,6 +62,8 @@ class Run:
         step: the program of one step, which is traced already.
         done_steps: steps that are behind already, 0 for a new run.
         state: the state after them; `None` for a new run.
+        keeping: which checkpoints are kept.
+        position: where the data is after these steps, as the checkpoint has it.
     """
 
     config: TrainConfig
@@ -66,6 +75,8 @@ class Run:
     step: Traced
     done_steps: int
     state: nnx.State | None
+    keeping: Keeping
+    position: dict[str, Any]
 
     def release(self) -> None:
         """Lets other trainings have the folder."""
@@ -80,6 +91,7 @@ def prepare(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    keeping: Keeping = Keeping(),
     tell: Tell = print,
 ) -> Run:
     """Does everything that can fail because of what the user asked for, and only then touches the folder.
@@ -88,8 +100,10 @@ def prepare(
         config: the sizes of the run.
         corpus: the text to learn from.
         run_dir: the folder of the run, made if it is missing. It has no run in it, or one of the next two is set.
-        resume: whether to continue from the newest checkpoint there that is not damaged.
+        resume: whether to continue from the newest checkpoint there that is not damaged. The ranks and the system may
+            be others than before; what belongs to them begins anew.
         overwrite: whether to move an earlier run aside, into a folder beside this one.
+        keeping: which checkpoints are kept.
         tell: is called with a line about what was found or moved.
 
     Raises:
@@ -112,11 +126,11 @@ def prepare(
             _check_empty(folder)
     step = _traced(config, mesh, programs)
     lock = _locked(folder) if writes else None
-    run = Run(config, corpus, folder, lock, mesh, programs, step, 0, None)
+    run = Run(config, corpus, folder, lock, mesh, programs, step, 0, None, keeping, {})
     try:
         if resume:
-            done_steps, state = _resumed(run, tell)
-            run = dataclasses.replace(run, done_steps=done_steps, state=state)
+            done_steps, state, position = _resumed(run, tell)
+            run = dataclasses.replace(run, done_steps=done_steps, state=state, position=position)
         if writes:
             _claim(run, resume, overwrite, tell)
     except BaseException:
@@ -127,70 +141,122 @@ def prepare(
     return run
 
 
-def execute(run: Run, console: Console, stop: StopRequest | None = None) -> dict:
+def execute(run: Run, console: Console, stop: StopRequest | None = None, watching: Watching = Watching()) -> dict:
     """Trains, writes the run folder, and returns the summary.
 
     Args:
         run: what `prepare` returned; its folder is free for others afterwards.
         console: where progress is shown.
         stop: ends the run after the step that is under way, with a checkpoint; `None` for a run that nobody stops.
+        watching: who watches it beside the run folder.
 
     Returns:
         The summary, which is empty if the run was stopped, and on all processes but the first.
+
+    Raises:
+        Refused: a step went wrong; the line names it.
+        OSError: a file cannot be written.
     """
     try:
-        return _execute(run, console, StopRequest() if stop is None else stop)
+        return _execute(run, console, StopRequest() if stop is None else stop, watching)
     finally:
         run.release()
 
 
-def _execute(run: Run, console: Console, stop: StopRequest) -> dict:
+def _execute(run: Run, console: Console, stop: StopRequest, watching: Watching) -> dict:
     started, config, step = time.perf_counter(), run.config, run.done_steps
 
     def tell(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     state = run.programs.init() if run.state is None else run.state
-    recorder = Recorder(run.folder, step + 1, writes=jax.process_index() == 0, tell=tell)
-    validate = _validation(run)
+    writes, validate = jax.process_index() == 0, _validation(run)
     # Compiled before the clock of the first step starts, which would otherwise seem slow.
     step_program, compile_s = _compiled(run)
+    others = {"num_groups": config.parallel.data_parallel, "num_params": _num_params(run), "compile_s": compile_s}
     with (
-        Checkpoints(run.folder.checkpoints) as checkpoints,
+        Watcher(run.folder, watching, step + 1, writes=writes, config=dataclasses.asdict(config)) as watcher,
+        Checkpoints(run.folder.checkpoints, run.keeping) as checkpoints,
         StepLine(console, step, config.steps) as line,
         _batches(run) as batches,
     ):
+        layout = layout_of(config.parallel)
+        recorder = Recorder(run.folder, step + 1, layout, writes=writes, tell=tell, watch=watcher.tell)
+        save = Saving(checkpoints, recorder, LiveReport(run.folder, others), layout)
+        pace = Pace(tell)
         while step < config.steps and not stop.requested():
             step += 1
+            watcher.before(step)
             tokens = place_rows(next(batches), batch_sharding(run.mesh), config.batch_size)
+            pace.ready()
             step_started = time.perf_counter()
             state, loss, stats = step_program(state, tokens)
             # Waiting for each step also keeps the devices from being flooded with executions.
             loss, stats = jax.device_get((loss, stats))
-            raise_fault(stats)
-            seconds = time.perf_counter() - step_started
-            row = recorder.step(step, float(loss), stats, config.tokens_per_step, seconds, config.accumulate)
+            step_time_s = time.perf_counter() - step_started
+            check_step(step, float(loss), stats, checkpoints.newest_step)
+            row = recorder.step(step, float(loss), stats, config.tokens_per_step, step_time_s, config.accumulate)
+            recorder.other(pace.stepped(step, step_time_s))
             line.show(row)
             if step % config.validation_interval == 0 or step == config.steps:
                 validation_loss = validate(state)
                 recorder.validation(step, validation_loss)
                 line.note(row, validation_loss)
+                if writes:
+                    recorder.other(layer_row(step, stats, make_system(config.parallel), run.programs.topology))
+            if trace := watcher.after(step):
+                tell(f"steps until {step} are traced in {trace}, for Perfetto and TensorBoard")
             if config.relocate_interval is not None and step % config.relocate_interval == 0:
                 state = _moved(run, state, step, recorder)
             if step % config.checkpoint_interval == 0:
-                _save(checkpoints, recorder, step, state)
+                save(step, state, batches.state())
+            checkpoints.check()
         # The last step, or the one after which the run was stopped.
-        _save(checkpoints, recorder, step, state)
+        save(step, state, batches.state())
+        checkpoints.wait()
     if step < config.steps:
         tell(f"stopped by {stop.name} after step {step} of {config.steps}; --resume goes on in {run.folder.path}")
         return {}
-    return _finish(run, recorder, state, {"compile_s": compile_s, "wall_s": time.perf_counter() - started}, tell)
+    return _finish(run, others | {"wall_s": time.perf_counter() - started}, tell)
 
 
-def _save(checkpoints: Checkpoints, recorder: Recorder, step: int, state: nnx.State) -> None:
-    # The arrays first: a resumed run needs those of the steps before its checkpoint, and drops those after.
-    recorder.flush()
-    checkpoints.save(step, state)
+@dataclass(frozen=True, eq=False)
+class Saving:
+    """`Saving` begins a checkpoint; metrics and counts come after the checkpoint that they belong to.
+
+    A disk that has room for one of them only shall have the checkpoint.
+
+    Args:
+        checkpoints: where it goes.
+        recorder: has the metrics and counts.
+        report: is written after them, now and then.
+        layout: what the checkpoint says about the ranks and the system.
+    """
+
+    checkpoints: Checkpoints
+    recorder: Recorder
+    report: LiveReport
+    layout: dict[str, Any]
+
+    def __call__(self, step: int, state: nnx.State, position: dict[str, Any]) -> None:
+        """Begins the checkpoint of the state after `step` steps, unless it is there; refuses one that is not finite.
+
+        Args:
+            step: how many steps the run has done.
+            state: the state after them.
+            position: where the data is.
+        """
+        if step == self.checkpoints.newest_step:
+            return
+        check_state(step, state, self.checkpoints.newest_step)
+        flush = self.recorder.flush()
+
+        def then() -> None:
+            flush()
+            if self.recorder.writes:
+                self.report.update()
+
+        self.checkpoints.save(step, state, Kept(self.layout, position), then)
 
 
 def _moved(run: Run, state: nnx.State, step: int, recorder: Recorder) -> nnx.State:
@@ -240,23 +306,13 @@ def _check_continues(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> 
 def _fixed(described: dict) -> dict:
     """Collects what a resumed run may not change."""
     config = described["config"]
-    parallel = ParallelConfig(**config["parallel"])
-    fixed = {
-        "system": parallel.system,
-        # The counts of all steps are one array.
-        "expert_parallel": parallel.expert_parallel,
-        # Whoever names a default asks for the same as who does not.
-        "ranks_per_domain": parallel.ranks_per_domain or parallel.expert_parallel,
-        "replica_slots": make_system(parallel).replica_slots,
-    }
-    fixed |= {name: config[name] for name in ("batch_size", "sequence_length", "seed")}
+    fixed = {name: config[name] for name in ("batch_size", "sequence_length", "seed")}
     # A run that is older than an option has its default.
     fixed |= dataclasses.asdict(ModelConfig(**config["model"])) | {"data": described["data"]["fingerprint"]}
     fixed["accumulate"] = config.get("accumulate", 1)
     # It changes what a step holds, not what it learns.
     del fixed["remat"]
-    # Without it a checkpoint holds no homes.
-    return fixed | {"relocating": config.get("relocate_interval") is not None}
+    return fixed
 
 
 def _check_slots(config: TrainConfig, system: System) -> None:
@@ -292,18 +348,38 @@ def _unwritable(folder: RunFolder, error: OSError) -> str:
     return f"run_dir is {str(folder.path)!r}; expected a writable folder: {error.strerror}"
 
 
-def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State]:
+def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State, dict[str, Any]]:
     """Restores the newest checkpoint that is whole, and moves newer ones out of the way of those to come."""
     folder = run.folder
     _check_continues(run.config, run.corpus, folder)
-    step, state = restore_newest(folder.checkpoints, run.programs.state_shapes, tell)
+    layout = layout_of(run.config.parallel)
+    step, state, kept = _restored(run, layout, tell)
+    if changed := [name for name, value in layout.items() if value != kept.layout.get(name)]:
+        changes = ", ".join(f"{name} {layout[name]!r} instead of {kept.layout.get(name)!r}" for name in changed)
+        begins = "; balancers begin without the history that they had" if parts(state)["mesh"] else ""
+        tell(f"going on from step {step} with {changes}{begins}")
     for damaged in steps_in(folder.checkpoints):
         if damaged > step and run.lock is not None:
             folder.damaged.mkdir(exist_ok=True)
             aside = free_sibling(folder.damaged / str(damaged), "damaged")
             (folder.checkpoints / str(damaged)).rename(aside)
             tell(f"going on from step {step}; the checkpoint of step {damaged} is now {str(aside)!r}")
-    return step, state
+    return step, state, kept.data
+
+
+def _restored(run: Run, layout: dict[str, Any], tell: Tell) -> tuple[int, nnx.State, Kept]:
+    """Restores the newest checkpoint, and sends experts to their first places where this run does not move them."""
+    config, programs, folder = run.config, run.programs, run.folder.checkpoints
+    moves = config.relocate_interval is not None
+    if moves or not json.loads(run.folder.config.read_bytes())["config"].get("relocate_interval"):
+        return restore_newest(folder, programs.state_shapes, tell, programs.init, layout)
+    parallel = dataclasses.replace(config.parallel, system="plain", replica_slots=None, headroom=None)
+    config = dataclasses.replace(config, relocate_interval=1, parallel=parallel)
+    moving = make_programs(config, run.mesh, make_system(parallel))
+    step, state, kept = restore_newest(folder, moving.state_shapes, tell, moving.init, layout)
+    # The expert that comes to a place is the one whose home it was.
+    state = moving.move(state, per_layer(state, "homes"))
+    return step, without_homes(programs.state_shapes, state, programs.init), kept
 
 
 def _claim(run: Run, resume: bool, overwrite: bool, tell: Tell) -> None:
@@ -363,7 +439,7 @@ def _batches(run: Run) -> Batches:
     config, rows = run.config, rows_here(batch_sharding(run.mesh), run.config.batch_size)
     sizes = {"batch_size": config.batch_size, "sequence_length": config.sequence_length}
     batches = Batches(run.corpus, seed=config.seed, rows=rows, **sizes)
-    batches.restore({"sequences": run.done_steps * config.batch_size})
+    batches.restore(run.position or {"sequences": run.done_steps * config.batch_size})
     return batches
 
 
@@ -374,16 +450,18 @@ def _validation(run: Run) -> Callable[[nnx.State], float]:
     return lambda state: float(np.mean([float(run.programs.evaluate(state, batch)) for batch in batches]))
 
 
-def _finish(run: Run, recorder: Recorder, state: nnx.State, times: dict[str, float], tell: Tell) -> dict:
+def _num_params(run: Run) -> int:
+    return sum(
+        math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.filter_state(run.programs.state_shapes, nnx.Param))
+    )
+
+
+def _finish(run: Run, others: dict[str, float], tell: Tell) -> dict:
     """Sums the run up in files, from what is in its folder."""
     if jax.process_index() != 0:
         return {}
-    num_params = sum(leaf.size for leaf in jax.tree.leaves(nnx.filter_state(state, nnx.Param)))
-    summary = summarise(run.folder) | {"num_groups": run.config.parallel.data_parallel, "num_params": num_params}
-    summary |= times
+    summary = summarise(run.folder) | others
     write_whole(run.folder.summary, (json.dumps(summary, indent=2) + "\n").encode())
-    if recorder.arrays["steps"]:
-        write_report(run.folder)
-    else:
+    if not write_report(run.folder, summary):
         tell("no counts of any step are left; report.html is not written")
     return summary

@@ -66,13 +66,15 @@ def imbalance_png(steps: np.ndarray, before: np.ndarray, after: np.ndarray) -> b
 
     Args:
         steps: `[steps]`, the number of each step.
-        before: `[steps, layers, R]`, the load under plain expert parallelism.
-        after: `[steps, layers, R]`, the load under the plan.
+        before: `[steps, layers]`, the imbalance under plain expert parallelism.
+        after: `[steps, layers]`, the imbalance under the plan.
     """
     with rc_context(STYLE):
         figure, axes = _figure(3.4)
-        for load, color, name in ((before, BEFORE, "before: every expert at home"), (after, AFTER, "after balancing")):
-            values = load.max(-1) / load.mean(-1)
+        for values, color, name in (
+            (before, BEFORE, "before: every expert at home"),
+            (after, AFTER, "after balancing"),
+        ):
             axes.fill_between(steps, values.min(1), values.max(1), color=color, alpha=0.16, lw=0)
             axes.plot(steps, values.mean(1), color=color, label=name)
         axes.set(xlabel="step", ylabel="imbalance  (max / mean load)", xlim=(0, steps[-1]), ylim=(0, None))

@@ -7,7 +7,9 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +49,32 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """Names the file with one JSON object per line: a step, a validation or a relocation."""
+        """Names the file with one JSON object per line: a step, a validation, or one of the kinds of `rows`."""
         return self.path / "metrics.jsonl"
 
     @property
     def counts(self) -> Path:
         """Names the file with arrays of the routing and load of each step, of the first expert-parallel group.
 
-        Experts are numbered by place: the last relocation before a step says which expert was where.
+        Experts are numbered by place: the last relocation before a step says which expert was where. Steps after a
+        change of the layout are in the files of the next segments: see `counts_of`.
         """
-        return self.path / "counts.npz"
+        return self.counts_of(1)
+
+    def counts_of(self, segment: int) -> Path:
+        """Names the counts of a segment, the steps that ran on the same ranks with the same system.
+
+        Args:
+            segment: its number, from 1; lines of the kind `"layout"` say where it begins.
+        """
+        return self.path / ("counts.npz" if segment == 1 else f"counts-{segment}.npz")
+
+    @property
+    def segments(self) -> list[int]:
+        """Lists the segments whose counts are there, in order."""
+        numbers = (path.stem.removeprefix("counts-") for path in self.path.glob("counts-*.npz"))
+        later = sorted(int(number) for number in numbers if number.isdigit() and int(number) > 1)
+        return [1] * self.counts.exists() + later
 
     @property
     def config(self) -> Path:
@@ -74,6 +92,16 @@ class RunFolder:
         return self.path / "report.html"
 
     @property
+    def tensorboard(self) -> Path:
+        """Names the folder of TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def profile(self) -> Path:
+        """Names the folder of traces, for Perfetto and TensorBoard."""
+        return self.path / "profile"
+
+    @property
     def figures(self) -> list[Path]:
         """Names the files with the figures of the report."""
         return [self.path / f"{name}.png" for name in FIGURES]
@@ -85,7 +113,16 @@ class RunFolder:
         The first is the one without which nothing can be resumed.
         """
         files = [self.config, self.metrics, self.counts, self.summary, self.report, *self.figures]
-        return [*files, *map(part, files), self.checkpoints, self.damaged]
+        files += [self.counts_of(segment) for segment in self.segments if segment > 1]
+        return [
+            *files,
+            *map(part, files),
+            self.checkpoints,
+            self.damaged,
+            self.tensorboard,
+            self.profile,
+            self.path / "wandb",
+        ]
 
     @property
     def has_run(self) -> bool:
@@ -102,14 +139,14 @@ class RunFolder:
         """Reads the lines of `metrics.jsonl` of one kind, up to a step.
 
         Args:
-            kind: `"step"`, `"validation"` or `"relocation"`.
+            kind: `"step"`, `"validation"`, `"relocation"`, `"layout"`, `"layers"` or `"hosts"`.
             last_step: the last step that counts; `None` takes all.
         """
         return [row for row in self._rows(last_step) if row["kind"] == kind]
 
     def keep_until(self, last_step: int) -> None:
-        """Drops the lines that were written after the checkpoint of `last_step`."""
-        kept = self._rows(last_step)
+        """Drops the lines that were written after the checkpoint of `last_step`, and layouts that no step had."""
+        kept = [row for row in self._rows(last_step) if row["kind"] != "layout" or row["step"] < last_step]
         write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in kept).encode())
 
     def _rows(self, last_step: int | None) -> list[dict]:
@@ -125,22 +162,34 @@ class RunFolder:
                     raise ValueError(f"{where} is {line[:40]!r}; expected a JSON object") from error
         return [row for row in rows if last_step is None or row["step"] <= last_step]
 
-    def read_counts(self) -> dict[str, np.ndarray] | None:
-        """Reads the arrays of `counts.npz`, `None` if there are none.
+    def read_counts(self, segment: int = 1) -> dict[str, np.ndarray] | None:
+        """Reads the arrays of a segment's counts, `None` if there are none.
+
+        Args:
+            segment: its number, from 1.
 
         Raises:
             ValueError: the file cannot be read, or does not hold them.
         """
-        if not self.counts.exists():
+        path = self.counts_of(segment)
+        if not path.exists():
             return None
         try:
-            with np.load(self.counts) as arrays:
+            with np.load(path) as arrays:
                 read = {name: arrays[name] for name in ("steps", *PER_STEP)}
         except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-            raise ValueError(f"counts in {str(self.counts)!r} cannot be read; expected those of the run") from error
+            raise ValueError(f"counts in {str(path)!r} cannot be read; expected those of the run") from error
         if len({len(array) for array in read.values()}) != 1:
-            raise ValueError(f"counts in {str(self.counts)!r} have different lengths; expected that of steps")
+            raise ValueError(f"counts in {str(path)!r} have different lengths; expected that of steps")
         return read
+
+    def all_counts(self) -> list[dict[str, np.ndarray]]:
+        """Reads the arrays of all segments, without those that cannot be read."""
+        found = []
+        for segment in self.segments:
+            with suppress(ValueError):
+                found.append(self.read_counts(segment))
+        return [arrays for arrays in found if arrays is not None]
 
 
 class Recorder:
@@ -149,21 +198,51 @@ class Recorder:
     Args:
         folder: the run folder, which exists already.
         first_step: the steps before it are kept, those from it on are written anew.
+        layout: the ranks and the system of the steps from it on. Where they are others than before a segment begins;
+            `None` goes on with the last.
         writes: whether this process writes files; one of them should.
         tell: is called with a line about what is missing.
+        watch: is called with each line of `metrics.jsonl`.
     """
 
     def __init__(
-        self, folder: RunFolder, first_step: int, *, writes: bool, tell: Callable[[str], None] = print
+        self,
+        folder: RunFolder,
+        first_step: int,
+        layout: dict[str, Any] | None = None,
+        *,
+        writes: bool,
+        tell: Callable[[str], None] = print,
+        watch: Callable[[dict], None] = lambda row: None,
     ) -> None:
-        self.folder, self.writes = folder, writes
+        self.folder, self.writes, self.segment, self.watch = folder, writes, 1, watch
         self.arrays: dict[str, list[np.ndarray | np.int32]] = {name: [] for name in ("steps", *PER_STEP)}
-        if first_step > 1 and writes and (earlier := _counts_or_none(folder, tell)):
+        if writes:
+            folder.keep_until(first_step - 1)
+            self._begin(first_step - 1, layout)
+            self._take_up(first_step, tell)
+
+    def _begin(self, last_step: int, layout: dict[str, Any] | None) -> None:
+        """Goes on with the last segment if it has the same layout, and begins one otherwise."""
+        before = self.folder.rows("layout")
+        self.segment = before[-1]["segment"] if before else 1
+        if layout is not None and (not before or any(before[-1].get(name) != layout[name] for name in layout)):
+            self.segment += bool(before)
+            self._append({"kind": "layout", "step": last_step, "segment": self.segment} | layout)
+
+    def _take_up(self, first_step: int, tell: Callable[[str], None]) -> None:
+        """Reads the counts of earlier steps of this segment, and removes those that are written anew."""
+        for segment in self.folder.segments:
+            if segment > self.segment or first_step == 1:
+                self.folder.counts_of(segment).unlink()
+        if earlier := _counts_or_none(self.folder, self.segment, tell):
             # Steps after the checkpoint are done again, and would stand there twice.
             kept = earlier["steps"] < first_step
             self.arrays = {name: list(earlier[name][kept]) for name in self.arrays}
-        if writes:
-            folder.keep_until(first_step - 1)
+            rows = self.folder.rows("layout")
+            missing = first_step - 1 - (rows[-1]["step"] if rows else 0) - len(np.unique(earlier["steps"][kept]))
+            if missing > 0:
+                tell(f"counts of {missing} steps are missing: the run ended before it wrote them")
 
     def step(
         self, step: int, loss: float, stats: Stats, num_tokens: int, step_time_s: float, accumulate: int = 1
@@ -196,13 +275,22 @@ class Recorder:
         """Records that experts moved; its `homes`, `[layers, E]`, are their places in the counts of the steps after."""
         self._append(row)
 
-    def flush(self) -> None:
-        """Writes the arrays, and has the lines, which are written as they come, reach the disk."""
-        if self.writes and self.arrays["steps"]:
-            stacked: dict[str, Any] = {name: np.stack(rows) for name, rows in self.arrays.items()}
+    def other(self, row: dict | None) -> None:
+        """Records a line of another kind, `"layers"` or `"hosts"`; nothing for `None`."""
+        if row is not None:
+            self._append(row)
+
+    def flush(self) -> Callable[[], None]:
+        """Takes what was recorded so far, and returns what writes it, in any thread: counts, and lines to the disk."""
+        arrays = {name: list(rows) for name, rows in self.arrays.items()}
+        return partial(self._write, arrays)
+
+    def _write(self, arrays: dict[str, list[np.ndarray | np.int32]]) -> None:
+        if self.writes and arrays["steps"]:
+            stacked: dict[str, Any] = {name: np.stack(rows) for name, rows in arrays.items()}
             packed = io.BytesIO()
             np.savez_compressed(packed, **stacked)
-            write_whole(self.folder.counts, packed.getvalue())
+            write_whole(self.folder.counts_of(self.segment), packed.getvalue())
             with naming(self.folder.metrics), self.folder.metrics.open("a") as file:
                 os.fsync(file.fileno())
 
@@ -211,11 +299,12 @@ class Recorder:
             # Each line is written as it comes: a run that is killed keeps all before.
             with naming(self.folder.metrics), self.folder.metrics.open("a") as file:
                 file.write(json.dumps(row) + "\n")
+            self.watch(row)
 
 
-def _counts_or_none(folder: RunFolder, tell: Callable[[str], None]) -> dict[str, np.ndarray] | None:
+def _counts_or_none(folder: RunFolder, segment: int, tell: Callable[[str], None]) -> dict[str, np.ndarray] | None:
     try:
-        return folder.read_counts()
+        return folder.read_counts(segment)
     except ValueError as error:
         tell(f"{error}; those of the steps so far are lost")
         return None

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import time
 from html import escape
 from string import Template
 
@@ -11,7 +12,7 @@ from models.files import write_whole
 from models.others import STEPS, other_systems
 from models.plots import counts_png, imbalance_png, load_png, loss_png, served_png, speed_png
 from models.recording import RunFolder
-from models.summary import RECENT_STEPS
+from models.summary import RECENT_STEPS, summarise
 
 PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -59,11 +60,21 @@ $sections
 UNITS = ("nats", "bits", "tokens", "bytes", "s")
 
 
-def write_report(folder: RunFolder) -> None:
-    """Writes `report.html` and its figures from the other files of a finished run."""
-    described, summary = json.loads(folder.config.read_text()), json.loads(folder.summary.read_text())
-    with np.load(folder.counts) as arrays:
-        figures, replayed = _figures(folder, dict(arrays), summary), _replayed(described, arrays["counts"])
+def write_report(folder: RunFolder, summary: dict) -> bool:
+    """Writes `report.html` and its figures from the other files of a run, which may be under way.
+
+    Args:
+        folder: its folder.
+        summary: the numbers of `summarise`, and those that the loop adds.
+
+    Returns:
+        Whether there were counts of any step; without, it writes nothing.
+    """
+    described = json.loads(folder.config.read_text())
+    segments = folder.all_counts()
+    if not segments:
+        return False
+    figures, replayed = _figures(folder, segments, summary), _replayed(described, segments[-1]["counts"])
     for path, (_, _, png) in zip(folder.figures, figures, strict=True):
         write_whole(path, png)
     config = described["config"]
@@ -76,6 +87,28 @@ def write_report(folder: RunFolder) -> None:
         tables="".join(_table(*table) for table in _tables(described, summary, replayed)),
     )
     write_whole(folder.report, page.encode())
+    return True
+
+
+class LiveReport:
+    """`LiveReport` writes the report of a run that is under way, every so often.
+
+    Args:
+        folder: its folder.
+        others: numbers of the summary that the folder does not have.
+        every_s: the seconds between two; 60 are usual, as drawing takes one or two.
+    """
+
+    def __init__(self, folder: RunFolder, others: dict, every_s: float = 60.0) -> None:
+        self.folder, self.others, self.every_s = folder, others, every_s
+        self.began = self.last = time.monotonic()
+
+    def update(self) -> None:
+        """Writes it if it is time, and there has been a validation."""
+        now = time.monotonic()
+        if now - self.last >= self.every_s and self.folder.rows("validation"):
+            write_report(self.folder, summarise(self.folder) | self.others | {"wall_s": now - self.began})
+            self.last = time.monotonic()
 
 
 def _headline(config: dict, summary: dict) -> str:
@@ -104,8 +137,9 @@ def _cards(summary: dict) -> list[tuple[str, str]]:
 Figure = tuple[str, str, bytes]
 
 
-def _figures(folder: RunFolder, arrays: dict[str, np.ndarray], summary: dict) -> list[Figure]:
+def _figures(folder: RunFolder, segments: list[dict[str, np.ndarray]], summary: dict) -> list[Figure]:
     """Makes title, caption and PNG of each figure, in the order of `FIGURES`."""
+    arrays = segments[-1]
     before, after, counts = arrays["load_before"], arrays["load_after"], arrays["counts"]
     of = " of the first group" if summary["num_groups"] > 1 else ""
     entropy_nats, last = summary["unigram_entropy_nats"], arrays["steps"][-1]
@@ -119,7 +153,7 @@ def _figures(folder: RunFolder, arrays: dict[str, np.ndarray], summary: dict) ->
         (
             "Imbalance over training",
             "Load of the busiest rank over the mean; lines are means over layers, bands span the layers.",
-            imbalance_png(arrays["steps"], before, after),
+            imbalance_png(*_over_segments(segments)),
         ),
         (
             "Time and rounds over training",
@@ -142,6 +176,16 @@ def _figures(folder: RunFolder, arrays: dict[str, np.ndarray], summary: dict) ->
             counts_png(counts[-1]),
         ),
     ]
+
+
+def _over_segments(segments: list[dict[str, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Collects the numbers of all steps, and their imbalance, which ranks of any number have."""
+    steps = np.concatenate([arrays["steps"] for arrays in segments])
+    before, after = (
+        np.concatenate([arrays[name].max(-1) / arrays[name].mean(-1) for arrays in segments])
+        for name in ("load_before", "load_after")
+    )
+    return steps, before, after
 
 
 def _section(figure: Figure) -> str:

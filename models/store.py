@@ -35,6 +35,24 @@ class Store:
             raise Refused(f"{key} of the processes did not come within {timeout_s} s: {error}") from error
 
 
+def shared_number(place: Place, store: Store, key: str, number: int) -> int:
+    """Returns the number of process 0 on all processes.
+
+    Args:
+        place: which process this is.
+        store: what all processes can read.
+        key: what the number is called there.
+        number: that of this process.
+
+    Raises:
+        Refused: process 0 did not tell it in time.
+    """
+    if place.process_id == 0:
+        store.put(key, str(number))
+        return number
+    return int(store.get(key, AGREE_TIMEOUT_S))
+
+
 def agree(place: Place, store: Store, options: dict) -> None:
     """Returns if all processes have the same options, which is to be asked before they compute together.
 

@@ -4,39 +4,43 @@ import dataclasses
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import numpy as np
 import typer
-from jax.experimental import multihost_utils
 from rich.console import Console
 
 from jax_moe_lb import shadowed_installation
 from jax_moe_lb.compiled import Target
 from jax_moe_lb.systems import system_named, system_names
 from models import dry_run, published_runs
+from models.checkpoint import Keeping
 from models.data import TEXT_FIELD, Bytes, Corpus, Tokenizer, TokenizerFile, corpus_from, default_corpus
 from models.distributed import join
 from models.files import in_words
+from models.layout import as_before, named
 from models.loop import PACKAGES, Run, Tell, execute, prepare
 from models.parallel import offer_cpu_devices
 from models.peers import Peers
 from models.place import Place, find_place
-from models.presets import COMPUTE_DTYPES, PRESETS, SCHEDULES, TrainConfig, preset
+from models.presets import COMPUTE_DTYPES, PRESETS, SCHEDULES, ModelConfig, ParallelConfig, TrainConfig, preset
 from models.recording import RunFolder
 from models.refusal import REFUSED, Refused, say
 from models.stopping import StopRequest
-from models.store import Store, agree
+from models.store import Store, agree, shared_number
+from models.watching import Watching
 
 RELOCATE_INTERVAL = 50
 """The steps between moves of a system that relocates, where nobody says."""
 
 SIZES = f"Sizes: {', '.join(PRESETS)}; with --dry-run {', '.join(published_runs.PRESETS)}, too."
 RUN_DIR = "Where files go. [default: runs/PRESET, then runs/PRESET-2, ...; the last of them to resume or overwrite]"
+RESUME = "Go on from the newest checkpoint in the run folder. Ranks and system stay what they were, unless given."
+KEEP_EVERY = "Beside these one checkpoint in every so many seconds is kept."
 COORDINATOR = "Where process 0 listens. [default: this and the next two are detected, as jax.distributed does]"
 DATA = "File or folder of text, JSON lines or token arrays; may be repeated, also with shares: PATH:WEIGHT."
 REMAT = "What is computed again backward: none, full, or all but names such as moe_routing,moe_plan,attention."
@@ -81,49 +85,28 @@ def train(
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json. [default: bytes]")] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Words. [default: those of the tokenizer]")] = None,
     run_dir: Annotated[Path | None, typer.Option(help=RUN_DIR)] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run folder.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Move the run in the folder aside, and start anew.")
     ] = False,
+    checkpoint_interval: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+    keep: Annotated[int, typer.Option(help="Checkpoints that are kept, the newest.")] = 2,
+    keep_every_s: Annotated[int | None, typer.Option(help=KEEP_EVERY)] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files into the run folder.")] = False,
+    wandb: Annotated[str | None, typer.Option(metavar="PROJECT", help="Tell Weights & Biases, too.")] = None,
+    profile: Annotated[int, typer.Option(metavar="STEPS", help="Trace so many steps into the run folder.")] = 0,
     dry_run_target: Annotated[str | None, typer.Option("--dry-run", metavar="TARGET", help=DRY_RUN)] = None,
 ) -> None:
     """Trains a model and writes metrics, checkpoints and a report into a run folder."""
-    parallel: dict[str, Any] = {"system": system, "data_parallel": data_parallel, "expert_parallel": expert_parallel}
-    parallel |= {"replica_slots": replica_slots, "headroom": headroom, "ranks_per_domain": ranks_per_domain}
-    parallel |= {"fsdp": fsdp}
-    model: dict[str, Any] = {"compute_dtype": compute_dtype, "remat": remat, "scan_layers": scan_layers}
-    model |= {"z_loss": z_loss, "aux_loss": aux_loss, "bias_rate": bias_rate, "vocab_size": vocab_size}
-    model |= {"force_balanced": force_balanced or None}
-    sizes: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "sequence_length": sequence_length}
-    sizes |= {"learning_rate": learning_rate, "seed": seed, "schedule": schedule, "accumulate": accumulate}
-    relocates = system in system_names() and system_named(system).relocates
-    if relocate_interval is None and relocates and name not in published_runs.PRESETS:
-        relocate_interval = RELOCATE_INTERVAL
-    sizes |= {"relocate_interval": relocate_interval, "relocate_min_gain": relocate_min_gain}
-    how = {"resume": resume, "overwrite": overwrite}
-
-    words = Bytes() if tokenizer is None else TokenizerFile(tokenizer)
-
-    def prepared(place: Place | None, tell: Tell) -> Run:
-        published_runs.refuse_training(name)
-        config = _configured(preset(name), model, parallel, sizes, words)
-        corpus = _corpus(config, data, words, text_field)
-        offer_cpu_devices(max(config.parallel.num_shards // (place.num_processes if place else 1), 1))
-        if place is not None:
-            agree(place, Store(), _options(config, corpus, run_dir, place) | how)
-        default = partial(_default_run_dir, Path("runs") / name, last=resume or overwrite, distributed=distributed)
-        return prepare(config, corpus, run_dir or default(), **how, tell=tell)
-
+    asked = Asked.of(locals())
     try:
         if dry_run_target is not None:
-            _dry_run(name, model, parallel, sizes, words, dry_run_target)
+            asked.dry_run(dry_run_target)
             raise typer.Exit
         place = _place(distributed, coordinator, num_processes, process_id, join_timeout_s)
         with _joined(place, join_timeout_s), StopRequest() as stop:
             console = Console(quiet=place is not None and place.process_id > 0)
-            _carry_out(partial(prepared, place), console, stop)
+            _carry_out(partial(asked.prepare, place), console, stop, lambda: Watching(tensorboard, wandb, profile))
     except Refused as error:
         say(f"error: {error}")
         raise typer.Exit(REFUSED) from error
@@ -131,17 +114,85 @@ def train(
         raise typer.Exit(stop.exit_code)
 
 
-def _carry_out(prepared: Callable[[Tell], Run], console: Console, stop: StopRequest) -> None:
+@dataclass(frozen=True)
+class Asked:
+    """Holds what was asked for on the command line; `None` is what was not.
+
+    Args:
+        name: the preset.
+        model: fields of its `ModelConfig`.
+        parallel: fields of its `ParallelConfig`.
+        sizes: other fields of its `TrainConfig`.
+        options: all options, by name.
+    """
+
+    name: str
+    model: dict[str, Any]
+    parallel: dict[str, Any]
+    sizes: dict[str, Any]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> "Asked":
+        """Sorts options by the configuration that has a field of their name."""
+        # A switch that is off was not asked for.
+        options = options | {"force_balanced": options["force_balanced"] or None}
+
+        def fields_of(kind: type) -> dict[str, Any]:
+            return {field.name: options[field.name] for field in dataclasses.fields(kind) if field.name in options}
+
+        model, parallel, sizes = map(fields_of, (ModelConfig, ParallelConfig, TrainConfig))
+        return cls(options["name"], model, parallel, sizes, options)
+
+    @property
+    def words(self) -> Tokenizer:
+        """The tokenizer; bytes where no file was named."""
+        path = self.options["tokenizer"]
+        return Bytes() if path is None else TokenizerFile(path)
+
+    def prepare(self, place: Place | None, tell: Tell) -> Run:
+        """Does all that can be refused; see `models.loop.prepare`."""
+        published_runs.refuse_training(self.name)
+        options, words, run_dir = self.options, self.words, self.options["run_dir"]
+        how = {name: options[name] for name in ("resume", "overwrite")}
+        keeping, before = Keeping(options["keep"], options["keep_every_s"]), self.parallel
+        moves: dict[str, Any] = {}
+        folder = run_dir or _default_run_dir(Path("runs") / self.name, place, last=any(how.values()))
+        if options["resume"]:
+            before, moves = as_before(RunFolder(folder), self.parallel)
+        config = _configured(preset(self.name), self.model, self.parallel | before, moves | named(self.sizes), words)
+        corpus = _corpus(config, options["data"], words, options["text_field"])
+        offer_cpu_devices(max(config.parallel.num_shards // (place.num_processes if place else 1), 1))
+        if place is not None:
+            agree(place, Store(), _options(config, corpus, run_dir, place) | how | dataclasses.asdict(keeping))
+        return prepare(config, corpus, folder, **how, keeping=keeping, tell=tell)
+
+    def dry_run(self, target: str) -> None:
+        """Compiles a step for a machine that need not be there, and prints what it needs."""
+        try:
+            if self.name in published_runs.PRESETS:
+                published_runs.show(self.name, Target.parse(target), self.parallel, self.sizes, self.model)
+            else:
+                config = _configured(preset(self.name), self.model, self.parallel, self.sizes, self.words)
+                dry_run.show(config, Target.parse(target))
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+
+def _carry_out(
+    prepared: Callable[[Tell], Run], console: Console, stop: StopRequest, watched: Callable[[], Watching]
+) -> None:
     """Prepares and executes a run, and tells of it."""
     if hidden := shadowed_installation():
         _print(console, f"{hidden}, which has custom calls, is passed by for this folder: pip install -e .")
     try:
+        watching = watched()
         run = prepared(partial(_print, console))
     except ValueError as error:
         raise Refused(str(error)) from error
     try:
         _introduce(console, run)
-        summary = execute(run, console, stop)
+        summary = execute(run, console, stop, watching)
         if summary:
             _conclude(console, summary, run.folder.path)
     except OSError as error:
@@ -154,18 +205,6 @@ def _corpus(config: TrainConfig, data: list[str] | None, tokenizer: Tokenizer, t
     if tokenizer != Bytes():
         raise ValueError("tokenizer is given, but no data; expected --data with it")
     return default_corpus(config.max_corpus_bytes)
-
-
-def _dry_run(
-    name: str, model: dict[str, Any], parallel: dict[str, Any], sizes: dict[str, Any], words: Tokenizer, target: str
-) -> None:
-    try:
-        if name in published_runs.PRESETS:
-            published_runs.show(name, Target.parse(target), parallel, sizes, model)
-        else:
-            dry_run.show(_configured(preset(name), model, parallel, sizes, words), Target.parse(target))
-    except ValueError as error:
-        raise Refused(str(error)) from error
 
 
 def _place(
@@ -199,21 +238,21 @@ def _options(config: TrainConfig, corpus: Corpus, run_dir: Path | None, place: P
     return options | {"num_processes": place.num_processes}
 
 
-def _default_run_dir(first: Path, *, last: bool, distributed: bool) -> Path:
+def _default_run_dir(first: Path, place: Place | None, *, last: bool) -> Path:
     """Numbers the runs of a preset, so that a run that no folder was named for harms no other.
 
     Args:
         first: the folder of the first run.
+        place: which of several processes this is, all of which have to choose the same; `None` if it is alone.
         last: whether to return the folder of the last run instead of that of the next.
-        distributed: whether other processes have to choose the same.
     """
     others = {path.name.removeprefix(f"{first.name}-"): path for path in first.parent.glob(f"{first.name}-*")}
     folders = {1: first} | {int(number): path for number, path in others.items() if number.isdigit()}
     number = max((number for number, path in folders.items() if RunFolder(path).has_run), default=0)
     number = max(number, 1) if last else number + 1
-    if distributed:
+    if place is not None:
         # One of them may begin to write before another looks.
-        number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+        number = shared_number(place, Store(), "run", number)
     return first if number == 1 else first.with_name(f"{first.name}-{number}")
 
 
@@ -221,18 +260,16 @@ def _configured(
     config: TrainConfig, model: dict[str, Any], parallel: dict[str, Any], sizes: dict[str, Any], tokenizer: Tokenizer
 ) -> TrainConfig:
     """Changes the preset by what was given on the command line."""
-
-    def given(options: dict) -> dict:
-        # `None` is an option that was not given, 0 one that was.
-        return {name: value for name, value in options.items() if value is not None}
-
     words = {} if tokenizer == Bytes() else {"vocab_size": tokenizer.vocab_size}
-    of = dataclasses.replace(config.model, **words | given(model))
-    on = dataclasses.replace(config.parallel, **given(parallel))
+    of = dataclasses.replace(config.model, **words | named(model))
+    on = dataclasses.replace(config.parallel, **named(parallel))
     if parallel["replica_slots"] and not system_named(on.system).replica_slots:
         slots = parallel["replica_slots"]
         raise ValueError(f"replica_slots is {slots}; expected none with system {on.system}, which makes no replicas")
-    return dataclasses.replace(config, model=of, parallel=on, **given(sizes))
+    sizes = named(sizes)
+    if system_named(on.system).relocates:
+        sizes = {"relocate_interval": RELOCATE_INTERVAL} | sizes
+    return dataclasses.replace(config, model=of, parallel=on, **sizes)
 
 
 def _introduce(console: Console, run: Run) -> None:

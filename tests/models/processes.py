@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from jax._src.lib import _jax
+
 from models.distributed import join
 from models.peers import Peers
 from models.place import Place
@@ -24,6 +26,15 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def bind_gloo() -> None:
+    """Has gloo take 127.0.0.1, where the host name stands for no address, as on a bare machine."""
+    try:
+        socket.gethostbyname(socket.gethostname())
+    except OSError:
+        make = _jax.make_gloo_tcp_collectives
+        _jax.make_gloo_tcp_collectives = lambda *args, **kwargs: make(*args, **{**kwargs, "hostname": "127.0.0.1"})
 
 
 def start(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.Popen:

@@ -28,7 +28,7 @@ def on(data_parallel: int, expert_parallel: int, system: str) -> TrainConfig:
     return dataclasses.replace(CONFIG, parallel=ParallelConfig(data_parallel, expert_parallel, system))
 
 
-def run(config, run_dir):
+def run(config, run_dir, *, resume=False):
     """Trains, and writes all but the report, whose figures take a second."""
     with mock.patch("models.loop.write_report"):
-        return execute(prepare(config, CORPUS, run_dir), Console(quiet=True))
+        return execute(prepare(config, CORPUS, run_dir, resume=resume), Console(quiet=True))

@@ -3,11 +3,13 @@
 import re
 import signal
 import socket
+import threading
 import time
 
 import pytest
 from typer.testing import CliRunner
 
+from models.arrival import arrive, gather
 from models.checkpoint import steps_in
 from models.link import KEEPALIVE, Link, listen
 from models.place import Place, find_place
@@ -158,12 +160,57 @@ def test_a_process_that_does_not_come_ends_those_that_wait():
     waiting = [start("models.train", *place(port, 3, i), "--join-timeout-s", "3") for i in range(2)]
     for code, output, errors in end(waiting, MAX_WAIT_S):
         assert (code, output) == (2, "")
-        line = f"error: num_processes is 3, but not all of them came to 127.0.0.1:{port} within 3 s; "
+        line = f"error: num_processes is 3, but process 2 did not come to 127.0.0.1:{port} within 3 s; expected "
         assert errors.splitlines() == [
             f"waiting for 3 processes at 127.0.0.1:{port}, at most 3 s",
             errors.splitlines()[1],
         ]
         assert errors.splitlines()[1].startswith(line)
+
+
+def test_a_process_id_that_comes_twice_is_refused_by_all():
+    port, until = free_port(), time.monotonic() + 60
+    lines = []
+
+    def meet(place, how):
+        with pytest.raises(Refused) as refused:
+            how(place, until, 60)
+        lines.append(str(refused.value))
+
+    first = threading.Thread(target=meet, args=(Place("127.0.0.1", port, 3, 0), gather))
+    others = [threading.Thread(target=meet, args=(Place("127.0.0.1", port, 3, 1), arrive)) for _ in range(2)]
+    for thread in (first, *others):
+        thread.start()
+    for thread in (first, *others):
+        thread.join()
+    name = socket.gethostname()
+    assert lines == [f"process_id is 1 of a process on {name} and of one on {name}; expected 0 to 2, each once"] * 3
+
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "node[07-08]",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+}
+OPEN_MPI = {
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "host", "num_processes", "process_id"), [(SLURM, "node07", 8, 5), (OPEN_MPI, "10.96.0.1", 4, 3)]
+)
+def test_schedulers_say_which_process_this_is(monkeypatch, variables, host, num_processes, process_id):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = find_place(None, None, None, 1)
+    assert (found.host, found.num_processes, found.process_id) == (host, num_processes, process_id)
 
 
 def joined(port, *whats):

@@ -72,8 +72,11 @@ def test_the_checkpoint_before_stays_whole(tmp_path, capfd):
     state = nnx.State({f"layer{i}": nnx.Param(jax.random.normal(key, (64, 64))) for i, key in enumerate(keys)})
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state)
-        with files_of_at_most(ROOM), pytest.raises(OSError, match="File too large") as refused:
+        checkpoints.wait()
+        with files_of_at_most(ROOM):
             checkpoints.save(2, state)
+            with pytest.raises(OSError, match="File too large") as refused:
+                checkpoints.wait()
     assert refused.value.filename == str(tmp_path)
     assert restore_newest(tmp_path, jax.eval_shape(lambda: state), print)[0] == 1
     with Checkpoints(tmp_path) as checkpoints:
@@ -90,10 +93,11 @@ from tests.models import tiny_training
 
 save = Checkpoints.save
 
-def limited(self, step, state):
+def limited(self, step, *rest):
+    self.wait()
     if step == 4:
         resource.setrlimit(resource.RLIMIT_FSIZE, ({ROOM}, {ROOM}))
-    save(self, step, state)
+    save(self, step, *rest)
 
 Checkpoints.save = limited
 tiny_training.main()

@@ -59,12 +59,6 @@ def test_losses_do_not_change_and_a_resumed_run_finds_its_homes(trained_run, tmp
         np.testing.assert_array_equal(resumed["counts"], straight["counts"])
 
 
-def test_a_run_without_homes_cannot_go_on_with_them(trained_run, tmp_path):
-    folder = shutil.copytree(trained_run, tmp_path / "run")
-    with pytest.raises(ValueError, match="relocating is True; expected False, that of the run to resume"):
-        prepare(dataclasses.replace(CONFIG, relocate_interval=2), CORPUS, folder, resume=True)
-
-
 def test_what_is_refused():
     with pytest.raises(ValueError, match="relocate_interval is 0; expected at least 1"):
         TrainConfig(relocate_interval=0)

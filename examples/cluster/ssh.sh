@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# One process on each of the machines named, which see this checkout and its .venv at the same path:
+#   examples/cluster/ssh.sh node1 node2 -- --preset reference --run-dir /shared/runs/first
+# Started again with --resume after the last --, it goes on from the newest checkpoint.
+set -euo pipefail
+hosts=()
+while [ $# -gt 0 ] && [ "$1" != "--" ]; do hosts+=("$1") && shift; done
+if [ ${#hosts[@]} = 0 ] || [ $# = 0 ]; then
+  echo "usage: $0 HOST... -- OPTIONS"
+  exit 2
+fi
+shift
+options=$(printf '%q ' "$@")
+cd "$(dirname "$0")/../.."
+processes=()
+for i in "${!hosts[@]}"; do
+  place="--distributed --coordinator ${hosts[0]}:9911 --num-processes ${#hosts[@]} --process-id $i"
+  # With -tt a Ctrl-C here reaches all of them.
+  ssh -tt "${hosts[$i]}" "cd $(printf '%q' "$PWD") && exec .venv/bin/python -m models.train $place $options" &
+  processes+=($!)
+done
+code=0
+for process in "${processes[@]}"; do wait "$process" || code=$?; done
+exit "$code"

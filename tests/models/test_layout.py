@@ -1,0 +1,183 @@
+"""A run goes on with other ranks and another system: what depends on neither is carried over, to the bit."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from typer.testing import CliRunner
+
+from jax_moe_lb.cli.app import app as tools
+from models import presets
+from models.checkpoint import Checkpoints, Keeping, Kept, parts, restore_newest, steps_in
+from models.layout import as_before, layout_of
+from models.loop import Run, _restored
+from models.parallel import make_mesh, make_system
+from models.presets import ParallelConfig
+from models.recording import RunFolder
+from models.train import app
+from models.training import make_programs
+from tests.models.small import CONFIG, CORPUS, on, run
+
+pytestmark = pytest.mark.slow
+
+
+def programs(config):
+    return make_programs(config, make_mesh(config.parallel), make_system(config.parallel))
+
+
+def losses(folder):
+    return [row["loss"] for row in RunFolder(folder).rows("step")]
+
+
+@pytest.fixture
+def command_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(presets.PRESETS, "tiny", CONFIG)
+    monkeypatch.setattr("models.train.default_corpus", lambda max_bytes: CORPUS)
+    return lambda *arguments: CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize("mesh", [(1, 4), (2, 4), (4, 2), (1, 1)], ids=str)
+def test_a_checkpoint_fits_any_mesh(trained_run, mesh, all_devices):
+    config, lines = on(*mesh, system="eplb"), []
+    made, layout = programs(config), layout_of(config.parallel)
+    folder = RunFolder(trained_run).checkpoints
+    step, state, kept = restore_newest(folder, made.state_shapes, lines.append, made.init, layout)
+    assert (step, lines) == (8, [])
+    assert kept == Kept(layout_of(CONFIG.parallel), {"sequences": 8 * CONFIG.batch_size})
+    assert jax.tree.structure(state) == jax.tree.structure(made.state_shapes)
+    with Checkpoints(folder) as checkpoints:
+        before = parts(checkpoints.restore(8, programs(CONFIG).state_shapes))
+    assert not before["mesh"]
+    # Parameters, and moments of the optimizer.
+    assert len(before["state"]) >= 60
+    jax.tree.map(np.testing.assert_array_equal, parts(state)["state"], before["state"])
+    # EPLB has not seen any load.
+    assert all(not np.asarray(leaf).any() for name, leaf in parts(state)["mesh"].items() if "load" in name)
+    up = state[0]["blocks"][0]["moe"]["up"].get_value()
+    assert up.sharding.mesh.shape == {"data": mesh[0], "expert": mesh[1]}
+
+
+def test_a_run_goes_on_with_half_the_ranks_and_eplb(trained_run, command_line, tmp_path, monkeypatch):
+    folder = RunFolder(shutil.copytree(trained_run, tmp_path / "run"))
+    straight = shutil.copytree(trained_run, tmp_path / "straight")
+    changes = ("--expert-parallel", "4", "--system", "eplb")
+    result = command_line("--resume", "--run-dir", "run", "--steps", "10", *changes)
+    assert result.exit_code == 0, result.output
+    assert (
+        "going on from step 8 with system 'eplb' instead of 'exact', expert_parallel 4 instead of 8, "
+        "ranks_per_domain 4 instead of 8"
+    ) in result.stdout
+    assert "balancers begin without the history that they had\n" in result.stdout
+
+    # Two steps more of the run as it was laid out.
+    with monkeypatch.context() as patched:
+        patched.setattr("models.loop._finish", lambda *arguments: {})
+        assert command_line(*["--resume", "--run-dir", "straight", "--steps", "10"]).exit_code == 0
+    np.testing.assert_allclose(losses(folder.path), losses(straight), rtol=2e-5)
+
+    assert [row["segment"] for row in folder.rows("layout")] == [1, 2]
+    assert folder.rows("layout")[1] | {"step": 8, "system": "eplb"} == folder.rows("layout")[1]
+    assert folder.segments == [1, 2]
+    assert folder.read_counts(1)["steps"].tolist() == list(range(1, 9))
+    assert folder.read_counts(2)["steps"].tolist() == [9, 10]
+    assert folder.read_counts(2)["counts"].shape == (2, 2, 4, 16)
+    assert "of 4 ranks" in folder.report.read_text()
+    replayed = CliRunner().invoke(tools, ["replay", "run/counts-2.npz", "--balancer", "greedy"])
+    assert replayed.exit_code == 0, replayed.output
+
+    # Without options it goes on as it was last; back on the ranks of the checkpoint before, the segment is gone.
+    configs = []
+    monkeypatch.setattr("models.train.prepare", lambda config, *rest, **options: configs.append(config) or exit(0))
+    command_line(*["--resume", "--run-dir", "run", "--steps", "12"])
+    command_line(*["--resume", "--run-dir", "run", "--steps", "12", "--system", "greedy"])
+    assert [config.parallel for config in configs] == [
+        ParallelConfig(1, 4, "eplb"),
+        ParallelConfig(1, 4, "greedy"),
+    ]
+    shutil.rmtree(folder.checkpoints / "10")
+    with monkeypatch.context() as patched:
+        patched.setattr("models.loop._finish", lambda *arguments: {})
+        run(dataclasses.replace(CONFIG, steps=10), folder.path, resume=True)
+    assert folder.segments == [1]
+    assert folder.read_counts()["steps"].tolist() == list(range(1, 11))
+    assert losses(folder.path) == losses(straight)
+
+
+def test_homes_begin_where_a_run_had_none(trained_run):
+    made = programs(dataclasses.replace(on(1, 4, "greedy"), relocate_interval=2))
+    _, begun, _ = restore_newest(RunFolder(trained_run).checkpoints, made.state_shapes, print, made.init)
+    homes = begun[0]["blocks"][1]["moe"]["homes"].get_value()
+    np.testing.assert_array_equal(homes, np.arange(16))
+
+
+def test_experts_that_moved_come_home_for_a_system_that_remembers_loads(tmp_path, monkeypatch, all_devices):
+    """The state of a relocating run in which each expert has moved is restored for EPLB on other ranks."""
+    moving, folder = dataclasses.replace(on(1, 8, "exact"), relocate_interval=2), RunFolder(tmp_path)
+    made = programs(moving)
+    began = made.init()
+    before = {name: np.asarray(leaf) for name, leaf in parts(began)["state"].items()}
+    moved = made.move(began, np.stack([np.random.default_rng(i).permutation(16) for i in range(2)]))
+    assert (np.asarray(moved[0]["blocks"][0]["moe"]["up"].get_value()) != before["0.blocks.0.moe.up.value"]).any()
+    with Checkpoints(folder.checkpoints) as checkpoints:
+        checkpoints.save(4, moved, Kept(layout_of(moving.parallel), {"steps": 4}))
+    folder.config.write_text(json.dumps({"config": dataclasses.asdict(moving)}))
+
+    given = {"system": "eplb", "expert_parallel": 4, "replica_slots": None}
+    parallel, moves = as_before(folder, given)
+    assert (parallel["system"], parallel["expert_parallel"], moves) == ("eplb", 4, {})
+    config = dataclasses.replace(CONFIG, parallel=ParallelConfig(1, 4, "eplb"))
+    found = programs(config)
+    run = Run(config, CORPUS, folder, None, make_mesh(config.parallel), found, None, 0, None, Keeping(), {})
+    step, state, _ = _restored(run, layout_of(config.parallel), print)
+    assert step == 4
+    after = parts(state)
+    assert not after["homes"]
+    assert after["mesh"]
+    assert after["state"].keys() == before.keys()
+    for name, value in before.items():
+        np.testing.assert_array_equal(after["state"][name], value)
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(tmp_path):
+    """Each step consumes the arrays of the one before."""
+    state = nnx.State({f"layer{i}": nnx.Param(jnp.full((512, 512), i, jnp.float32)) for i in range(8)})
+    step = jax.jit(lambda state: jax.tree.map(lambda a: a + 1.0, state), donate_argnums=0)
+    shapes, told = jax.eval_shape(lambda: state), []
+    with Checkpoints(tmp_path, Keeping(number=2, every_s=1000)) as checkpoints:
+        for number in range(1, 7):
+            checkpoints.save(
+                number, state, Kept({}, {"steps": number}), lambda n=number: told.append((n, steps_in(tmp_path)))
+            )
+            for _ in range(10):
+                state = step(state)
+            checkpoints.check()
+        checkpoints.wait()
+        # The first is kept as one of every 1000 s.
+        assert steps_in(tmp_path) == [6, 5, 1]
+        for number in (1, 5, 6):
+            restored = checkpoints.restore(number, shapes)
+            for i in range(8):
+                assert (np.asarray(restored[f"layer{i}"].get_value()) == i + 10 * (number - 1)).all()
+            assert checkpoints.read_kept(number) == Kept({}, {"steps": number})
+    assert [number for number, _ in told] == [1, 2, 3, 4, 5, 6]
+    # What is told comes after the checkpoint is there.
+    assert all(number in steps for number, steps in told)
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="keep is 0; expected at least 1"):
+        Keeping(0)
+    with pytest.raises(ValueError, match="keep_every_s is 0; expected at least 1"):
+        Keeping(1, 0)
+    (tmp_path / "4").mkdir()
+    with (
+        pytest.raises(ValueError, match=r"checkpoint of step 4 in .* is of an older version"),
+        Checkpoints(tmp_path) as old,
+    ):
+        old.read_kept(4)

@@ -1,0 +1,34 @@
+"""Several processes compute what one does, over gloo: 2 of 4 devices, and 4 of 2."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.models.processes import end, free_port, start
+from tests.models.tiny_systems import SYSTEMS, losses
+
+pytestmark = pytest.mark.slow
+
+MAX_WAIT_S = 600.0
+
+
+@pytest.fixture(scope="module")
+def of_one_process(all_devices):
+    """Those of plain expert parallelism, which are those of every system."""
+    return losses(["plain"])["plain"]
+
+
+# Each program is compiled by each process: four of them compile one of the systems.
+@pytest.mark.parametrize(("num_processes", "systems"), [(2, [*SYSTEMS]), (4, ["exact"])], ids=["2x4", "4x2"])
+def test_losses_are_those_of_one_process(of_one_process, num_processes, systems):
+    port, program = str(free_port()), "tests.models.tiny_systems"
+    ids = map(str, range(num_processes))
+    ended = end([start(program, port, str(num_processes), i, *systems) for i in ids], MAX_WAIT_S)
+    assert [code for code, _, _ in ended] == [0] * num_processes, [errors for _, _, errors in ended]
+    # gloo has lines of its own before it.
+    found = json.loads(ended[0][1].splitlines()[-1])
+    assert list(found) == systems
+    assert of_one_process[-1] < of_one_process[0]
+    for name in systems:
+        np.testing.assert_allclose(found[name], of_one_process, rtol=1e-5)

@@ -1,0 +1,95 @@
+"""What a run tells while it trains, and what ends it: hosts that are slow, numbers that are not finite."""
+
+import dataclasses
+import importlib.util
+import json
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from models.checkpoint import steps_in
+from models.health import check_state, check_step
+from models.loop import execute, prepare
+from models.pace import slow_hosts
+from models.recording import RunFolder
+from models.refusal import Refused
+from models.watching import Watching, scalars
+from tests.models.small import CONFIG, CORPUS
+
+
+def test_hosts_that_take_longer_than_the_median_are_slow():
+    assert slow_hosts(np.array([1.0, 1.1, 1.0, 2.0]), 0.1) == [3]
+    assert slow_hosts(np.array([1.0, 2.0]), 0.1) == [1]
+    assert slow_hosts(np.array([1.0, 2.0]), 1.5) == []
+    assert slow_hosts(np.array([1.0, 1.4, 1.2]), 0.0) == []
+
+
+def test_numbers_of_lines_have_names():
+    row = {"kind": "layers", "step": 3, "rounds": [1, 2], "planner_s": 0.5, "homes": [[0, 1]], "word": "x"}
+    assert scalars(row) == {"layers/rounds/1": 1.0, "layers/rounds/2": 2.0, "layers/planner_s": 0.5}
+    assert scalars({"kind": "hosts", "step": 3, "host_s": [0.25]}) == {"hosts/host_s/0": 0.25}
+
+
+def test_what_is_not_installed_or_no_number_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="profile is -1; expected a number of steps, at least 0"):
+        Watching(profile=-1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"wandb is not installed; expected pip install '.\[wandb\]'"):
+        Watching(wandb="project")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run():
+    fine = SimpleNamespace(fault=SimpleNamespace(code=np.zeros((2, 1), np.int32)))
+    check_step(3, 1.0, fine, None)
+    with pytest.raises(Refused, match=r"step 3: loss is nan, .*; --resume goes on from the checkpoint of step 2"):
+        check_step(3, float("nan"), fine, 2)
+
+
+def test_no_checkpoint_is_made_of_what_is_not_finite():
+    leaves = {"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf]), "n": jnp.arange(2)}
+    state = nnx.State({name: nnx.Param(leaf) for name, leaf in leaves.items()})
+    with pytest.raises(Refused, match=r"step 3: b is not finite, of which no checkpoint is made; there is no"):
+        check_state(3, state, None)
+
+
+@pytest.mark.slow
+def test_a_run_is_watched_and_ends_with_a_nan(tmp_path, monkeypatch):
+    """The loss of step 5 is finite, and parameters are not, which the routers of step 6 find."""
+    folder = RunFolder(tmp_path)
+    run = prepare(dataclasses.replace(CONFIG, validation_interval=2), CORPUS, tmp_path)
+
+    def nan(leaf):
+        return leaf * jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    def broken(state, tokens):
+        state, loss, stats = program(state, tokens)
+        steps.append(loss)
+        return (jax.tree.map(nan, state) if len(steps) == 5 else state), loss, stats
+
+    steps, program = [], run.step.lower().compile()
+    monkeypatch.setattr("models.loop._compiled", lambda run: (broken, 0.0))
+    with pytest.raises(Refused) as refused:
+        execute(run, Console(quiet=True), watching=Watching(tensorboard=True, profile=1))
+    assert re.match(
+        r"step 6, layer 1: router logits of rank 0 give weights that are not finite; expected finite logits; "
+        r"--resume goes on from the checkpoint of step 4",
+        str(refused.value),
+    )
+    assert steps_in(folder.checkpoints) == [4]
+    assert [row["step"] for row in folder.rows("step")] == [1, 2, 3, 4, 5]
+
+    layers = folder.rows("layers")
+    assert [row["step"] for row in layers] == [2, 4]
+    assert len(layers[0]["imbalance_before"]) == CONFIG.model.num_layers
+    assert layers[0]["planner_s"] > 0
+    assert list(folder.tensorboard.glob("events.out.tfevents.*"))
+    traces = [path.name for path in folder.profile.rglob("*") if path.is_file()]
+    assert "perfetto_trace.json.gz" in traces
+    assert any(name.endswith(".xplane.pb") for name in traces)
+    assert json.loads(folder.metrics.read_text().splitlines()[0])["kind"] == "layout"

@@ -1,0 +1,71 @@
+"""`python -m tests.models.tiny_systems PORT PROCESSES ID SYSTEM...` trains with each system, as one of many processes.
+
+Process 0 prints the losses as JSON.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+
+import jax
+
+from jax_moe_lb import raise_fault
+from jax_moe_lb.virtual_devices import SCHEDULER_FLAG
+from models.distributed import join
+from models.parallel import make_mesh, make_system, offer_cpu_devices, place_batch
+from models.peers import Peers
+from models.place import Place
+from models.presets import ModelConfig, ParallelConfig
+from models.store import Store
+from models.training import make_programs
+from tests.models.processes import JOIN_TIMEOUT_S, bind_gloo
+from tests.models.small import CONFIG, CORPUS
+
+DEVICES = 8
+STEPS = 3
+SYSTEMS = {
+    "plain": ParallelConfig(1, DEVICES, "plain"),
+    "exact": ParallelConfig(1, DEVICES, "exact"),
+    "hybridep": ParallelConfig(1, DEVICES, "hybridep", replica_slots=1, ranks_per_domain=2),
+}
+"""A rank of HybridEP has the expert of its neighbour, too. None of them has a state that the others lack."""
+
+MODEL = ModelConfig(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16, num_experts=8)
+
+
+def losses(systems: list[str]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    first: list[jax.Array] = []
+    for name in systems:
+        config = dataclasses.replace(CONFIG, model=MODEL, parallel=SYSTEMS[name])
+        mesh = make_mesh(config.parallel)
+        programs = make_programs(config, mesh, make_system(config.parallel))
+        # Compiled once; a step consumes what it gets.
+        first = first or jax.tree.leaves(programs.init())
+        state = jax.tree.unflatten(jax.tree.structure(programs.state_shapes), [leaf.copy() for leaf in first])
+        found[name] = []
+        for step in range(1, STEPS + 1):
+            batch = CORPUS.batch(config.seed, step, config.batch_size, config.sequence_length)
+            state, loss, stats = programs.step(state, place_batch(batch, mesh))
+            raise_fault(stats)
+            found[name].append(float(loss))
+    return found
+
+
+def main(port: str, num_processes: str, process_id: str, *systems: str) -> None:
+    place = Place("127.0.0.1", int(port), int(num_processes), int(process_id))
+    bind_gloo()
+    join(place, JOIN_TIMEOUT_S)
+    offer_cpu_devices(DEVICES // place.num_processes)
+    with Peers(place, Store()):
+        found = losses(list(systems))
+        assert len(jax.devices()) == DEVICES
+        # XLA reads it when devices come up, which is after the processes have joined.
+        assert f"{SCHEDULER_FLAG}=false" in os.environ["XLA_FLAGS"]
+        if place.process_id == 0:
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
