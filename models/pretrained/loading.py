@@ -18,7 +18,8 @@ from models.architectures.fields import MOST_LAYERS, Fields, read_fields
 from models.architectures.names import Piece
 from models.decoder.model import Decoder
 from models.parallel import state_shardings
-from models.pretrained.folder import FLOATS, TensorFolder
+from models.pretrained.folder import TensorFolder
+from models.pretrained.quantized import Weights
 
 SHOWN = 5
 """A message names so many tensors of those that are missing, or too many."""
@@ -53,8 +54,8 @@ def from_pretrained(
     fields = read_fields(folder)
     config = configured(fields, compute_dtype=compute_dtype, param_dtype=param_dtype, scan_layers=scan_layers)
     with TensorFolder(folder) as tensors:
-        parts = _grouped(pieces_of(config))
-        _check(tensors, [piece for pieces in parts.values() for piece in pieces], _passed_over(fields))
+        weights, parts = Weights(tensors, fields), _grouped(pieces_of(config))
+        _check(weights, [piece for pieces in parts.values() for piece in pieces], _passed_over(fields))
 
         def create() -> Decoder:
             return Decoder(config, mesh=mesh, system=system, rngs=nnx.Rngs(0))
@@ -65,7 +66,7 @@ def from_pretrained(
         fresh = by_path(jax.jit(lambda: nnx.state(create(), nnx.Not(nnx.Param)), out_shardings=everywhere)())
         where, leaves = by_path(state_shardings(shapes, mesh)), []
         for path, shape in by_path(shapes).items():
-            leaves.append(_placed(tensors, parts[path], shape, where[path]) if path in parts else fresh[path])
+            leaves.append(_placed(weights, parts[path], shape, where[path]) if path in parts else fresh[path])
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
 
@@ -91,28 +92,25 @@ def _passed_over(fields: Fields) -> tuple[str, ...]:
     return (*layers, "lm_head.weight") if fields.raw.get("tie_word_embeddings") else layers
 
 
-def _check(tensors: TensorFolder, pieces: list[Piece], passed_over: tuple[str, ...]) -> None:
+def _check(weights: Weights, pieces: list[Piece], passed_over: tuple[str, ...]) -> None:
     """Refuses a checkpoint whose tensors are not those of the model, before any is read."""
     shapes = {piece.name: piece.shape for piece in pieces}
-    names = {name for name in tensors.home if not name.startswith(passed_over)}
+    names = {name for name in weights.shapes if not name.startswith(passed_over)}
     for what, differing in (("missing", shapes.keys() - names), ("not of this model", names - shapes.keys())):
         if differing:
             shown = ", ".join(sorted(differing)[:SHOWN])
             more = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
-            raise ValueError(f"{tensors.folder}: {what}: {shown}{more}; expected the tensors of config.json's sizes")
+            folder = weights.tensors.folder
+            raise ValueError(f"{folder}: {what}: {shown}{more}; expected the tensors of config.json's sizes")
     for name, shape in shapes.items():
-        header = tensors.home[name]
-        if header.shapes[name] != shape:
-            raise ValueError(f"{header.path}: {name} has shape {list(header.shapes[name])}; expected {list(shape)}")
-        if header.dtypes[name] not in FLOATS:
-            raise ValueError(f"{header.path}: {name} has dtype {header.dtypes[name]}; expected one of {FLOATS}")
+        weights.check(name, shape)
 
 
-def _placed(tensors: TensorFolder, pieces: list[Piece], shape: Any, sharding: Sharding) -> Array:
+def _placed(weights: Weights, pieces: list[Piece], shape: Any, sharding: Sharding) -> Array:
     """Reads a parameter and puts on each device what it has of it."""
     where = {device: index or () for device, index in sharding.addressable_devices_indices_map(shape.shape).items()}
     if pieces[0].expert is None:
-        value = _read(tensors, pieces[0], shape.dtype)
+        value = _read(weights, pieces[0], shape.dtype)
         parts = [jax.device_put(value[index], device) for device, index in where.items()]
         return jax.make_array_from_single_device_arrays(shape.shape, sharding, parts)
     ranges = {device: range(shape.shape[0])[index[0]] for device, index in where.items()}
@@ -126,7 +124,7 @@ def _placed(tensors: TensorFolder, pieces: list[Piece], shape: Any, sharding: Sh
         if not homes:
             # Experts of other processes are not read.
             continue
-        value = _read(tensors, piece, shape.dtype)
+        value = _read(weights, piece, shape.dtype)
         for device in homes:
             line = jax.device_put(value[where[device][1:]], device)
             buffers[device] = _with_line(buffers[device], line, ranges[device].index(piece.expert))
@@ -144,7 +142,7 @@ def _with_line(buffer: Array, line: Array, at: int) -> Array:
     return jax.lax.dynamic_update_index_in_dim(buffer, line, at, 0)
 
 
-def _read(tensors: TensorFolder, piece: Piece, dtype: Any) -> np.ndarray:
-    value = tensors.read(piece.name, piece.index)
+def _read(weights: Weights, piece: Piece, dtype: Any) -> np.ndarray:
+    value = weights.read(piece.name, piece.index)
     value = np.swapaxes(value, -1, -2) if piece.transposed else value
     return np.ascontiguousarray(value.astype(dtype, copy=False))
