@@ -262,7 +262,6 @@ Travelling = Any
 """Rows on their way, for `_arrived`: a tuple of arrays that are there, or what `join` takes."""
 
 
-@jax.named_scope("dispatch")
 def _start_onward(
     parts: tuple[Array, ...], phases: Phases, i: Array, room: int, ways: Ways, before: Any
 ) -> tuple[Any, Travelling]:
@@ -272,23 +271,24 @@ def _start_onward(
         return before, (None,) * len(parts)
     window = _window(i, parts[0])
     if ways.route is not None:
-        with jax.named_scope("rows_onward"):
+        with jax.named_scope("rows_onward/dispatch"):
             return start_onward(parts, room, moved, window, before, route=ways.route)
     axes = ways.topology.expert_axes
-    return before, tuple(move(part, moved, window, unwritten(part, room), axes) for part in parts)
+    with jax.named_scope("dispatch"):
+        return before, tuple(move(part, moved, window, unwritten(part, room), axes) for part in parts)
 
 
-@jax.named_scope("combine")
 def _start_back(
     parts: tuple[Array, ...], into: tuple[Array, ...], phases: Phases, i: Array, ways: Ways, before: Any = ()
 ) -> tuple[Any, Travelling]:
     """Brings what became of moved rows back to where they were in round `i`: the transpose of `_start_onward`."""
     window = _window(i, into[0])
     if ways.route is not None:
-        with jax.named_scope("rows_back"):
+        with jax.named_scope("rows_back/combine"):
             return start_back(parts, into, phases.moved, window, before, route=ways.route)
     axes = ways.topology.expert_axes
-    return before, tuple(move_back(p, phases.moved, window, out, axes) for p, out in zip(parts, into, strict=True))
+    with jax.named_scope("combine"):
+        return before, tuple(move_back(p, phases.moved, window, out, axes) for p, out in zip(parts, into, strict=True))
 
 
 def _arrived(rows: Travelling, after: Any) -> tuple[Any, ...]:
