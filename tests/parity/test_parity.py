@@ -74,16 +74,18 @@ def test_logits_and_gradients(reference, name, mesh, system, scan_layers):
 
 
 OTHERS = [name for name in system_names() if name not in ("plain", "exact")]
+ALIKE = ("eplb", "eplb_plus", "fastermoe", "lplb")
+"""They plan in other ways than `greedy` and move weights and rows as it does, so that its backward pass is theirs."""
 SPREAD = [
     (system, mesh, (i + 3 * j) % 5, i % 2 == j) for i, system in enumerate(OTHERS) for j, mesh in enumerate(MESHES)
 ]
 
 
-@pytest.mark.parametrize(("system", "mesh", "kind", "with_gradients"), SPREAD)
-def test_every_system(reference, system, mesh, kind, with_gradients):
+@pytest.mark.parametrize(("system", "mesh", "kind", "has_turn"), SPREAD)
+def test_every_system(reference, system, mesh, kind, has_turn):
     """Each on both meshes, with another architecture on each, as all pairs would take an hour; gradients on one."""
-    name = list(CONFIGS)[kind]
-    (compare if with_gradients else compare_logits)(reference(name), mesh, system, scan_layers=True)
+    compared = compare if has_turn and system not in ALIKE else compare_logits
+    compared(reference(list(CONFIGS)[kind]), mesh, system, scan_layers=True)
 
 
 @pytest.mark.parametrize(("mesh", "system"), [("1x8", "plain"), ("2x4", "exact")])
