@@ -138,7 +138,7 @@ def naming(argument: str, path: Path) -> Iterator[None]:
 
 def _load(argument: str, path: Path) -> dict[str, np.ndarray]:
     """Reads `counts` and, if it is there, `steps` of an npz, or the array of an npy under the name `counts`."""
-    if path.suffix in OTHERS or path.is_dir():
+    if path.suffix in OTHERS:
         raise ValueError(
             f"{argument} is {path}; expected a .npy or .npz file: jax-moe-lb convert makes one of recordings of SGLang "
             f"and Megatron-LM"
