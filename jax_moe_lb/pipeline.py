@@ -148,6 +148,7 @@ def token_info(
     return TokenInfo(jax.lax.axis_index(topology.expert_axes) * num_tokens, mask, token_ids, key)
 
 
+@jax.named_scope("route")
 def route(
     x: Tokens,
     kernel: Float[Array, "H E"],
@@ -198,6 +199,7 @@ class Counted(NamedTuple):
     ok: Bool[Array, ""]
 
 
+@jax.named_scope("count")
 def count(
     routing: Routing, num_experts: int, topology: Topology, checks: Checks, capacity: int | None = None
 ) -> Counted:
@@ -233,6 +235,7 @@ def count(
     return Counted(within_capacity(experts, num_experts, capacity), jnp.minimum(asked, capacity), asked, wrong, ok)
 
 
+@jax.named_scope("at_homes")
 def at_homes(
     counted: Counted, weights: Weights, homes: Int[Array, "E"] | None, checks: Checks
 ) -> tuple[Routed, Bool[Array, ""]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from jax_moe_lb.systems import system_names
 from models.architectures.fields import Fields
 from models.data import Corpus, TokenizerFile, corpus_from
 from models.decoder.model import Decoder
-from models.gradients import next_token_loss
+from models.gradients import further_loss, next_token_loss
 from models.optimizer import make_optimizer
 from models.parallel import make_mesh, make_system, offer_cpu_devices, place_batch, state_shardings
 from models.presets import COMPUTE_DTYPES, ParallelConfig, TrainConfig
@@ -49,7 +50,9 @@ class Tuning:
     model: Callable[[nnx.State], Decoder]
 
 
-def make_tuning(model: Decoder, config: TrainConfig, mesh: Mesh, bias_rate: float = 0.0) -> Tuning:
+def make_tuning(
+    model: Decoder, config: TrainConfig, mesh: Mesh, bias_rate: float = 0.0, further_weight: float = 0.0
+) -> Tuning:
     """Builds the programs, compiling nothing.
 
     Args:
@@ -57,13 +60,15 @@ def make_tuning(model: Decoder, config: TrainConfig, mesh: Mesh, bias_rate: floa
         config: the numbers of the run; the sizes of its model are not used.
         mesh: the devices of the model.
         bias_rate: the step of routing biases, see `MoE.update_bias`; 0, the default, leaves them as they are.
+        further_weight: the weight of `further_loss`, for a model that predicts further tokens; 0 for all others.
     """
+    loss_of = partial(further_loss, weight=further_weight) if further_weight else next_token_loss
     graph, state = nnx.split((model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)))
     shardings = state_shardings(state, mesh)
 
     def step(state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
         model, optimizer = nnx.merge(graph, state)
-        (loss, stats), gradients = nnx.value_and_grad(next_token_loss, has_aux=True)(model, tokens)
+        (loss, stats), gradients = nnx.value_and_grad(loss_of, has_aux=True)(model, tokens)
         # optax mixes counts with floats.
         with jax.numpy_dtype_promotion("standard"):
             optimizer.update(model, gradients)
@@ -84,7 +89,8 @@ def make_tuning(model: Decoder, config: TrainConfig, mesh: Mesh, bias_rate: floa
 
 
 def _move_biases(model: Decoder, stats: Stats, rate: float) -> None:
-    layers = [block.moe for block in model.blocks if block.moe is not None]
+    blocks = [*model.blocks, *(further.block for further in model.further)]
+    layers = [block.moe for block in blocks if block.moe is not None]
     for i, moe in enumerate(layers):
         moe.update_bias(jax.tree.map(lambda leaf, i=i: leaf[i], stats), rate)
 
@@ -126,6 +132,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the batches.")] = 0,
     dtype: Annotated[str, typer.Option(help="Of products: float32 or bfloat16.")] = "float32",
     bias_rate: Annotated[float, typer.Option(help="Step of routing biases, in models that have some.")] = 0.0,
+    further_weight: Annotated[float, typer.Option(help="Of the loss of tokens after the next; 0.3 is usual.")] = 0.0,
     record_counts: Annotated[Path | None, typer.Option(help="Write the routing, for jax-moe-lb replay.")] = None,
 ) -> None:
     """Tunes all parameters of a checkpoint, and writes what transformers loads."""
@@ -138,10 +145,13 @@ def main(
         corpus, trace = corpus_from(data, TokenizerFile(checkpoint / "tokenizer.json")), CountsTrace()
         corpus.check_length(sequence_length)
         mesh = make_mesh(parallel)
-        model = from_pretrained(checkpoint, mesh, make_system(parallel), compute_dtype=dtype, scan_layers=True)
+        if not 0 <= further_weight < float("inf"):
+            raise ValueError(f"further_weight is {further_weight}; expected at least 0, which trains the model alone")
+        options: dict[str, Any] = {"compute_dtype": dtype, "scan_layers": True, "predict_further": further_weight > 0}
+        model = from_pretrained(checkpoint, mesh, make_system(parallel), **options)
         if bias_rate and not model.config.use_routing_bias:
             raise ValueError(f"bias_rate is {bias_rate}; expected 0 with a model without routing biases")
-        tuning = make_tuning(model, config, mesh, bias_rate)
+        tuning = make_tuning(model, config, mesh, bias_rate, further_weight)
         del model
         tuned = tuning.model(tune(tuning, corpus, config, mesh, trace))
         save_pretrained(tuned, out, dtype=_stored_dtype(tuned), keep_from=checkpoint)

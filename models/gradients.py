@@ -11,6 +11,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_moe_lb import Stats, router_loss
+from models.decoder.model import Decoder
 from models.parallel import state_shardings
 
 Model = Callable[[Array], tuple[Array, Stats]]
@@ -37,6 +38,25 @@ def _share_of_loss(model: Model, tokens: Array, count: Array) -> tuple[Array, St
     logits, stats = model(words[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, words[:, 1:])
     return jnp.where(tokens[:, 1:] >= 0, losses, 0).sum() / count, stats
+
+
+def further_loss(model: Decoder, tokens: Array, weight: float) -> tuple[Array, Stats]:
+    """Adds to `next_token_loss` that of the tokens after the next one (DeepSeek-V3's technical report, section 2.2.2).
+
+    Args:
+        model: what `from_pretrained(predict_further=True)` returned.
+        tokens: int32 `[B, T + 1]`, with marks; nothing is predicted across the beginning of a document.
+        weight: the factor on the mean loss of its `further` modules; the paper has 0.3, and 0.1 for the last third.
+    """
+    words, inside, losses = jnp.where(tokens < 0, ~tokens, tokens), tokens[:, 1:] >= 0, []
+    logits, stats = model.ahead(words[:, :-1], words[:, 1:])
+    for k, one in enumerate(logits):
+        if k > 0:
+            inside = inside[:, :-1] & (tokens[:, 1 + k :] >= 0)
+        each = optax.softmax_cross_entropy_with_integer_labels(one[:, : one.shape[1] - k], words[:, 1 + k :])
+        count = jnp.maximum(inside.sum(dtype=jnp.int32), 1).astype(jnp.float32)
+        losses.append(jnp.where(inside, each, 0).sum() / count)
+    return losses[0] + weight * sum(losses[1:]) / len(losses[1:]), stats
 
 
 def loss_and_gradients(model: Any, tokens: Array, accumulate: int, mesh: Mesh) -> tuple[Array, Stats, nnx.State]:

@@ -2,6 +2,10 @@
 
 Every expert is a copy of the dense network (sparse upcycling, arXiv 2212.05055). The weights of a token's experts sum
 to 1, so the new model computes what the old one does, until it is trained.
+
+With `--share` the mean of these copies, which is the dense network, becomes a shared expert, and an expert what it adds
+to the mean: nothing at first. HybridEP (arXiv 2510.19470, section IV-B) divides experts so to send them, by their
+weights; here outputs are added, as in models that are published with a shared expert.
 """
 
 import json
@@ -25,16 +29,20 @@ ROUTER_SCALE = 0.02
 DENSE_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """What the projections of Mixtral's experts are called in a Llama."""
 
+LAST_PROJECTION = r"\.experts\.\d+\.down_proj\.weight$"
+"""Where it is 0 an expert adds nothing, and learns from the first step on: its gradient is not 0."""
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-def upcycled_config(fields: Fields, num_experts: int, experts_per_token: int) -> str:
-    """Makes the `config.json` of the mixture: a Llama becomes a Mixtral, a Qwen3 a Qwen3-MoE.
+def upcycled_config(fields: Fields, num_experts: int, experts_per_token: int, share: bool = False) -> str:
+    """Makes the `config.json` of the mixture: a Llama becomes a Mixtral, a Qwen3 a Qwen3-MoE, with `share` a GLM-4.5.
 
     Args:
         fields: the file of the dense model.
         num_experts: `E`.
         experts_per_token: `K`.
+        share: whether there is a shared expert.
 
     Raises:
         ValueError: the dense model is another, or there are fewer experts than `K`, or none.
@@ -43,9 +51,34 @@ def upcycled_config(fields: Fields, num_experts: int, experts_per_token: int) ->
         raise ValueError(f"experts_per_token is {experts_per_token}; expected 1 to num_experts {num_experts}")
     kind = fields.raw.get("model_type")
     shared: dict[str, Any] = {"num_experts_per_tok": experts_per_token}
-    if kind == "llama":
+    if share or kind == "llama":
         fields.require("attention_bias", False)
         fields.require("mlp_bias", False)
+    if share:
+        fields.require("use_sliding_window", False)
+    if share and kind in ("llama", "qwen3"):
+        new = shared | {
+            "model_type": "glm4_moe",
+            "architectures": ["Glm4MoeForCausalLM"],
+            "use_qk_norm": kind == "qwen3",
+        }
+        new |= {"n_routed_experts": num_experts, "moe_intermediate_size": fields.integer("intermediate_size")}
+        new |= {
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+        }
+        width = fields.integer("hidden_size") // max(fields.integer("num_attention_heads"), 1)
+        new |= {
+            "routed_scaling_factor": 1.0,
+            "partial_rotary_factor": 1.0,
+            "head_dim": fields.integer("head_dim", width),
+        }
+        rope = fields.raw.get("rope_parameters")
+        new |= {"rope_parameters": rope | {"partial_rotary_factor": 1.0}} if isinstance(rope, dict) else {}
+    elif kind == "llama":
         new = shared | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
         new |= {"num_local_experts": num_experts, "sliding_window": None}
     elif kind == "qwen3":
@@ -58,10 +91,10 @@ def upcycled_config(fields: Fields, num_experts: int, experts_per_token: int) ->
 
 
 def dense_name(name: str) -> str | None:
-    """Finds which tensor of the dense model a tensor of the mixture is a copy of; `None` for a router."""
-    if re.search(r"\.(mlp|block_sparse_moe)\.gate\.weight$", name):
+    """Finds which tensor of the dense model a tensor of the mixture is a copy of; `None` for a router's."""
+    if re.search(r"\.(mlp|block_sparse_moe)\.gate\.(weight|e_score_correction_bias)$", name):
         return None
-    found = re.fullmatch(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.\d+\.(\w+)\.weight", name)
+    found = re.fullmatch(r"(.*)\.(?:mlp|block_sparse_moe)\.(?:shared_experts|experts\.\d+)\.(\w+)\.weight", name)
     if found is None:
         return name
     return f"{found[1]}.mlp.{DENSE_NAMES.get(found[2], found[2])}.weight"
@@ -73,6 +106,7 @@ def upcycle(
     num_experts: int,
     experts_per_token: int,
     *,
+    share: bool = False,
     seed: int = 0,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
@@ -83,13 +117,14 @@ def upcycle(
         out: where to; it does not exist yet, or is empty.
         num_experts: `E`, usually 8.
         experts_per_token: `K`, usually 2.
+        share: whether a shared expert holds the mean of all, and the others what they add to it, nothing at first.
         seed: the seed of the routers.
         max_file_bytes: the bytes of tensors of a file, which host memory holds at once.
 
     Raises:
         ValueError: the model is not supported, its tensors do not fit, or `out` has something in it.
     """
-    text = upcycled_config(read_fields(folder), num_experts, experts_per_token)
+    text = upcycled_config(read_fields(folder), num_experts, experts_per_token, share)
     shapes = {piece.name: piece.shape for piece in pieces_of(configured(Fields(text)))}
     rng = np.random.default_rng(seed)
     with TensorFolder(folder) as tensors, vacant(out) as aside:
@@ -99,6 +134,10 @@ def upcycle(
 
         def made(name: str) -> np.ndarray:
             source = dense_name(name)
+            if name.endswith("e_score_correction_bias"):
+                return np.zeros(shapes[name], np.float32)
+            if share and re.search(LAST_PROJECTION, name):
+                return np.zeros(shapes[name], dtype)
             if source is not None:
                 return tensors.read(source)
             return (rng.standard_normal(shapes[name], np.float32) * ROUTER_SCALE).astype(dtype)
@@ -127,11 +166,14 @@ def main(
     out: Annotated[Path, typer.Option(help="A new or an empty folder.")],
     num_experts: Annotated[int, typer.Option(help="Experts of a layer.")] = 8,
     experts_per_token: Annotated[int, typer.Option(help="Experts of a token.")] = 2,
+    share: Annotated[
+        bool, typer.Option("--share", help="A shared expert is the dense network; others add to it.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the routers.")] = 0,
 ) -> None:
     """Makes a mixture of experts of a dense checkpoint; it computes the same until it is trained."""
     try:
-        upcycle(checkpoint, out, num_experts, experts_per_token, seed=seed)
+        upcycle(checkpoint, out, num_experts, experts_per_token, share=share, seed=seed)
     except (OSError, ValueError) as error:
         say(f"error: {error}")
         raise typer.Exit(REFUSED) from error

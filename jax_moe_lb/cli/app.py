@@ -14,6 +14,7 @@ import typer
 
 from jax_moe_lb.balancers.facts import LayerFacts
 from jax_moe_lb.cli.compile import compile_command
+from jax_moe_lb.cli.convert import convert
 from jax_moe_lb.cli.discover import load_balancer
 from jax_moe_lb.cli.doctor import diagnosis, facts_table, ops_table, version
 from jax_moe_lb.cli.errors import BAD_INPUT, one_line_errors, print_error, printing
@@ -123,7 +124,7 @@ def doctor(as_json: Json = False) -> None:
             print_table(ops_table(found))
 
 
-for command in (simulate, advise, calibrate):
+for command in (convert, simulate, advise, calibrate):
     app.command()(command)
 app.command("compile")(compile_command)
 

@@ -22,6 +22,9 @@ MOST_BYTES = 2**30
 MOST_LAYERS = 2**17
 """A trace has at most so many layers, of all steps together: 1000 steps of a model with 131 layers."""
 
+OTHERS = (".pt", ".jsonl")
+"""How names of recordings end that `convert` reads."""
+
 NAMES_SHOWN = 3
 """A message lists so many arrays of a file that lacks the wanted one."""
 
@@ -53,7 +56,7 @@ def read_counts(path: Path) -> Int[np.ndarray, "layers R E"]:
     counts = _load("COUNTS", path)["counts"]
     if counts.ndim not in (2, 3):
         raise ValueError(f"COUNTS {path}: counts has shape {counts.shape}; expected [R, E] or [layers, R, E]")
-    return _checked("COUNTS", path, counts.reshape(-1, *counts.shape[-2:]) if counts.size else counts)
+    return checked("COUNTS", path, counts.reshape(-1, *counts.shape[-2:]) if counts.size else counts)
 
 
 def read_trace(path: Path) -> Trace:
@@ -75,7 +78,7 @@ def read_trace(path: Path) -> Trace:
             f"TRACE {path}: steps has shape {steps.shape} and dtype {steps.dtype}; "
             f"expected an integer for each of the {len(counts)} steps of counts"
         )
-    return Trace(steps.tolist(), _checked("TRACE", path, counts))
+    return Trace(steps.tolist(), checked("TRACE", path, counts))
 
 
 def read_routing(path: Path) -> Int[np.ndarray, "steps layers R E"]:
@@ -96,7 +99,7 @@ def read_routing(path: Path) -> Int[np.ndarray, "steps layers R E"]:
             f"--trace {path}: counts has shape {counts.shape}; expected [R, E], [layers, R, E] or [steps, layers, R, E]"
         )
     wide = counts.reshape((1,) * (4 - counts.ndim) + counts.shape)
-    return _checked("--trace", path, wide)
+    return checked("--trace", path, wide)
 
 
 def write_plans(path: Path, plans: Sequence[Plan], leading_shape: tuple[int, ...]) -> None:
@@ -135,6 +138,11 @@ def naming(argument: str, path: Path) -> Iterator[None]:
 
 def _load(argument: str, path: Path) -> dict[str, np.ndarray]:
     """Reads `counts` and, if it is there, `steps` of an npz, or the array of an npy under the name `counts`."""
+    if path.suffix in OTHERS:
+        raise ValueError(
+            f"{argument} is {path}; expected a .npy or .npz file: jax-moe-lb convert makes one of recordings of SGLang "
+            f"and Megatron-LM"
+        )
     try:
         arrays, names = read_named(path, ("counts", "steps"), MOST_BYTES)
     except OSError as error:
@@ -156,8 +164,17 @@ def _listed(names: list[str]) -> str:
     return f"[{first}]" if len(names) <= NAMES_SHOWN else f"[{first}, and {len(names) - NAMES_SHOWN} more]"
 
 
-def _checked(argument: str, path: Path, counts: np.ndarray) -> Int[np.ndarray, "... R E"]:
-    """Makes the counts int32, planning's integer type, if every layer of every step can be planned for."""
+def checked(argument: str, path: Path, counts: np.ndarray) -> Int[np.ndarray, "... R E"]:
+    """Makes the counts int32, planning's integer type, if every layer of every step can be planned for.
+
+    Args:
+        argument: what the command line calls the file.
+        path: the file.
+        counts: `[..., R, E]` integers.
+
+    Raises:
+        ValueError: they cannot; the line names the file and the layer.
+    """
     if counts.size == 0:
         raise ValueError(f"{argument} {path}: counts has shape {counts.shape}; expected no empty dimension")
     if math.prod(counts.shape[:-2]) > MOST_LAYERS or math.prod(counts.shape[-2:]) > MOST_ENTRIES:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
@@ -135,14 +136,16 @@ class Dispatch(Exchange[ReceiptT]):
         Returns:
             What was served, by a legal plan, and the balancer's new state.
         """
-        made, state = balancer.rebalance(routed.counts, plan, topology, state)
-        # A bad plan must not reach `address`, which computes offsets of copies from it.
-        plan, is_legal = served_plan(made, routed.counts, None, checks)
-        receipt = self.address(routed.experts, routed.counts, plan, topology)
-        if (follows_plan := receipt.follows_plan) is not None:
-            receipt = stopping_unless(follows_plan, receipt, checks, check_plan, made, routed.counts)
-            is_legal = is_legal & follows_plan
-        receipt, is_whole = self.within_rounds(receipt, checks)
+        with jax.named_scope("plan"):
+            made, state = balancer.rebalance(routed.counts, plan, topology, state)
+            # A bad plan must not reach `address`, which computes offsets of copies from it.
+            plan, is_legal = served_plan(made, routed.counts, None, checks)
+        with jax.named_scope("address"):
+            receipt = self.address(routed.experts, routed.counts, plan, topology)
+            if (follows_plan := receipt.follows_plan) is not None:
+                receipt = stopping_unless(follows_plan, receipt, checks, check_plan, made, routed.counts)
+                is_legal = is_legal & follows_plan
+            receipt, is_whole = self.within_rounds(receipt, checks)
         # Named, so that a policy of `jax.checkpoint` can keep them, and nobody plans again in the backward pass.
         plan, receipt = checkpoint_name((plan, receipt), "moe_plan")
         outputs = in_rounds(x, routed.weights, experts, plan, receipt, replicate, self, topology)

@@ -157,7 +157,7 @@ class _Forward(NamedTuple):
 
     def come_home(self, i: Array) -> Rows:
         """Sends the copies of round `i` home."""
-        with jax.named_scope("come_home"):
+        with jax.named_scope("dispatch/come_home"):
             copies = to_sending_order(self.tokens, self.receipt, self.routed.experts.shape[1])
             return self.ways.direct.send(copies, self.receipt, i, self.ways.topology)[0]
 
@@ -168,13 +168,13 @@ class _Forward(NamedTuple):
 
     def static_wave(self, rows: Rows, sizes: Int[Array, "L"]) -> Rows:
         """Computes the outputs of the rows in front, which need home weights alone; the others hold anything."""
-        with jax.named_scope("static_wave"):
+        with jax.named_scope("experts/static_wave"):
             return grouped_ffn(rows, self.experts, sizes)
 
     def finish(self, i: Array, rows: Rows, out: Rows, moved: "_Arrived", copies: Copies) -> Copies:
         """Computes the outputs of dynamic experts, here and where they moved, and sends all outputs back."""
         ways, phases = self.ways, moved.phases
-        with jax.named_scope("dynamic_wave"):
+        with jax.named_scope("experts/dynamic_wave"):
             staying = replace(phases.staying, size=jnp.where(self.dynamic, phases.staying.size, 0))
             blocks = Blocks.of(*_here(staying, i, rows, ways), rows.shape[0])
             returning: Any = (out,)
@@ -185,7 +185,8 @@ class _Forward(NamedTuple):
             stayed = grouped_ffn(blocks.take(rows), self.experts, blocks.sizes)
             (out,) = _arrived(returning, stayed)
             out = blocks.put(stayed, out)
-        return ways.direct.send_back(out, self.receipt, i, copies, ways.topology)
+        with jax.named_scope("combine"):
+            return ways.direct.send_back(out, self.receipt, i, copies, ways.topology)
 
 
 class _Arrived(NamedTuple):
@@ -199,22 +200,27 @@ class _Arrived(NamedTuple):
 def _serve(
     tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: Ways, room: int
 ) -> tuple[Tokens, Outcome]:
-    direct, replicate, _, _, topology, checks = ways
-    receipt, streams = address_home(direct, routed.experts, routed.counts, dynamic, topology)
-    receipt, is_whole = direct.within_rounds(receipt, checks)
+    direct, _, _, _, topology, checks = ways
+    with jax.named_scope("address"):
+        receipt, streams = address_home(direct, routed.experts, routed.counts, dynamic, topology)
+        receipt, is_whole = direct.within_rounds(receipt, checks)
     first = jnp.int32(0)
     pending: Any
     if ways.planner is not None and ways.route is not None:
         # The exchange reads the receipt, so `post` comes before it.
-        receipt, posted = post(plan.placement, plan.quota, experts, receipt, planner=ways.planner, route=ways.route)
+        with jax.named_scope("plan"):
+            receipt, posted = post(plan.placement, plan.quota, experts, receipt, planner=ways.planner, route=ways.route)
         forward = _Forward(ways, experts, tokens, routed, dynamic, receipt, streams)
         # It takes what came home so that it is launched after the exchange; the plan is made from what `post` had.
-        rows, tables, pending = plan_and_copy(posted, forward.come_home(first))
-        made = replace(plan, placement=tables[0], quota=tables[1])
-        plan, is_legal = served_plan(made, routed.counts, dynamic, checks)
+        rows = forward.come_home(first)
+        with jax.named_scope("plan"):
+            rows, tables, pending = plan_and_copy(posted, rows)
+            made = replace(plan, placement=tables[0], quota=tables[1])
+            plan, is_legal = served_plan(made, routed.counts, dynamic, checks)
     else:
         forward, made = _Forward(ways, experts, tokens, routed, dynamic, receipt, streams), plan
-        plan, is_legal = served_plan(made, routed.counts, dynamic, checks)
+        with jax.named_scope("plan"):
+            plan, is_legal = served_plan(made, routed.counts, dynamic, checks)
         # Started before the wave is computed, and joined after it, so that copies can run beside its products.
         pending = _start(experts, plan, ways)
         rows = forward.come_home(first)
@@ -222,7 +228,7 @@ def _serve(
     # The wave reads the sizes, so rows begin to travel before it.
     sizes, onward = _start_onward((rows,), phases, first, room, ways, forward.static_sizes(first, rows))
     out = forward.static_wave(rows, sizes)
-    slots = None if pending is None else replicate.join(pending, out)
+    slots = _join(pending, out, ways)
     (taken,) = _arrived(onward, out)
     # In a loop rows move by the exchange, which needs no host: graphs of GPUs can hold it.
     by_exchange = forward._replace(ways=ways._replace(route=None))
@@ -237,11 +243,19 @@ def _serve(
     copies = forward.finish(first, rows, out, _Arrived(phases, slots, taken), nothing)
     copies = further_rounds(receipt, direct, one_round, copies)
     served = replace(plan, quota=served_quota(plan.quota, phases.moved))
-    return combine(copies, routed.weights, receipt), Outcome(served, made, phases, is_legal, is_whole)
+    with jax.named_scope("combine"):
+        outputs = combine(copies, routed.weights, receipt)
+    return outputs, Outcome(served, made, phases, is_legal, is_whole)
 
 
+@jax.named_scope("replicate")
 def _start(experts: Experts, plan: Plan, ways: Ways) -> Any:
     return None if plan.slots == plan.num_home else ways.replicate.start(experts, plan, ways.topology)
+
+
+@jax.named_scope("replicate")
+def _join(pending: Any, after: Any, ways: Ways) -> Experts | None:
+    return None if pending is None else ways.replicate.join(pending, after)
 
 
 Travelling = Any
@@ -257,10 +271,11 @@ def _start_onward(
         return before, (None,) * len(parts)
     window = _window(i, parts[0])
     if ways.route is not None:
-        with jax.named_scope("rows_onward"):
+        with jax.named_scope("rows_onward/dispatch"):
             return start_onward(parts, room, moved, window, before, route=ways.route)
     axes = ways.topology.expert_axes
-    return before, tuple(move(part, moved, window, unwritten(part, room), axes) for part in parts)
+    with jax.named_scope("dispatch"):
+        return before, tuple(move(part, moved, window, unwritten(part, room), axes) for part in parts)
 
 
 def _start_back(
@@ -269,10 +284,11 @@ def _start_back(
     """Brings what became of moved rows back to where they were in round `i`: the transpose of `_start_onward`."""
     window = _window(i, into[0])
     if ways.route is not None:
-        with jax.named_scope("rows_back"):
+        with jax.named_scope("rows_back/combine"):
             return start_back(parts, into, phases.moved, window, before, route=ways.route)
     axes = ways.topology.expert_axes
-    return before, tuple(move_back(p, phases.moved, window, out, axes) for p, out in zip(parts, into, strict=True))
+    with jax.named_scope("combine"):
+        return before, tuple(move_back(p, phases.moved, window, out, axes) for p, out in zip(parts, into, strict=True))
 
 
 def _arrived(rows: Travelling, after: Any) -> tuple[Any, ...]:
@@ -328,6 +344,7 @@ class _Backward(NamedTuple):
     experts: Experts
     phases: Phases
 
+    @jax.named_scope("dispatch")
     def come_home(self, i: Array) -> tuple[Array, ...]:
         """Sends copies, their weights and the gradients of their outputs home, in round `i`."""
         (tokens, weights, upstream), receipt = self.batch, self.phases.receipt
@@ -345,7 +362,7 @@ class _Backward(NamedTuple):
 
     def at_home(self, parts: tuple[Array, ...], blocks: Blocks) -> tuple[tuple[Array, ...], Experts]:
         """Computes the gradients of what stays at home."""
-        with jax.named_scope("home_wave"):
+        with jax.named_scope("experts/home_wave"):
             *of_rows, of_experts = self._gradients(tuple(map(blocks.take, parts)), self.experts, blocks.sizes)
             return tuple(blocks.put(part, part) for part in of_rows), of_experts
 
@@ -354,18 +371,20 @@ class _Backward(NamedTuple):
         ways, phases, of_slots = self.ways, self.phases, None
         rows = of_rows[0]
         if slots is not None:
-            with jax.named_scope("moved_wave"):
+            with jax.named_scope("experts/moved_wave"):
                 *of_moved, of_slots = self._gradients(parts, slots, _taken(phases, i, rows, ways))
             _, returning = _start_back(tuple(of_moved), of_rows, phases, i, ways)
             of_rows = _arrived(returning, ())
         back = partial(ways.direct.send_back, receipt=phases.receipt, i=i, topology=ways.topology)
-        return tuple(back(part, out=into) for part, into in zip(of_rows, out, strict=True)), of_slots
+        with jax.named_scope("combine"):
+            return tuple(back(part, out=into) for part, into in zip(of_rows, out, strict=True)), of_slots
 
     def _gradients(self, parts: tuple[Array, ...], experts: Experts, sizes: Array) -> tuple[Any, ...]:
         rows, weights, upstream = parts
         return grouped_ffn_gradients(rows, weights, experts, sizes, upstream, wide_dtype(rows))
 
 
+@jax.named_scope("backward")
 def _gradients(ways: Ways, room: int, saved: Saved, upstream: Tokens) -> tuple[Tokens, Weights, Experts]:
     """Computes the gradients of tokens, their weights and the home experts, in the same rounds again."""
     tokens, weights, experts, plan, phases = saved
@@ -382,7 +401,7 @@ def _gradients(ways: Ways, room: int, saved: Saved, upstream: Tokens) -> tuple[T
     # The wave at home reads the blocks, so rows begin to travel before it.
     staying, onward = _start_onward(parts, phases, first, room, ways, backward.staying(first, parts[0]))
     of_rows, of_home = backward.at_home(parts, staying)
-    slots = None if pending is None else ways.replicate.join(pending, of_rows)
+    slots = _join(pending, of_rows, ways)
     moved = _arrived(onward, of_rows)
     of_copies, of_slots = backward.finish(first, of_rows, moved, slots, nothing)
     by_exchange = backward._replace(ways=ways._replace(route=None))
@@ -398,11 +417,13 @@ def _gradients(ways: Ways, room: int, saved: Saved, upstream: Tokens) -> tuple[T
     (of_copies, of_weights), (home, of_slots) = further_rounds(phases.receipt, ways.direct, one_round, carry)
     if of_slots is not None:
         of_replicas = jax.tree.map(lambda g, w: g.astype(w.dtype), of_slots, experts)
-        home = ways.replicate.add_at_home(home, of_replicas, plan, ways.topology)
+        with jax.named_scope("replicate"):
+            home = ways.replicate.add_at_home(home, of_replicas, plan, ways.topology)
     home = jax.tree.map(lambda g, w: g.astype(w.dtype), home, experts)
     per_token = weights.shape[1]
-    of_tokens = sum_of_copies(of_copies, phases.receipt, per_token)
-    return of_tokens, weights_by_token(of_weights, phases.receipt, per_token), home
+    with jax.named_scope("combine"):
+        of_tokens = sum_of_copies(of_copies, phases.receipt, per_token)
+        return of_tokens, weights_by_token(of_weights, phases.receipt, per_token), home
 
 
 serve_in_phases.defvjp(_save, _backward)

@@ -71,6 +71,7 @@ class Slots(NamedTuple):
     replicas: Experts | None
 
     @classmethod
+    @jax.named_scope("replicate")
     def of(cls, experts: Experts, plan: Plan, replicate: Replicate, topology: Topology) -> "Slots":
         """Fills the slots of a plan; see `Replicate`."""
         # Without replica slots there is no exchange that all ranks would have to take part in.
@@ -129,12 +130,14 @@ def in_rounds(
     def serve(tokens: Tokens, weights: Weights, experts: Experts, plan: Plan, receipt: Receipt) -> Tokens:
         slots = Slots.of(experts, plan, replicate, topology)
 
+        @jax.named_scope("experts")
         def ffn(rows: Rows, group_sizes: GroupSizes) -> Rows:
             return grouped_ffn(rows, slots.weights(group_sizes), group_sizes)
 
         nothing = unwritten(packed(exchange.wire, tokens), weights.size)
         out = serve_rounds(tokens, weights.shape[1], receipt, ffn, nothing, exchange, topology)
-        return combine(unpacked(exchange.wire, out, tokens), weights, receipt)
+        with jax.named_scope("combine"):
+            return combine(unpacked(exchange.wire, out, tokens), weights, receipt)
 
     return serve(tokens, weights, experts, plan, receipt)
 
@@ -166,9 +169,12 @@ def serve_rounds(
 
     def one_round(i: Array, out: Travelling) -> Travelling:
         # Gathered again in every round: kept, they would be there beside the rows all the time.
-        rows, group_sizes = exchange.send(to_sending_order(travelling, receipt, per_token), receipt, i, topology)
-        outputs = ffn(unpacked(wire, rows, tokens), group_sizes)
-        return exchange.send_back(packed(wire, outputs), receipt, i, out, topology)
+        with jax.named_scope("dispatch"):
+            rows, group_sizes = exchange.send(to_sending_order(travelling, receipt, per_token), receipt, i, topology)
+            rows = unpacked(wire, rows, tokens)
+        outputs = ffn(rows, group_sizes)
+        with jax.named_scope("combine"):
+            return exchange.send_back(packed(wire, outputs), receipt, i, out, topology)
 
     return further_rounds(receipt, exchange, one_round, one_round(jnp.int32(0), out))
 
@@ -204,14 +210,15 @@ def gradient_rounds(
     travelling = packed(exchange.wire, tokens)
 
     def gradients_of(i: Array, of_copies: OfCopies) -> tuple[OfCopies, Any]:
-        words, group_sizes = exchange.send(to_sending_order(travelling, order, per_token), receipt, i, topology)
-        rows = unpacked(exchange.wire, words, tokens)
-        row_upstream, _ = exchange.send(to_sending_order(upstream, order, per_token), receipt, i, topology)
-        row_weights, _ = exchange.send(weights_in_order(weights, order), receipt, i, topology)
+        with jax.named_scope("dispatch"):
+            words, group_sizes = exchange.send(to_sending_order(travelling, order, per_token), receipt, i, topology)
+            rows = unpacked(exchange.wire, words, tokens)
+            row_upstream, _ = exchange.send(to_sending_order(upstream, order, per_token), receipt, i, topology)
+            row_weights, _ = exchange.send(weights_in_order(weights, order), receipt, i, topology)
         *of_rows, of_experts = pull_back(rows, row_weights, group_sizes, row_upstream)
-        copies, copy_weights = (
-            exchange.send_back(part, receipt, i, out, topology) for part, out in zip(of_rows, of_copies, strict=True)
-        )
+        with jax.named_scope("combine"):
+            both = zip(of_rows, of_copies, strict=True)
+            copies, copy_weights = (exchange.send_back(part, receipt, i, out, topology) for part, out in both)
         return (copies, copy_weights), of_experts
 
     def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
@@ -273,6 +280,7 @@ def _backward(
     return *first_order(pull_back)(saved, upstream), None, None
 
 
+@jax.named_scope("backward")
 def _gradients(
     replicate: Replicate, exchange: Exchange, topology: Topology, saved: Saved, upstream: Tokens
 ) -> tuple[Tokens, Weights, Experts]:
@@ -287,6 +295,7 @@ def _gradients(
     # round rounds as it writes them.
     sums_dtype = experts.up.dtype if exchange.max_rounds == 1 else wide_dtype(experts.up)
 
+    @jax.named_scope("experts")
     def pull_back(rows: Rows, row_weights: RowWeights, group_sizes: GroupSizes, row_upstream: Rows) -> Any:
         at = slots.weights(group_sizes)
         return grouped_ffn_gradients(rows, row_weights, at, group_sizes, row_upstream, sums_dtype)
@@ -297,9 +306,12 @@ def _gradients(
     )
     if slots.replicas is not None:
         of_replicas = jax.tree.map(lambda g, w: g[plan.num_home :].astype(w.dtype), of_slots, experts)
-        of_slots = again.add_at_home(of_slots, of_replicas, plan, topology)
+        with jax.named_scope("replicate"):
+            of_slots = again.add_at_home(of_slots, of_replicas, plan, topology)
     of_experts = jax.tree.map(lambda g, w: g[: plan.num_home].astype(w.dtype), of_slots, experts)
-    return sum_of_copies(of_copies, receipt, per_token), weights_by_token(of_weights, receipt, per_token), of_experts
+    with jax.named_scope("combine"):
+        of_tokens = sum_of_copies(of_copies, receipt, per_token)
+        return of_tokens, weights_by_token(of_weights, receipt, per_token), of_experts
 
 
 in_rounds.defvjp(_save, _backward)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -89,7 +90,8 @@ class TwoPhase(Direct):
         ways = Ways.of(self, balancer, replicate, plan, topology, checks)
         # A planner that runs beside the static wave keeps no state, so there is nothing to ask the balancer for then.
         if ways.planner is None:
-            plan, state = balancer.rebalance(routed.counts, plan, topology, state)
+            with jax.named_scope("plan"):
+                plan, state = balancer.rebalance(routed.counts, plan, topology, state)
         if plan.rails is not None:
             raise ValueError("plan.rails is set; expected None, as TwoPhase does not spray")
         room = self.room(routed.experts.size)

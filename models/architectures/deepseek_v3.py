@@ -60,9 +60,14 @@ def pieces(config: DecoderConfig) -> Iterator[Piece]:
     """Names the tensors of its checkpoints."""
     yield from names.outside(config)
     for layer in range(config.num_layers):
-        yield from names.layer_norms(config, layer)
-        yield from _latent_attention(config, layer)
-        yield from names.feed_forward(config, layer)
+        yield from _layer(config, layer)
+    yield from names.further(config, _layer)
+
+
+def _layer(config: DecoderConfig, layer: int) -> Iterator[Piece]:
+    yield from names.layer_norms(config, layer)
+    yield from _latent_attention(config, layer)
+    yield from names.feed_forward(config, layer)
 
 
 def _latent_attention(config: DecoderConfig, layer: int) -> Iterator[Piece]:

@@ -44,6 +44,11 @@ class Fields:
         """Reads the number of layers, which is no such that listing them would take long."""
         return self.integer("num_hidden_layers", most=MOST_LAYERS)
 
+    def num_further(self) -> int:
+        """Reads how many layers predict further tokens; older and newer files have another name for it."""
+        name = "num_nextn_predict_layers"
+        return self.integer(name if name in self.raw else "num_mtp_layers", 0, most=MOST_LAYERS)
+
     def num_experts(self, name: str) -> int:
         """Reads the number of experts, which newer versions of `transformers` call the same in all models."""
         return self.integer(name if name in self.raw else "num_local_experts", most=MOST_EXPERTS)

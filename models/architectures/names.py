@@ -1,7 +1,7 @@
 """A `Piece` says which part of a tensor in a checkpoint is which part of a parameter."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from models.decoder.config import DecoderConfig
 
@@ -19,6 +19,7 @@ class Piece:
         index: the part of the tensor; empty for all of it.
         expert: which line of the parameter it is; `None`: all of it.
         transposed: whether the parameter has its last two dimensions the other way round.
+        is_copy: whether another piece is the same, under another name; a checkpoint may lack it.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Piece:
     index: Index = ()
     expert: int | None = None
     transposed: bool = False
+    is_copy: bool = False
 
 
 def linear(name: str, path: str, inner: int, outer: int, use_bias: bool = False) -> Iterator[Piece]:
@@ -115,9 +117,37 @@ def usual_pieces(config: DecoderConfig) -> Iterator[Piece]:
     """Names all tensors of a model with grouped attention and tensors for each expert under `mlp`."""
     yield from outside(config)
     for layer in range(config.num_layers):
-        yield from layer_norms(config, layer)
-        yield from grouped_attention(config, layer)
-        yield from feed_forward(config, layer)
+        yield from _usual_layer(config, layer)
+    yield from further(config, _usual_layer)
+
+
+def _usual_layer(config: DecoderConfig, layer: int) -> Iterator[Piece]:
+    yield from layer_norms(config, layer)
+    yield from grouped_attention(config, layer)
+    yield from feed_forward(config, layer)
+
+
+def further(config: DecoderConfig, layer_pieces: Callable[[DecoderConfig, int], Iterator[Piece]]) -> Iterator[Piece]:
+    """Names what predicts further tokens: layers behind the last one, and what joins their input.
+
+    Args:
+        config: the sizes.
+        layer_pieces: names the tensors of a layer of the model.
+    """
+    width, words = config.embed_dim, (config.vocab_size, config.embed_dim)
+    for i in range(config.num_further):
+        layer = config.num_layers + i
+        theirs, ours = f"model.layers.{layer}", f"further.{i}"
+        for piece in layer_pieces(config, layer):
+            yield replace(piece, path=piece.path.replace(f"blocks.{layer}", f"{ours}.block", 1))
+        yield scale(f"{theirs}.enorm", f"{ours}.embed_norm", width)
+        yield scale(f"{theirs}.hnorm", f"{ours}.stream_norm", width)
+        yield from linear(f"{theirs}.eh_proj", f"{ours}.join", 2 * width, width)
+        yield scale(f"{theirs}.shared_head.norm", f"{ours}.norm", width)
+        # Published checkpoints have what is shared in each of these layers again.
+        yield Piece(f"{theirs}.embed_tokens.weight", words, "embed.embedding", is_copy=True)
+        head = "embed.embedding" if config.tie_embeddings else "head.kernel"
+        yield Piece(f"{theirs}.shared_head.head.weight", words, head, transposed=head == "head.kernel", is_copy=True)
 
 
 def feed_forward(config: DecoderConfig, layer: int) -> Iterator[Piece]:

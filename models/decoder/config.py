@@ -58,6 +58,7 @@ class DecoderConfig:
         windows: how many keys back a query of each layer sees, itself counted; `None`: all. Empty: all, in every layer.
         latent: the sizes of latent attention; `None`: it is the usual one.
         tie_embeddings: whether the output layer is the embedding, transposed.
+        num_further: how many modules predict tokens after the next one, for training; see `models.decoder.further`.
         activation: the function between the projections of an expert; `None` is SwiGLU.
         compute_dtype: the dtype of activations and products.
         param_dtype: the dtype of parameters.
@@ -93,6 +94,7 @@ class DecoderConfig:
     windows: tuple[int | None, ...] = ()
     latent: Latent | None = None
     tie_embeddings: bool = False
+    num_further: int = 0
     activation: Activation | None = None
     compute_dtype: str = "float32"
     param_dtype: str = "float32"

@@ -14,6 +14,7 @@ from jax_moe_lb import Stats, System, Topology
 from jax_moe_lb.nn import MoE
 from models.decoder.attention import GroupedAttention, norm
 from models.decoder.config import DecoderConfig
+from models.decoder.further import Further
 from models.decoder.latent_attention import LatentAttention
 from models.decoder.scores import Cache
 from models.decoder.split import Rules
@@ -134,6 +135,9 @@ class Decoder(nnx.Module):
         self.norm = norm(config.embed_dim, config.norm_eps, config, rngs)
         words: dict[str, Any] = {"use_bias": False, "dtype": config.compute_dtype, **dtypes}
         self.head = None if config.tie_embeddings else nnx.Linear(config.embed_dim, config.vocab_size, **words)
+        further = range(config.num_layers, config.num_layers + config.num_further)
+        blocks = (DecoderBlock(config, layer, **options) for layer in further)
+        self.further = nnx.List([Further(config, block, rngs=rngs) for block in blocks])
 
     def __call__(self, tokens: Array, mask: Array | None = None) -> tuple[Array, Stats]:
         """Computes logits of whole sequences, for training.
@@ -145,11 +149,36 @@ class Decoder(nnx.Module):
         Returns:
             Float32 logits `[B, T, words]`, and statistics of the layers with experts, `[layers, D, ...]`.
         """
+        x, stats = self._stream(tokens, mask)
+        return self._logits(x), stats
+
+    def ahead(self, tokens: Array, following: Array) -> tuple[list[Array], Stats]:
+        """Computes logits of the next token, and of those after it that `further` predicts, for training.
+
+        Args:
+            tokens: int32 `[B, T]`.
+            following: int32 `[B, T]`, the token after each.
+
+        Returns:
+            Float32 logits `[B, T, words]`: first those of `following`, then those of the tokens `k` places behind them,
+            which are none at the last `k` places. And statistics as `__call__` returns them, those of `further` last.
+        """
+        x, stats = self._stream(tokens, None)
+        logits, per_run = [self._logits(x)], [stats]
+        x = self.norm(x).astype(x.dtype)
+        for k, further in enumerate(self.further):
+            # Sequences end: what comes round is seen by those last places alone.
+            x, stats = self._run([further.block], further.joined(x, self.embed(jnp.roll(following, -k, 1))), None)
+            logits.append(self._words(further.norm(x).astype(x.dtype)))
+            per_run.append(stats)
+        return logits, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_run)
+
+    def _stream(self, tokens: Array, mask: Array | None) -> tuple[Array, Stats]:
         x, per_run = self.embed(tokens), []
         for is_dense, run in itertools.groupby(self.blocks, lambda block: block.moe is None):
             x, stats = self._run(list(run), x, mask)
             per_run += [] if is_dense else [stats]
-        return self._logits(x), jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_run)
+        return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_run)
 
     def _run(self, blocks: Sequence[DecoderBlock], x: Array, mask: Array | None) -> tuple[Array, Any]:
         if self.config.scan_layers and mask is None:
@@ -161,7 +190,9 @@ class Decoder(nnx.Module):
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer)
 
     def _logits(self, x: Array) -> Array:
-        x = self.norm(x).astype(x.dtype)
+        return self._words(self.norm(x).astype(x.dtype))
+
+    def _words(self, x: Array) -> Array:
         return (self.embed.attend(x) if self.head is None else self.head(x)).astype(jnp.float32)
 
     def extend(

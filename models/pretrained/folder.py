@@ -1,11 +1,12 @@
 """`TensorFolder` finds the tensors of a checkpoint, in one file or in many with an index."""
 
 import json
+import math
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import ml_dtypes  # noqa: F401 (safetensors asks NumPy for bfloat16 by its name)
+import ml_dtypes
 import numpy as np
 from safetensors import safe_open
 
@@ -17,6 +18,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_INDEX_BYTES = 2**28
 
 FLOATS = ("F64", "F32", "F16", "BF16")
+
+FP8 = "F8_E4M3"
+"""The dtype of 8-bit floats, which have scales beside them: see `quantized.py`."""
 
 
 class TensorFolder:
@@ -60,6 +64,8 @@ class TensorFolder:
             index: the part; strides are taken in memory.
         """
         header = self.home[name]
+        if header.dtypes[name] == FP8:
+            return _float8(header, name)[index]
         if header.path not in self.open:
             self.open[header.path] = safe_open(header.path, framework="numpy").__enter__()
         if not index:
@@ -102,3 +108,10 @@ class TensorFolder:
                 header = self.home.get(name)
                 if header is None or header.path.name != file:
                     raise ValueError(f"{self.folder / INDEX}: {name} is not in {file!r}; expected it there")
+
+
+def _float8(header: Header, name: str) -> np.ndarray:
+    """Reads 8-bit floats, which safetensors has no NumPy dtype for."""
+    shape = header.shapes[name]
+    bits = np.fromfile(header.path, np.uint8, math.prod(shape), offset=header.starts[name])
+    return bits.reshape(shape).view(ml_dtypes.float8_e4m3fn)

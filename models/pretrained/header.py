@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-"""The bytes of a number of each dtype that is read; those of 8-bit and 4-bit floats are refused by name."""
+DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
+DTYPES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+"""The bytes of a number of each dtype that is read; other floats of 8 and 4 bits are refused by name."""
 
 MOST_HEADER_BYTES = 100_000_000
 """A header has at most so many bytes, as the format says."""
@@ -23,11 +24,13 @@ class Header:
         path: the file.
         shapes: the shape of each tensor.
         dtypes: the dtype of each, in the words of the format.
+        starts: the byte of the file at which each begins.
     """
 
     path: Path
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
+    starts: dict[str, int]
 
 
 def read_header(path: Path) -> Header:
@@ -59,7 +62,8 @@ def read_header(path: Path) -> Header:
         spans.append((start, stop, name))
     _check_apart(path, spans, size - LENGTH_BYTES - length)
     shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
-    return Header(path, shapes, {name: entry["dtype"] for name, entry in entries.items()})
+    starts = {name: LENGTH_BYTES + length + start for start, _, name in spans}
+    return Header(path, shapes, {name: entry["dtype"] for name, entry in entries.items()}, starts)
 
 
 def _entries(path: Path, text: bytes) -> dict[str, Any]:

@@ -14,11 +14,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jax_moe_lb import System
 from models.architectures.catalogue import configured, pieces_of
-from models.architectures.fields import MOST_LAYERS, Fields, read_fields
+from models.architectures.fields import Fields, read_fields
 from models.architectures.names import Piece
 from models.decoder.model import Decoder
 from models.parallel import state_shardings
-from models.pretrained.folder import FLOATS, TensorFolder
+from models.pretrained.folder import TensorFolder
+from models.pretrained.quantized import Weights
+
+COMPARED_LINES = 4096
+"""So many lines of two tensors are compared at once."""
 
 SHOWN = 5
 """A message names so many tensors of those that are missing, or too many."""
@@ -32,6 +36,7 @@ def from_pretrained(
     compute_dtype: str = "float32",
     param_dtype: str = "float32",
     scan_layers: bool = False,
+    predict_further: bool = False,
 ) -> Decoder:
     """Makes the model of a checkpoint, on the devices of a mesh.
 
@@ -45,16 +50,20 @@ def from_pretrained(
         compute_dtype: the dtype of activations and products, "bfloat16" on accelerators.
         param_dtype: the dtype of parameters; that of the file keeps every bit.
         scan_layers: whether equal layers are one loop, for training.
+        predict_further: whether layers that predict further tokens (DeepSeek-V3's and GLM-4.5's) are read, for
+            `Decoder.ahead`; they are passed over by default.
 
     Raises:
-        ValueError: the architecture is not supported; or tensors are missing, too many, of another shape or no floats;
-            or a file is damaged.
+        ValueError: the architecture is not supported; or has no such layers; or tensors are missing, too many, of
+            another shape or no floats; or a file is damaged.
     """
     fields = read_fields(folder)
-    config = configured(fields, compute_dtype=compute_dtype, param_dtype=param_dtype, scan_layers=scan_layers)
+    options: dict[str, Any] = {"compute_dtype": compute_dtype, "param_dtype": param_dtype}
+    config = configured(fields, scan_layers=scan_layers, predict_further=predict_further, **options)
     with TensorFolder(folder) as tensors:
-        parts = _grouped(pieces_of(config))
-        _check(tensors, [piece for pieces in parts.values() for piece in pieces], _passed_over(fields))
+        weights, pieces = Weights(tensors, fields), pieces_of(config)
+        _check(weights, pieces, _passed_over(fields, config.num_further))
+        parts = _grouped(piece for piece in pieces if not piece.is_copy)
 
         def create() -> Decoder:
             return Decoder(config, mesh=mesh, system=system, rngs=nnx.Rngs(0))
@@ -65,7 +74,7 @@ def from_pretrained(
         fresh = by_path(jax.jit(lambda: nnx.state(create(), nnx.Not(nnx.Param)), out_shardings=everywhere)())
         where, leaves = by_path(state_shardings(shapes, mesh)), []
         for path, shape in by_path(shapes).items():
-            leaves.append(_placed(tensors, parts[path], shape, where[path]) if path in parts else fresh[path])
+            leaves.append(_placed(weights, parts[path], shape, where[path]) if path in parts else fresh[path])
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
 
@@ -83,36 +92,42 @@ def _grouped(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
     return parts
 
 
-def _passed_over(fields: Fields) -> tuple[str, ...]:
+def _passed_over(fields: Fields, num_further: int) -> tuple[str, ...]:
     """Lists how names begin that are not read: layers that predict further tokens, and a copy of the embedding."""
-    first, name = fields.num_layers(), "num_nextn_predict_layers"
-    more = fields.integer(name if name in fields.raw else "num_mtp_layers", 0, most=MOST_LAYERS)
-    layers = tuple(f"model.layers.{layer}." for layer in range(first, first + more))
+    last = fields.num_layers()
+    layers = tuple(f"model.layers.{layer}." for layer in range(last + num_further, last + fields.num_further()))
     return (*layers, "lm_head.weight") if fields.raw.get("tie_word_embeddings") else layers
 
 
-def _check(tensors: TensorFolder, pieces: list[Piece], passed_over: tuple[str, ...]) -> None:
+def _check(weights: Weights, pieces: list[Piece], passed_over: tuple[str, ...]) -> None:
     """Refuses a checkpoint whose tensors are not those of the model, before any is read."""
-    shapes = {piece.name: piece.shape for piece in pieces}
-    names = {name for name in tensors.home if not name.startswith(passed_over)}
+    names = {name for name in weights.shapes if not name.startswith(passed_over)}
+    shapes = {piece.name: piece.shape for piece in pieces if not piece.is_copy or piece.name in names}
     for what, differing in (("missing", shapes.keys() - names), ("not of this model", names - shapes.keys())):
         if differing:
             shown = ", ".join(sorted(differing)[:SHOWN])
             more = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
-            raise ValueError(f"{tensors.folder}: {what}: {shown}{more}; expected the tensors of config.json's sizes")
+            folder = weights.tensors.folder
+            raise ValueError(f"{folder}: {what}: {shown}{more}; expected the tensors of config.json's sizes")
     for name, shape in shapes.items():
-        header = tensors.home[name]
-        if header.shapes[name] != shape:
-            raise ValueError(f"{header.path}: {name} has shape {list(header.shapes[name])}; expected {list(shape)}")
-        if header.dtypes[name] not in FLOATS:
-            raise ValueError(f"{header.path}: {name} has dtype {header.dtypes[name]}; expected one of {FLOATS}")
+        weights.check(name, shape)
+    for copy in (piece for piece in pieces if piece.is_copy and piece.name in names):
+        _check_copy(weights, copy, next(piece.name for piece in pieces if piece.path == copy.path))
 
 
-def _placed(tensors: TensorFolder, pieces: list[Piece], shape: Any, sharding: Sharding) -> Array:
+def _check_copy(weights: Weights, copy: Piece, name: str) -> None:
+    """Refuses a copy that is another tensor: the model has one parameter for both."""
+    for start in range(0, copy.shape[0], COMPARED_LINES):
+        lines = (slice(start, min(start + COMPARED_LINES, copy.shape[0])),)
+        if not np.array_equal(weights.read(copy.name, lines), weights.read(name, lines)):
+            raise ValueError(f"{weights.tensors.folder}: {copy.name} is not {name}; expected a copy, as it is shared")
+
+
+def _placed(weights: Weights, pieces: list[Piece], shape: Any, sharding: Sharding) -> Array:
     """Reads a parameter and puts on each device what it has of it."""
     where = {device: index or () for device, index in sharding.addressable_devices_indices_map(shape.shape).items()}
     if pieces[0].expert is None:
-        value = _read(tensors, pieces[0], shape.dtype)
+        value = _read(weights, pieces[0], shape.dtype)
         parts = [jax.device_put(value[index], device) for device, index in where.items()]
         return jax.make_array_from_single_device_arrays(shape.shape, sharding, parts)
     ranges = {device: range(shape.shape[0])[index[0]] for device, index in where.items()}
@@ -126,7 +141,7 @@ def _placed(tensors: TensorFolder, pieces: list[Piece], shape: Any, sharding: Sh
         if not homes:
             # Experts of other processes are not read.
             continue
-        value = _read(tensors, piece, shape.dtype)
+        value = _read(weights, piece, shape.dtype)
         for device in homes:
             line = jax.device_put(value[where[device][1:]], device)
             buffers[device] = _with_line(buffers[device], line, ranges[device].index(piece.expert))
@@ -144,7 +159,7 @@ def _with_line(buffer: Array, line: Array, at: int) -> Array:
     return jax.lax.dynamic_update_index_in_dim(buffer, line, at, 0)
 
 
-def _read(tensors: TensorFolder, piece: Piece, dtype: Any) -> np.ndarray:
-    value = tensors.read(piece.name, piece.index)
+def _read(weights: Weights, piece: Piece, dtype: Any) -> np.ndarray:
+    value = weights.read(piece.name, piece.index)
     value = np.swapaxes(value, -1, -2) if piece.transposed else value
     return np.ascontiguousarray(value.astype(dtype, copy=False))

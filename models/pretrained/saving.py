@@ -99,6 +99,8 @@ def config_json(config: DecoderConfig, dtype: str) -> str:
     """Writes the `config.json` of a model: that which it was made from, with the dtype that its tensors have now."""
     raw = json.loads(config.source)
     raw.pop("torch_dtype", None)
+    # Whatever was read in 8 or 4 bits is written as floats.
+    raw.pop("quantization_config", None)
     return json.dumps(raw | {"dtype": dtype}, indent=2) + "\n"
 
 

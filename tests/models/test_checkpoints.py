@@ -136,7 +136,7 @@ HOSTILE = {
     "absurd shape": (header_of(a=ONE | {"shape": [2**40, 2**40]}) + bytes(8), "a has 8 bytes; expected"),
     "negative": (header_of(a=ONE | {"shape": [-2]}) + bytes(8), "a has shape"),
     "bool": (header_of(a=ONE | {"shape": [True]}) + bytes(8), "a has shape"),
-    "unknown dtype": (header_of(a=ONE | {"dtype": "F8_E4M3"}) + bytes(8), "a has dtype 'F8_E4M3'"),
+    "unknown dtype": (header_of(a=ONE | {"dtype": "F8_E5M2"}) + bytes(8), "a has dtype 'F8_E5M2'"),
     "no dtype": (header_of(a={"shape": [2]}) + bytes(8), "expected dtype, shape and data_offsets"),
     "backwards": (header_of(a=ONE | {"data_offsets": [8, 0]}) + bytes(8), "a has offsets"),
     "twice": (

@@ -1,0 +1,200 @@
+"""`Weights` shows a checkpoint as if all of it were floats, also where it holds weights in 8 or 4 bits and scales.
+
+Two formats are read, in which models are published: DeepSeek's `fp8` (a scale for each block of 128 x 128 weights) and
+GPT-OSS's `mxfp4` (OCP Microscaling: a power of two for each 32 weights of 4 bits).
+"""
+
+import abc
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from models.architectures.fields import Fields
+from models.architectures.names import Index
+from models.pretrained.folder import FLOATS, FP8, TensorFolder
+
+SCALE = "_scale_inv"
+"""What the name of a scale of `fp8` has behind that of its weight."""
+
+BLOCKS, SCALES = "_blocks", "_scales"
+"""What the names of the two halves of a tensor of `mxfp4` have behind it."""
+
+FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""The numbers that 4 bits stand for: a sign, two bits of exponent, one of mantissa."""
+
+FP4_GROUP = 32
+"""So many weights have one scale in `mxfp4`."""
+
+E8M0_BIAS, E8M0_NAN = 127, 255
+
+
+class Format(abc.ABC):
+    """A format says what weights a checkpoint stands for whose tensors are not floats."""
+
+    @abc.abstractmethod
+    def weights(self, tensors: TensorFolder) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+        """Finds the weights that are stored in this format, by what the headers say.
+
+        Args:
+            tensors: the checkpoint.
+
+        Returns:
+            The shape of each of them by its name, and the names of the tensors that hold them.
+
+        Raises:
+            ValueError: scales are missing, or do not fit; the line names the tensor.
+        """
+
+    @abc.abstractmethod
+    def read(self, tensors: TensorFolder, name: str, index: Index) -> np.ndarray:
+        """Reads a weight, or a part of it, as float32.
+
+        Args:
+            tensors: the checkpoint.
+            name: a weight that `weights` found.
+            index: the part; empty for all of it.
+        """
+
+
+@dataclass(frozen=True)
+class Fp8(Format):
+    """8-bit floats with a factor per block, as DeepSeek-V3 is published.
+
+    Args:
+        block: the rows and columns that share a factor; those at the edges are cut.
+    """
+
+    block: tuple[int, int]
+
+    def weights(self, tensors: TensorFolder) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+        """Finds the matrices of 8-bit floats."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, header in tensors.home.items():
+            if header.dtypes[name] == FP8:
+                shape = header.shapes[name]
+                if len(shape) != 2:
+                    raise ValueError(f"{header.path}: {name} has shape {list(shape)}; expected a matrix of {FP8}")
+                blocks = tuple(-(-size // block) for size, block in zip(shape, self.block, strict=True))
+                _require(tensors, name, name + SCALE, blocks, FLOATS)
+                found[name] = shape
+        return found, found.keys() | {name + SCALE for name in found}
+
+    def read(self, tensors: TensorFolder, name: str, index: Index) -> np.ndarray:
+        """Multiplies blocks by their factors, a line of blocks at a time."""
+        narrow, scales = tensors.read(name), tensors.read(name + SCALE).astype(np.float32)
+        wide = np.empty(narrow.shape, np.float32)
+        rows, columns = self.block
+        for line, factors in enumerate(scales):
+            at = slice(line * rows, (line + 1) * rows)
+            wide[at] = narrow[at]
+            wide[at] *= np.repeat(factors, columns)[: wide.shape[1]]
+        return wide[index]
+
+
+@dataclass(frozen=True)
+class Mxfp4(Format):
+    """4-bit floats, two in a byte, with a power of two per 32, as GPT-OSS is published: only its experts are so.
+
+    Blocks `[E, N, G, 16]` and scales `[E, N, G]` stand for weights `[E, 32 G, N]`: a row of bytes is a column of them.
+    """
+
+    def weights(self, tensors: TensorFolder) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+        """Finds the tensors whose halves are there."""
+        found: dict[str, tuple[int, ...]] = {}
+        for blocks in [name for name in tensors.home if name.endswith(BLOCKS)]:
+            header, name = tensors.home[blocks], blocks.removesuffix(BLOCKS)
+            shape = header.shapes[blocks]
+            if len(shape) != 4 or shape[-1] * 2 != FP4_GROUP or header.dtypes[blocks] != "U8":
+                what = f"{header.dtypes[blocks]} {list(shape)}"
+                raise ValueError(f"{header.path}: {blocks} is {what}; expected U8 [E, N, G, {FP4_GROUP // 2}]")
+            _require(tensors, blocks, name + SCALES, shape[:-1], ("U8",))
+            if name in tensors.home:
+                raise ValueError(f"{header.path}: {blocks} is there beside {name}; expected one of the two")
+            found[name] = (shape[0], FP4_GROUP * shape[2], shape[1])
+        return found, {name + half for name in found for half in (BLOCKS, SCALES)}
+
+    def read(self, tensors: TensorFolder, name: str, index: Index) -> np.ndarray:
+        """Reads whole experts from the disk; rows and columns are chosen before bits become floats."""
+        experts, rows, columns = (index + (slice(None),) * 3)[:3]
+        blocks = tensors.read(name + BLOCKS, (experts,))[..., columns, :, :]
+        scales = tensors.read(name + SCALES, (experts,))[..., columns, :]
+        if (scales == E8M0_NAN).any():
+            raise ValueError(f"{tensors.folder}: {name + SCALES} has a scale of {E8M0_NAN}; expected numbers, below it")
+        wide = np.empty((*blocks.shape, 2), np.float32)
+        wide[..., 0], wide[..., 1] = FP4_VALUES[blocks & 15], FP4_VALUES[blocks >> 4]
+        wide = np.ldexp(wide, scales.astype(np.int32)[..., None, None] - E8M0_BIAS)
+        return np.swapaxes(wide.reshape(*blocks.shape[:-2], -1), -1, -2)[..., rows, :]
+
+
+def _require(tensors: TensorFolder, weight: str, scale: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    """Refuses a weight whose scales are missing or do not fit."""
+    if scale not in tensors.home:
+        raise ValueError(f"{tensors.home[weight].path}: {weight} has no scales; expected {scale} {list(shape)}")
+    header = tensors.home[scale]
+    if header.shapes[scale] != shape or header.dtypes[scale] not in dtypes:
+        what = f"{header.dtypes[scale]} {list(header.shapes[scale])}"
+        raise ValueError(f"{header.path}: {scale} is {what}; expected {' or '.join(dtypes)} {list(shape)}")
+
+
+def format_of(fields: Fields) -> Format | None:
+    """Reads in which format a `config.json` says that weights are; `None`: all are floats.
+
+    Raises:
+        ValueError: it is another format, or its blocks have no sizes.
+    """
+    settings: Any = fields.raw.get("quantization_config")
+    if settings is None:
+        return None
+    settings = settings if isinstance(settings, dict) else {"quant_method": settings}
+    kind = settings.get("quant_method")
+    if kind == "mxfp4":
+        return Mxfp4()
+    if kind != "fp8":
+        raise ValueError(
+            f"config.json: quantization_config.quant_method is {str(kind)[:40]!r}; expected fp8 or mxfp4, or no "
+            f"quantization_config"
+        )
+    sizes = settings.get("weight_block_size")
+    if not isinstance(sizes, list) or len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError(
+            f"config.json: quantization_config.weight_block_size is {str(sizes)[:40]}; expected [rows, columns]"
+        )
+    return Fp8((sizes[0], sizes[1]))
+
+
+class Weights:
+    """The weights of a checkpoint, as floats, whatever it holds them in.
+
+    Args:
+        tensors: the checkpoint.
+        fields: its `config.json`, which names the format.
+
+    Raises:
+        ValueError: the format is not supported, or tensors of it do not fit each other.
+    """
+
+    def __init__(self, tensors: TensorFolder, fields: Fields) -> None:
+        self.tensors, self.format = tensors, format_of(fields)
+        self.quantized, held = self.format.weights(tensors) if self.format is not None else ({}, set())
+        plain = {name: header.shapes[name] for name, header in tensors.home.items() if name not in held}
+        self.shapes = plain | self.quantized
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuses a weight of another shape, or of no dtype that is read, with a `ValueError` that names it."""
+        header = self.tensors.home[name + BLOCKS if name not in self.tensors.home else name]
+        if self.shapes[name] != shape:
+            raise ValueError(f"{header.path}: {name} has shape {list(self.shapes[name])}; expected {list(shape)}")
+        if name not in self.quantized and header.dtypes[name] not in FLOATS:
+            raise ValueError(f"{header.path}: {name} has dtype {header.dtypes[name]}; expected one of {FLOATS}")
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """Reads a weight, or a part of it: quantized ones as float32, others in their own dtype.
+
+        Args:
+            name: the weight.
+            index: the part; empty for all of it.
+        """
+        if self.format is not None and name in self.quantized:
+            return self.format.read(self.tensors, name, index)
+        return self.tensors.read(name, index)

@@ -1,0 +1,227 @@
+"""Recordings of SGLang and Megatron-LM become counts, and files that want more than to be read are refused."""
+
+import io
+import json
+import pickle
+import shutil
+import struct
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jax_moe_lb.cli import main
+from jax_moe_lb.cli.files import read_trace
+from jax_moe_lb.cli.torch_file import read_torch
+
+RECORDED = Path(__file__).parent / "recorded"
+PLACES = [0, 1, 2, 0, 3, 3]
+
+
+def converted(tmp_path, *argv):
+    assert main(["convert", *map(str, argv), "--out", str(tmp_path / "out.npz")]) == 0
+    return read_trace(tmp_path / "out.npz")
+
+
+def passes(step, rank):
+    """What rank routed in that pass to each of 4 experts, of whose 6 copies two are twice there."""
+    copies = np.arange(12).reshape(2, 6) * (rank + 1) + step
+    return np.stack([np.bincount(PLACES, line, 4) for line in copies])
+
+
+def test_sums_of_sglang_are_shared_out(tmp_path):
+    trace = converted(tmp_path, RECORDED / "stat.pt", "--ranks", 2)
+    assert trace.steps == [0, 1, 2, 3]
+    expected = np.arange(96).reshape(8, 3, 4)[:4, 1:]
+    np.testing.assert_array_equal(trace.counts.sum(2), expected)
+    assert np.abs(np.diff(trace.counts, axis=2)).max() == 1
+
+
+def test_passes_of_sglang_say_who_routed(tmp_path):
+    trace = converted(tmp_path, RECORDED / "passes")
+    assert trace.steps == [7, 8], "rank 1 has no pass 6"
+    expected = [[[passes(step, rank)[layer] for rank in range(2)] for layer in range(2)] for step in (7, 8)]
+    np.testing.assert_array_equal(trace.counts, expected)
+
+
+def test_what_ranks_received_is_shared_out(tmp_path):
+    trace = converted(tmp_path, RECORDED / "received")
+    copies = [np.arange(12).reshape(2, 6) * (rank + 1) + 8 for rank in (0, 1)]
+    came = np.where(np.arange(6)[None] < 3, *copies)
+    total = np.stack([np.bincount(PLACES, line, 4) for line in came])
+    np.testing.assert_array_equal(trace.counts[1].sum(1), total)
+    assert np.abs(np.diff(trace.counts, axis=2)).max() == 1
+
+
+def test_ranks_that_recorded_the_same_tokens_count_once(tmp_path):
+    source = RECORDED / "passes" / "expert_distribution_recorder_1.5_0.pt"
+    (tmp_path / "same").mkdir()
+    shutil.copy(source, tmp_path / "same" / "0.pt")
+    # The rank is the number behind its name in the pickle, which later records have by reference.
+    rewritten(tmp_path / "half.pt", source, b"rankq\x05K\x00", b"rankq\x05K\x01")
+    assert main(["convert", str(tmp_path / "half.pt"), "--out", str(tmp_path / "out.npz")]) == 2
+    rewritten(tmp_path / "same" / "1.pt", tmp_path / "half.pt", b"h\x05K\x00", b"h\x05K\x01")
+    trace = converted(tmp_path, tmp_path / "same")
+    assert trace.counts.shape == (3, 2, 2, 4)
+    np.testing.assert_array_equal(trace.counts[0].sum(1), passes(6, 0))
+
+
+def write_megatron(folder, change=lambda rank, records: records):
+    """Two pipeline stages of two ranks, two microbatches in each step; the last step of rank 3 was cut off."""
+    rng, counts = np.random.default_rng(0), np.zeros((2, 2, 2, 2, 6), int)
+    folder.mkdir()
+    for rank in range(4):
+        records = []
+        for step, microbatch in np.ndindex(2, 2):
+            chosen = np.stack([rng.permutation(6)[:2] for _ in range(5)])
+            chosen[4] = -1 if rank == 1 else chosen[4]
+            np.add.at(counts[step, microbatch, rank // 2, rank % 2], chosen[chosen >= 0], 1)
+            record = {"step": step + 10, "stage": "pre_dispatch", "block": "decoder", "layer": 3 - rank // 2 * 2}
+            records.append(record | {"rank": rank, "num_tokens": 5, "topk": 2, "top_indices": chosen.tolist()})
+        lines = [json.dumps(record) for record in change(rank, records[: 3 if rank == 3 else 4])]
+        (folder / f"router_trace_rank{rank}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return counts
+
+
+def test_traces_of_megatron(tmp_path):
+    counts = write_megatron(tmp_path / "trace")
+    trace = converted(tmp_path, tmp_path / "trace", "--experts", 6)
+    assert trace.steps == [10, 10, 11]
+    # Layer 1 is on ranks 2 and 3, layer 3 on ranks 0 and 1.
+    np.testing.assert_array_equal(trace.counts, counts.reshape(4, 2, 2, 6)[:3, ::-1])
+
+
+def refused(capsys, *argv):
+    assert main([str(argument) for argument in argv]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    return text
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda rank, records: [], "its layers are on [] ranks"),
+        (lambda rank, records: records if rank else [], "its layers are on [1, 2] ranks"),
+        (lambda rank, records: [record | {"top_indices": [[6, 0]]} for record in records], "has expert 6 in step 10"),
+        (lambda rank, records: [record | {"top_indices": [[0], [1, 2]]} for record in records], "is no record"),
+        (lambda rank, records: [record | {"step": "1"} for record in records], "is no record of a router"),
+        (lambda rank, records: ["[" * 10_000], "is no record of a router"),
+        (lambda rank, records: [record | {"step": rank} for record in records], "no step in common"),
+    ],
+)
+def test_traces_of_megatron_that_do_not_fit(tmp_path, capsys, change, expected):
+    write_megatron(tmp_path / "trace", change)
+    assert expected in refused(capsys, "convert", tmp_path / "trace", "--experts", 6, "--out", tmp_path / "out.npz")
+    assert not (tmp_path / "out.npz").exists()
+
+
+def test_what_is_missing_or_contradicts_is_named(tmp_path, capsys):
+    write_megatron(tmp_path / "trace")
+    out = "--out", tmp_path / "out.npz"
+    assert "--experts is missing" in refused(capsys, "convert", tmp_path / "trace", *out)
+    assert "--ranks is missing" in refused(capsys, "convert", RECORDED / "stat.pt", *out)
+    assert "--ranks is 4; expected 2" in refused(capsys, "convert", RECORDED / "passes", "--ranks", 4, *out)
+    assert "--experts is 9; expected 4" in refused(capsys, "convert", RECORDED / "passes", "--experts", 9, *out)
+    assert "multiple of the 3 ranks" in refused(capsys, "convert", RECORDED / "stat.pt", "--ranks", 3, *out)
+    assert "it has no recording" in refused(capsys, "convert", tmp_path, *out)
+    assert "jax-moe-lb convert" in refused(capsys, "replay", RECORDED / "stat.pt", "--balancer", "greedy")
+
+
+# ---- files of torch that are none --------------------------------------------------
+
+
+class Runs:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('it ran')",)
+
+
+class Nested:
+    def __reduce__(self):
+        return dict, ((("a", Runs()),),)
+
+
+def pickled(value, protocol=2):
+    return pickle.dumps(value, protocol)
+
+
+def rewritten(to, source, old, new):
+    """A copy of an archive in which the pickle was changed."""
+    with zipfile.ZipFile(source) as before, zipfile.ZipFile(to, "w") as after:
+        for name in before.namelist():
+            content = before.read(name)
+            after.writestr(name, content.replace(old, new) if name.endswith("data.pkl") else content)
+
+
+def archive(**members):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        for name, content in members.items():
+            file.writestr(f"a/{name.replace('_', '.', 1)}", content)
+    return buffer.getvalue()
+
+
+HOSTILE = {
+    "code": (archive(data_pkl=pickled(Runs())), "it asks for __builtin__.exec"),
+    "code of old pickles": (archive(data_pkl=b"cos\nsystem\n(S'true'\ntR."), "its pickle has STRING"),
+    "code inside": (archive(data_pkl=pickled([Nested()])), "it asks for __builtin__.dict"),
+    "object": (archive(data_pkl=pickled(Path("a"), 4)), "its pickle has"),
+    "instance": (archive(data_pkl=b"\x80\x02ccollections\nOrderedDict\n)\x81}b."), "its pickle has NEWOBJ"),
+    "a name of torch": (
+        archive(data_pkl=b"\x80\x02ctorch\nload\n(X\x01\x00\x00\x00atR."),
+        "asks for torch.load",
+    ),
+    "calling a storage": (archive(data_pkl=b"\x80\x02ctorch\nIntStorage\n)R."), "damaged"),
+    "large memo": (archive(data_pkl=b"\x80\x02]r\xff\xff\xff\x7f."), "numbers an object"),
+    "large bytes": (archive(data_pkl=b"\x80\x05\x96" + struct.pack("<Q", 1) + b"a."), "BYTEARRAY8"),
+    "cut off": (archive(data_pkl=pickled([1, 2])[:-1]), "pickle exhausted"),
+    "no pickle": (archive(version=b"3"), "no data.pkl"),
+    "no archive": (pickled([1]), "no archive"),
+    "not a storage": (archive(data_pkl=b"\x80\x02X\x01\x00\x00\x00aQ."), "not enough values"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_pickle_holds_data_or_is_refused(case, tmp_path, capsys):
+    content, expected = HOSTILE[case]
+    (tmp_path / "bad.pt").write_bytes(content)
+    assert expected in refused(capsys, "convert", tmp_path / "bad.pt", "--ranks", 2, "--out", tmp_path / "out.npz")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (b"K\x08K\x03K\x04\x87", b"K\x7fK\x03K\x04\x87", "is outside of its storage"),
+        (b"K`tq", b"K_tq", "is outside of its storage"),
+        (b"K\x0cK\x04K\x01\x87", b"K\x0c\x88K\x01\x87", "a tensor is none"),
+        (b"X\x01\x00\x00\x000q", b"X\x01\x00\x00\x007q", "stat/data/7 cannot be read"),
+        (b"IntStorage", b"LongStorage", "another size"),
+        (b"IntStorage", b"BoolStorage", "is no tensor of integers"),
+        (b"logical_count", b"physical_coun", "no dump of an expert distribution"),
+    ],
+)
+def test_tensors_that_lie(old, new, expected, tmp_path, capsys):
+    rewritten(tmp_path / "bad.pt", RECORDED / "stat.pt", old, new)
+    assert (tmp_path / "bad.pt").read_bytes().count(new) > (RECORDED / "stat.pt").read_bytes().count(new)
+    assert expected in refused(capsys, "convert", tmp_path / "bad.pt", "--ranks", 2, "--out", tmp_path / "out.npz")
+
+
+def test_a_tensor_is_no_larger_than_the_file(tmp_path):
+    """Strides of 0 would make a terabyte of one number."""
+    source = RECORDED / "stat.pt"
+    rewritten(tmp_path / "bad.pt", source, b"K\x08K\x03K\x04\x87", b"J\xff\xff\xff\x0fK\x03K\x04\x87")
+    rewritten(tmp_path / "worse.pt", tmp_path / "bad.pt", b"K\x0cK\x04K\x01\x87", b"K\x00K\x04K\x01\x87")
+    tensor = read_torch(tmp_path / "worse.pt")["logical_count"]
+    with pytest.raises(ValueError, match="expected at most"):
+        tensor.array()
+
+
+def test_a_directory_that_lies_is_not_read(tmp_path, capsys):
+    shutil.copy(RECORDED / "stat.pt", tmp_path / "bad.pt")
+    content = bytearray((tmp_path / "bad.pt").read_bytes())
+    at = content.rindex(b"PK\6\6") + 40
+    content[at : at + 8] = struct.pack("<Q", 2**40)
+    (tmp_path / "bad.pt").write_bytes(content)
+    text = refused(capsys, "convert", tmp_path / "bad.pt", "--ranks", 2, "--out", tmp_path / "out.npz")
+    assert "a directory of 1099511627776 bytes" in text

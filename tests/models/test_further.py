@@ -1,0 +1,134 @@
+"""Prediction of further tokens: against plain NumPy, saved to the bit, and tuned."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+from scipy.special import log_softmax
+from typer.testing import CliRunner
+
+from jax_moe_lb import System
+from models import finetune
+from models.architectures.catalogue import configured
+from models.architectures.fields import Fields, read_fields
+from models.decoder.model import Decoder
+from models.gradients import further_loss
+from models.parallel import make_mesh
+from models.presets import ParallelConfig
+from models.pretrained.loading import by_path, from_pretrained
+from models.pretrained.saving import save_pretrained
+from models.tiny_checkpoint import byte_tokenizer, tiny_config, write_tiny
+from tests.models.further_reference import ahead
+
+LAYER = "model.layers.2"
+COPIES = {f"{LAYER}.embed_tokens.weight", f"{LAYER}.shared_head.head.weight"}
+
+
+def mesh():
+    return make_mesh(ParallelConfig(2, 4))
+
+
+@pytest.fixture(scope="module", params=["glm4_moe", "deepseek_v3"])
+def checkpoint(request, tmp_path_factory, all_devices):
+    """A checkpoint whose norms and biases are no ones and zeros."""
+    folder = tmp_path_factory.mktemp(request.param) / "tiny"
+    text = json.dumps(json.loads(tiny_config(request.param)) | {"num_nextn_predict_layers": 1})
+    config = configured(Fields(text), predict_further=True)
+    model = Decoder(config, mesh=make_mesh(ParallelConfig(1, 1)), system=System(), rngs=nnx.Rngs(0))
+    save_pretrained(model, folder)
+    tensors, rng = load_file(folder / "model.safetensors"), np.random.default_rng(0)
+    for name, value in tensors.items():
+        if "norm" in name or "bias" in name:
+            value[...] = rng.uniform(0.5, 1.5, value.shape) if "norm" in name else rng.uniform(-0.2, 0.2, value.shape)
+        elif name not in COPIES:
+            value *= 3
+    for name, source in zip(sorted(COPIES), ("model.embed_tokens.weight", "lm_head.weight"), strict=True):
+        tensors[name] = tensors[source]
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "tokenizer.json").write_text(byte_tokenizer().to_str())
+    return folder
+
+
+@pytest.mark.slow
+def test_a_round_trip_keeps_every_bit(checkpoint, tmp_path):
+    save_pretrained(from_pretrained(checkpoint, mesh(), predict_further=True), tmp_path / "out")
+    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert before.keys() >= COPIES | {f"{LAYER}.eh_proj.weight", f"{LAYER}.mlp.experts.15.down_proj.weight"}
+    assert all(np.array_equal(value, after[name]) for name, value in before.items())
+    without = from_pretrained(checkpoint, mesh())
+    assert not any("further" in path for path in by_path(nnx.state(without)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["glm4_moe"], indirect=True)
+def test_logits_and_loss_are_those_of_plain_numpy(checkpoint):
+    tensors = {name: value.astype(np.float64) for name, value in load_file(checkpoint / "model.safetensors").items()}
+    tokens = np.random.default_rng(1).integers(0, 256, (8, 13)).astype(np.int32)
+    model = from_pretrained(checkpoint, mesh(), predict_further=True)
+
+    @nnx.jit
+    def run(model, tokens):
+        return model.ahead(tokens[:, :-1], tokens[:, 1:]), further_loss(model, tokens, 0.3)
+
+    (logits, stats), (loss, _) = run(model, jnp.asarray(tokens))
+    assert stats.counts.shape[:1] == (2,), "of a layer with experts, and of the one that predicts further"
+    expected = [ahead(tensors, read_fields(checkpoint).raw, line[:-1], line[1:]) for line in tokens]
+    losses = []
+    for k, (ours, theirs) in enumerate(zip(logits, zip(*expected, strict=True), strict=True)):
+        assert np.abs(theirs).max() > 1
+        np.testing.assert_allclose(ours, np.stack(theirs), rtol=0, atol=1e-3)
+        shares = log_softmax(np.stack(theirs)[:, : 12 - k], -1)
+        losses.append(-np.take_along_axis(shares, tokens[:, 1 + k :, None], -1).mean())
+    assert float(loss) == pytest.approx(losses[0] + 0.3 * losses[1], abs=1e-4)
+    # Whoever predicts no further computes the same next token.
+    np.testing.assert_array_equal(nnx.jit(lambda model, tokens: model(tokens)[0])(model, tokens[:, :-1]), logits[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["deepseek_v3"], indirect=True)
+def test_tuning_moves_what_predicts_further(checkpoint, tmp_path):
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    options = ["--checkpoint", checkpoint, "--data", tmp_path / "text", "--out", tmp_path / "out", "--steps", 2]
+    options += ["--learning-rate", "1e-3", "--sequence-length", 16, "--system", "greedy", "--further-weight", 0.3]
+    result = CliRunner().invoke(finetune.app, [str(option) for option in [*options, "--bias-rate", 0.01]])
+    assert result.exit_code == 0, result.output
+    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "out"))
+    assert not {name for name, value in before.items() if np.array_equal(value, after[name])}
+    assert np.array_equal(after[f"{LAYER}.embed_tokens.weight"], after["model.embed_tokens.weight"])
+
+
+def lacking(tensors):
+    del tensors[f"{LAYER}.eh_proj.weight"]
+
+
+def differing(tensors):
+    tensors[f"{LAYER}.shared_head.head.weight"] = tensors["lm_head.weight"] + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lacking, f"missing: {LAYER}.eh_proj.weight;"),
+        (differing, f"{LAYER}.shared_head.head.weight is not lm_head.weight; expected a copy"),
+    ],
+)
+@pytest.mark.parametrize("checkpoint", ["glm4_moe"], indirect=True)
+def test_tensors_that_do_not_fit_are_named(checkpoint, tmp_path, change, expected):
+    tensors = load_file(checkpoint / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    with pytest.raises(ValueError) as caught:
+        from_pretrained(tmp_path, mesh(), predict_further=True)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_a_checkpoint_without_such_layers_is_refused(name, tmp_path):
+    write_tiny(name, tmp_path / "tiny")
+    with pytest.raises(ValueError, match="predict_further is True; expected False"):
+        from_pretrained(tmp_path / "tiny", mesh(), predict_further=True)

@@ -1,0 +1,160 @@
+"""Weights in 8 and 4 bits are the floats that plain arithmetic makes of them, whole or a part at a time."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from models.architectures.catalogue import configured, pieces_of
+from models.architectures.fields import read_fields
+from models.parallel import make_mesh
+from models.presets import ParallelConfig
+from models.pretrained.folder import TensorFolder
+from models.pretrained.loading import from_pretrained
+from models.pretrained.quantized import Weights
+from models.pretrained.saving import save_pretrained
+from models.tiny_checkpoint import write_tiny
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 40]}
+"""Blocks that do not divide the tiny matrices, as 128 does not divide all of the published."""
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+BITS = [0.0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def in_fp8(tensors, rng):
+    """Quantizes the linear maps of layers; returns what plain loops make of the bits."""
+    floats = dict(tensors)
+    for name in [name for name in tensors if ".layers." in name and tensors[name].ndim == 2 and ".gate." not in name]:
+        bits = rng.standard_normal(tensors[name].shape, np.float32).astype(ml_dtypes.float8_e4m3fn)
+        rows, columns = bits.shape
+        scales = rng.uniform(0.01, 0.1, (-(-rows // 24), -(-columns // 40))).astype(np.float32)
+        tensors[name], tensors[name + "_scale_inv"] = bits, scales
+        floats[name] = np.empty(bits.shape, np.float32)
+        for i, j in np.ndindex(bits.shape):
+            floats[name][i, j] = np.float32(bits[i, j]) * scales[i // 24, j // 40]
+    return floats
+
+
+def in_mxfp4(tensors, rng):
+    """Quantizes the experts; returns what plain loops make of the bits: `[E, rows, columns]`, bytes along the rows."""
+    floats = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, rows, columns = tensors.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, columns, rows // 32, 16), np.uint8)
+        scales = rng.integers(120, 134, blocks.shape[:-1], np.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        floats[name] = np.empty((experts, rows, columns), np.float32)
+        for e, c, group, byte in np.ndindex(blocks.shape):
+            for half, bits in enumerate((blocks[e, c, group, byte] % 16, blocks[e, c, group, byte] // 16)):
+                value = BITS[bits % 8] * (-1 if bits >= 8 else 1) * 2.0 ** (int(scales[e, c, group]) - 127)
+                floats[name][e, group * 32 + byte * 2 + half, c] = value
+    return floats
+
+
+CASES = {"deepseek_v3": (in_fp8, FP8), "gpt_oss": (in_mxfp4, MXFP4)}
+
+
+def write(folder, tensors, config, settings):
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(
+        json.dumps(config | ({} if settings is None else {"quantization_config": settings}))
+    )
+
+
+@pytest.fixture(scope="module", params=CASES)
+def folders(request, tmp_path_factory, all_devices) -> tuple[Path, Path]:
+    """A checkpoint in few bits, and the same one in floats."""
+    folder = tmp_path_factory.mktemp(request.param)
+    write_tiny(request.param, folder / "tiny")
+    quantize, settings = CASES[request.param]
+    tensors, config = load_file(folder / "tiny" / "model.safetensors"), read_fields(folder / "tiny").raw
+    floats = quantize(tensors, np.random.default_rng(0))
+    assert len(tensors) > len(floats)
+    write(folder / "bits", tensors, config, settings)
+    write(folder / "floats", floats, config, None)
+    return folder / "bits", folder / "floats"
+
+
+def test_every_part_that_a_model_reads_is_exact(folders):
+    bits, floats = folders
+    pieces = pieces_of(configured(read_fields(bits)))
+    with TensorFolder(bits) as quantized, TensorFolder(floats) as plain:
+        weights, expected = (Weights(tensors, read_fields(tensors.folder)) for tensors in (quantized, plain))
+        assert weights.shapes == expected.shapes
+        assert len(weights.quantized) > 3
+        for piece in pieces:
+            read = weights.read(piece.name, piece.index)
+            assert np.array_equal(read, expected.read(piece.name, piece.index)), piece
+
+
+@pytest.mark.slow
+def test_what_is_read_in_bits_is_saved_as_floats(folders, tmp_path):
+    mesh = make_mesh(ParallelConfig(2, 4))
+    for folder, out in zip(folders, ("bits", "floats"), strict=True):
+        save_pretrained(from_pretrained(folder, mesh, param_dtype="bfloat16"), tmp_path / out)
+    ours, theirs = (load_file(tmp_path / out / "model.safetensors") for out in ("bits", "floats"))
+    assert ours.keys() == theirs.keys()
+    assert {value.dtype for name, value in ours.items() if "bias" not in name} == {np.dtype(ml_dtypes.bfloat16)}
+    assert all(value.tobytes() == theirs[name].tobytes() for name, value in ours.items())
+    written = json.loads((tmp_path / "bits" / "config.json").read_text())
+    assert written["dtype"] == "bfloat16"
+    assert "quantization_config" not in written
+
+
+FP8_NAME, SCALES = "model.layers.1.self_attn.o_proj.weight", "model.layers.1.self_attn.o_proj.weight_scale_inv"
+BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
+FP4_SCALES = "model.layers.1.mlp.experts.down_proj_scales"
+
+
+@pytest.mark.parametrize(
+    ("folders", "change", "expected"),
+    [
+        ("deepseek_v3", lambda t: t.pop(SCALES), f"{FP8_NAME} has no scales; expected {SCALES} [3, 2]"),
+        ("deepseek_v3", lambda t: t.update({SCALES: t[SCALES][:1]}), f"{SCALES} is F32 [1, 2]; expected"),
+        ("deepseek_v3", lambda t: t.update({SCALES: t[SCALES].astype(np.int32)}), f"{SCALES} is I32 [3, 2]; expected"),
+        ("deepseek_v3", lambda t: t.update({FP8_NAME: t[FP8_NAME][None]}), f"{FP8_NAME} has shape [1, 64, 64]"),
+        ("deepseek_v3", lambda t: t.pop(FP8_NAME), f"missing: {FP8_NAME}"),
+        ("deepseek_v3", lambda t: t.update({FP8_NAME: t[FP8_NAME][:20], SCALES: t[SCALES][:1]}), "has shape [20, 64]"),
+        ("gpt_oss", lambda t: t.pop(FP4_SCALES), f"{BLOCKS} has no scales; expected {FP4_SCALES} [16, 64, 2]"),
+        ("gpt_oss", lambda t: t.update({FP4_SCALES: t[FP4_SCALES][1:]}), f"{FP4_SCALES} is U8 [15, 64, 2]; expected"),
+        ("gpt_oss", lambda t: t.update({BLOCKS: t[BLOCKS][..., :8]}), f"{BLOCKS} is U8 [16, 64, 2, 8]; expected"),
+        ("gpt_oss", lambda t: t.update({BLOCKS: t[BLOCKS].astype(np.int8)}), f"{BLOCKS} is I8"),
+        ("gpt_oss", lambda t: t.update({BLOCKS[:-7]: np.zeros(2, np.float32)}), f"{BLOCKS} is there beside"),
+        ("gpt_oss", lambda t: t.update({FP4_SCALES: t[FP4_SCALES] | 255}), f"{FP4_SCALES} has a scale of 255"),
+    ],
+    indirect=["folders"],
+)
+def test_scales_that_do_not_fit_are_named(folders, change, expected, tmp_path):
+    with TensorFolder(folders[0]) as read:
+        tensors = {name: read.read(name) for name in read.home}
+    change(tensors)
+    settings = read_fields(folders[0]).raw["quantization_config"]
+    write(tmp_path / "bad", tensors, read_fields(folders[1]).raw, settings)
+    with pytest.raises(ValueError) as caught:
+        from_pretrained(tmp_path / "bad", make_mesh(ParallelConfig(2, 4)))
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"quant_method": "awq"}, "quant_method is 'awq'; expected fp8 or mxfp4"),
+        ({}, "quant_method is 'None'"),
+        ("fp8", "weight_block_size"),
+        ([8], "quant_method is '[8]'"),
+        ({"quant_method": "fp8"}, "weight_block_size is None; expected [rows, columns]"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size is [0, 128]"),
+        (None, "has dtype F8_E4M3"),
+    ],
+)
+def test_other_formats_are_refused(tmp_path, settings, expected):
+    name = "lm_head.weight"
+    write(tmp_path / "bad", {name: np.zeros((2, 3), ml_dtypes.float8_e4m3fn)}, {}, settings)
+    with pytest.raises(ValueError) as caught, TensorFolder(tmp_path / "bad") as tensors:
+        Weights(tensors, read_fields(tmp_path / "bad")).check(name, (2, 3))
+    assert expected in str(caught.value)
