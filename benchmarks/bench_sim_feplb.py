@@ -147,7 +147,7 @@ def stragglers(fit: Fit, number: int, seed: int) -> list[Table]:
         known = {"before": case.straggler, "FasterMoE": case.fastermoe, "FEPLB": case.feplb}
         for name, plan in plans.items():
             found = bench_feplb.straggler(plan(loads)).mean()
-            table.add(f"{case.num_ranks} ranks, {name}", found, known.get(name))
+            table.add(f"{case.num_ranks} ranks, {name}", found, known.get(name), fitted=name == "before")
         if case.num_ranks == 8:
             for dynamic, percent in DYNAMIC.items():
                 fewer = bench_feplb.feplb(loads, FEPLB(num_dynamic=dynamic))
@@ -195,11 +195,12 @@ def layers(fit: Fit, loads: dict[int, np.ndarray]) -> list[Table]:
         for name, system in SYSTEMS.items():
             report, label = run(fit, system, given), f"{ranks} ranks, {name}"
             forward, backward = layer_ms(report, len(given))
-            products.add(label, products_ms(report, len(given)), PRODUCTS_MS[ranks].get(name))
+            straggler_ms, first = PRODUCTS_MS[ranks].get(name), name == "before"
+            products.add(label, products_ms(report, len(given)), straggler_ms, fitted=first)
             known = LAYER_MS[ranks].get(name)
             if known is not None:
-                times.add(f"{label}, forward", forward, known[0])
-                times.add(f"{label}, backward", backward, known[1])
+                times.add(f"{label}, forward", forward, known[0], fitted=first)
+                times.add(f"{label}, backward", backward, known[1], fitted=first)
             weights = report.stages.get("weights")
             exposed = 0.0 if weights is None else 1e3 * weights.exposed_s / len(given)
             exchanges = 1e3 * sum(report.stages[stage].busy_s for stage in ("dispatch", "combine")) / len(given)

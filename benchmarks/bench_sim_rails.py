@@ -115,8 +115,8 @@ def hashed(policy: Policy | None, lanes: int, paths: PathsOf = spine_paths) -> W
     return way
 
 
-RAILS, DIRECT, ECMP = "RailS", "direct", "ECMP"
-PLANNED = {RAILS: planned(True), DIRECT: planned(False)}
+RAILS, RECEIVERS_RAIL, ECMP = "RailS", "receiver's rail", "ECMP"
+PLANNED = {RAILS: planned(True), RECEIVERS_RAIL: planned(False)}
 
 
 def transports(paths: PathsOf, lanes: int = LANES) -> dict[str, Way]:
@@ -242,7 +242,7 @@ def show_layer(all_results: dict[int, dict[str, Results]]) -> None:
 
 
 def show_published(all_results: dict[int, dict[str, Results]]) -> None:
-    """All rows of the first tables together, against the transports; `direct` is not among the paper's.
+    """All rows of the first tables together, against the transports; the receiver's rail is not among the paper's.
 
     Deviations are those of the two ends from the published ones, in points: above 0 where less is gained here in time,
     or more in bandwidth.

@@ -14,12 +14,14 @@ class Row:
         simulated: by this project.
         published: in the paper; `None`: it has no such row.
         unit: of both.
+        fitted: whether something was fitted to it, so that it is no prediction.
     """
 
     name: str
     simulated: float
     published: float | None = None
     unit: str = ""
+    fitted: bool = False
 
     @property
     def deviation(self) -> float | None:
@@ -35,15 +37,18 @@ class Table:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, name: str, simulated: float, published: float | None = None, unit: str = "") -> None:
+    def add(
+        self, name: str, simulated: float, published: float | None = None, unit: str = "", fitted: bool = False
+    ) -> None:
         """One more row."""
-        self.rows.append(Row(name, float(simulated), published, unit))
+        self.rows.append(Row(name, float(simulated), published, unit, fitted))
 
     @property
     def mean_deviation(self) -> float | None:
-        """Mean of the absolute deviations, in percent."""
-        known = [abs(row.deviation) for row in self.rows if row.deviation is not None]
-        return sum(known) / len(known) if known else None
+        """Mean of the absolute deviations, in percent: of what was predicted, or of a table in which all was fitted."""
+        known = [row for row in self.rows if row.deviation is not None]
+        known = [row for row in known if not row.fitted] or known
+        return sum(abs(row.deviation or 0.0) for row in known) / len(known) if known else None
 
     def __str__(self) -> str:
         if self.mean_deviation is None:
@@ -53,7 +58,8 @@ class Table:
                 ["| | published | simulated | deviation % |", "|---|---|---|---|"],
                 list(map(_line, self.rows)),
             )
-            lines.append(f"| mean of the absolute deviations | | | {self.mean_deviation:.1f} |")
+            of = " of what was not fitted" if len({row.fitted for row in self.rows}) > 1 else ""
+            lines.append(f"| mean of the absolute deviations{of} | | | {self.mean_deviation:.1f} |")
         lines = [f"**{self.title}**", "", *head, *lines]
         return "\n".join([*lines, *("\n" + note for note in self.notes), ""])
 

@@ -125,4 +125,4 @@ def planned(system: System, cluster: Cluster, loads: np.ndarray) -> Plan:
     """The plan of one layer."""
     (group,) = groups(cluster, (1,) * len(cluster.levels))
     num_home = loads.shape[1] // len(loads)
-    return plan_layer(system, group, loads, num_home, system.balancer.init(loads.shape))[1]
+    return plan_layer(system, group, loads, num_home, system.balancer.init(loads.shape))[0]

@@ -5,6 +5,7 @@ import pytest
 
 from benchmarks import bench_sim_feplb as feplb
 from benchmarks import bench_sim_hybridep as hybridep
+from benchmarks import bench_sim_ultraep
 from benchmarks import ultraep_rack as ultraep
 from benchmarks.hybridep_clusters import fitted
 from jax_moe_lb.sim import simulate_uniform
@@ -22,7 +23,7 @@ def test_the_rate_fitted_to_tutels_rows_is_one_that_the_line_can_have(setting):
 
 @pytest.mark.slow
 def test_rows_of_table_v_that_nothing_was_fitted_to_are_predicted_within_15_percent(setting):
-    tutel, predicted, returned = hybridep.table_v(setting)
+    tutel, predicted, returned, _ = hybridep.table_v(setting)
     assert max(abs(row.deviation) for row in predicted.rows) < 15
     assert predicted.mean_deviation < tutel.mean_deviation < returned.mean_deviation
 
@@ -55,6 +56,16 @@ def test_ultraeps_rates_give_the_sum_of_its_ideal_column():
     ideal = simulate_uniform(ultraep.QWEN3, ultraep.fitted(), step=ultraep.STEP)
     published_ms = sum(map(sum, ultraep.IDEAL.values()))
     assert 1e3 * ideal.step_s / ultraep.QWEN3.layers == pytest.approx(published_ms, rel=0.005)
+
+
+@pytest.mark.slow
+def test_ultraep_gains_throughput_in_the_tables_of_its_paper():
+    tables = {table.title: table for table in bench_sim_ultraep.tables(32)}
+    gains = tables["Figure 11: throughput gained by UltraEP, %"].rows
+    assert len(gains) == 6
+    assert all(row.simulated > 0 for row in gains)
+    after = {row.name: row.simulated for row in tables["Table 3: means over 15 cases"].rows}
+    assert 1 <= after["Exact, imbalance"] <= after["UltraEP, imbalance"] < after["EPLB+, imbalance"]
 
 
 @pytest.mark.slow
