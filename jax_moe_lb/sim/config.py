@@ -138,6 +138,7 @@ class StepSection(_Section):
     backward: bool = True
     recompute: bool = True
     exchange_counts: bool = True
+    optimizer_bytes: float | None = Field(default=None, ge=0.0, le=1000.0)
 
     def build(self) -> Step:
         """Makes the passes."""

@@ -13,6 +13,7 @@ from jax_moe_lb.plan import imbalance, load, plain_plan
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.events import Timeline
 from jax_moe_lb.sim.limits import check_entries, check_timeline
+from jax_moe_lb.sim.memory import Memory, memory_of
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import level_bytes
 from jax_moe_lb.sim.schedule import Scheduler, Step
@@ -43,29 +44,6 @@ class StageTime:
     def hidden_s(self) -> float:
         """Returns the seconds that other stages hide; at least 0."""
         return max(self.busy_s - self.exposed_s, 0.0)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Counts the bytes on one rank, of these layers alone: no attention, no optimizer state.
-
-    Args:
-        weights: the bytes of the home experts of all layers.
-        replicas: the bytes of slots beyond them, weights and gradients, which all layers share; of gathered experts, of
-            all layers if they are kept, else of two; and of what a codec remembers of all layers.
-        buffers: the bytes of the rows that a rank receives in one round, twice: as they come, and as they leave.
-        kept: the bytes of token copies that all layers keep between forward and backward.
-    """
-
-    weights: float
-    replicas: float
-    buffers: float
-    kept: float
-
-    @property
-    def total(self) -> float:
-        """Returns the bytes of all four together."""
-        return self.weights + self.replicas + self.buffers + self.kept
 
 
 @dataclass(frozen=True)
@@ -141,7 +119,7 @@ def simulate(
     start = [imbalance(load(plain_plan(layer, cluster.topology()))) for layer in counts]
     # Fewer recorded layers than the model has are taken in turn, which costs no more plans.
     layers = [works[at % len(works)] for at in range(model.layers)]
-    memory = _memory(system, model, cluster, migration)
+    memory = memory_of(system, model, cluster, migration, step)
     return _report(layers, model, cluster, step, float(np.mean(start)), memory, after)
 
 
@@ -247,7 +225,7 @@ def simulate_uniform(
         True
     """
     work = uniform_work(model, cluster, migration)
-    memory = _memory(System(), model, cluster, migration)
+    memory = memory_of(System(), model, cluster, migration, step)
     return _report([work] * model.layers, model, cluster, step, 1.0, memory, [])
 
 
@@ -284,22 +262,6 @@ def _report(
         memory=memory,
         timeline=timeline,
         states=states,
-    )
-
-
-def _memory(system: System, model: ModelShape, cluster: Cluster, migration: Migration) -> Memory:
-    home, gathered = model.experts // cluster.num_ranks * model.expert_bytes, migration.gathered_bytes(model, cluster)
-    # Experts that are gathered again need two sets: one in use and the next layer's on its way.
-    held = gathered * (2 if migration.gather_again else model.layers)
-    # Ranks keep what they decoded of every layer until its next gather, where differences are to be taken from it.
-    if migration.codec.remembers:
-        held += model.layers * (gathered + home)
-    slots = system.replica_slots * (model.expert_bytes + model.expert_gradient_bytes)
-    return Memory(
-        weights=float(model.layers * home),
-        replicas=float(held + slots),
-        buffers=float(2 * system.dispatch.buffer_rows(model.tokens * model.per_token) * model.row_bytes),
-        kept=float(model.layers * model.tokens * model.per_token * model.row_bytes),
     )
 
 

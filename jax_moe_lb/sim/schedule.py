@@ -15,6 +15,7 @@ Tasks run on the streams `compute`, `host` (the planner), `copy` (copy engines),
 `gpu links`, one for each level that there is.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -42,16 +43,27 @@ class Step:
             library does; else it has kept both.
         exchange_counts: whether ranks tell each other their counts, as this library does in every layer. HybridEP's
             model leaves that out.
+        optimizer_bytes: the bytes of the optimizer's state that a rank keeps for each parameter of its home experts,
+            where the step has a backward pass. `None`, the default, is Adam: 8 for two moments in float32, and 4 more
+            for a copy in float32 where parameters have fewer bytes. Give less where the state is split over groups.
+
+    Raises:
+        ValueError: `optimizer_bytes` is out of range.
 
     Examples:
         >>> from jax_moe_lb.sim import Step
-        >>> Step(backward=False)
-        Step(backward=False, recompute=True, exchange_counts=True)
+        >>> Step(backward=False).recompute
+        True
     """
 
     backward: bool = True
     recompute: bool = True
     exchange_counts: bool = True
+    optimizer_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer_bytes is not None and not 0 <= self.optimizer_bytes < math.inf:
+            raise ValueError(f"optimizer_bytes is {self.optimizer_bytes}; expected a finite number, at least 0")
 
 
 class _Served(NamedTuple):
