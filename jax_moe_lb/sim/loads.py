@@ -1,27 +1,60 @@
-"""`skewed_counts` draws counts to simulate where nobody has recorded any."""
+"""`skewed_counts` draws counts to simulate where nobody has recorded any; `Load` is a step on which systems compete."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
 
 from jax_moe_lb.checks import home_experts_per_rank
 from jax_moe_lb.sim.limits import check_entries, check_tokens
 from jax_moe_lb.sim.model import ModelShape
 
-HIGHEST_POWER = 40.0
+POWERS = (0.3125, 0.625, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0)
+"""The smallest of these at which a shape is skewed enough bounds the search for the power that fits."""
+
+MOST_TRIES = 16
+"""Places are drawn so often where they do not allow the imbalance, as those of few experts may not."""
+
+
+class LoadShape(StrEnum):
+    """A load shape says how the popularity of experts is spread, besides how skewed it is.
+
+    Attributes:
+        RANKS: that of home ranks falls as a power of their place; inside a rank the second expert is half as popular as
+            the first, the third a third, and so on.
+        HOT: one hot expert per rank: the same, but inside a rank it falls as the fourth power of the place, as in
+            UltraEP's simulations.
+        LOGNORMAL: the logarithm of each expert's is normal.
+        ZIPF: it falls as a power of the expert's place, wherever that is at home.
+
+    Examples:
+        >>> LoadShape("zipf") is LoadShape.ZIPF
+        True
+    """
+
+    RANKS = "popular ranks"
+    HOT = "one hot expert per rank"
+    LOGNORMAL = "lognormal"
+    ZIPF = "zipf"
 
 
 def skewed_counts(
-    model: ModelShape, num_ranks: int, imbalance: float, layers: int, seed: int = 0
+    model: ModelShape,
+    num_ranks: int,
+    imbalance: float,
+    layers: int,
+    seed: int = 0,
+    shape: LoadShape = LoadShape.RANKS,
 ) -> Int[np.ndarray, "X R E"]:
     """Draws counts whose ranks have a wanted imbalance under plain expert parallelism.
 
-    Use recorded counts where there are some, and these to see how a system behaves as the skew grows. The popularity of
-    home ranks falls as a power of their place, in an order drawn for every layer; the power is fitted to the imbalance,
-    in each layer for itself. Inside a rank the second expert is half as popular as the first, the third a third, and so
-    on. No token chooses an expert twice: none has more copies than tokens. What a rank sends is a draw from that, so
-    that ranks differ as samples do; at imbalance 1 all experts get the same, up to rounding.
+    Use recorded counts where there are some, and these to see how a system behaves as the skew grows. The shape says
+    who is popular; its power is fitted to the imbalance, in each layer for itself. No token chooses an expert twice:
+    none has more copies than tokens. What a rank sends is a draw from that, so that ranks differ as samples do; at
+    imbalance 1 all experts get the same, up to rounding.
 
     Args:
         model: says how many tokens, experts and choices there are.
@@ -29,6 +62,8 @@ def skewed_counts(
         imbalance: `max / mean` of the ranks' load, 1 is level, and UltraEP saw 1.3 to 4 without balancing.
         layers: how many layers to draw, each different.
         seed: the seed of the draw; the same seed gives the same counts.
+        shape: how popularity is spread. It decides what a system gains: one that moves whole experts needs ranks on
+            which several are popular.
 
     Returns:
         `[layers, R, E]` int32.
@@ -49,43 +84,148 @@ def skewed_counts(
     check_entries(layers, num_ranks, model.experts)
     check_tokens(model.tokens, model.per_token, num_ranks)
     rng = np.random.default_rng(seed)
-    return np.stack([_layer(model, num_ranks, imbalance, rng) for _ in range(layers)])
+    return np.stack(
+        [_drawn(_fitted(model, num_ranks, imbalance, shape, rng), model, num_ranks, rng) for _ in range(layers)]
+    )
 
 
-def _layer(model: ModelShape, num_ranks: int, imbalance: float, rng: np.random.Generator) -> Int[np.ndarray, "R E"]:
-    order = rng.permutation(num_ranks)
-    low, high = 0.0, HIGHEST_POWER
-    if imbalance > 1 and _imbalance(_chances(high, order, model), num_ranks) < imbalance:
-        most = _imbalance(_chances(high, order, model), num_ranks)
-        raise ValueError(
-            f"imbalance is {imbalance}; expected at most {most:.2f}, as a token chooses {model.per_token} different "
-            f"ones of {model.experts} experts on {num_ranks} ranks"
-        )
+@dataclass(frozen=True)
+class Load:
+    """A load is the routing of one step on which systems are compared.
+
+    Args:
+        name: what messages call it.
+        counts: `[X, R, E]` int32, of `X` layers, experts by their homes as they are without relocation.
+        earlier: `[X, E]`, the load of every expert before that step, from which new homes are planned; `None` if it is
+            not known, and then homes stay.
+    """
+
+    name: str
+    counts: Int[np.ndarray, "X R E"]
+    earlier: Num[np.ndarray, "X E"] | None = None
+
+
+def drawn_loads(
+    model: ModelShape, num_ranks: int, imbalance: float, layers: int, shapes: Sequence[LoadShape], draws: int, seed: int
+) -> list[Load]:
+    """Draws loads of several shapes that have the same imbalance, one draw of each shape first.
+
+    What was before them is another draw of the same popularity: experts are assumed to stay as popular as they are.
+
+    Args:
+        model: see `skewed_counts`, also of the next three.
+        num_ranks: `R`.
+        imbalance: `max / mean` of the ranks' load. At 1 all shapes are the same, and there is one load.
+        layers: how many layers each load has.
+        shapes: which shapes; those that cannot have the imbalance on this machine are left out.
+        draws: how many loads of each shape.
+        seed: of the first draw; each further one takes the next.
+
+    Raises:
+        ValueError: no shape can have the imbalance, or what `skewed_counts` refuses.
+    """
+    if imbalance <= 1:
+        even = skewed_counts(model, num_ranks, 1.0, layers, seed)
+        return [Load("even", even, even.sum(1))]
+    loads, refusals = [], []
+    for draw in range(draws):
+        for shape in shapes:
+            try:
+                counts = skewed_counts(model, num_ranks, imbalance, layers, seed + draw, shape)
+            except ValueError as error:
+                refusals.append(error)
+                continue
+            loads.append(Load(f"{shape.value}, draw {draw + 1}", counts, _again(counts, seed + draw)))
+    if not loads:
+        raise refusals[0]
+    return loads
+
+
+def recorded_loads(trace: Int[np.ndarray, "steps layers R E"], most_steps: int, most_layers: int) -> list[Load]:
+    """Takes loads from the second half of a trace, at even distances; homes are planned from the first half.
+
+    Args:
+        trace: `[steps, layers, R, E]`, the recorded counts. Of a single step nothing earlier is known.
+        most_steps: how many loads there are at most.
+        most_layers: how many layers each has at most.
+    """
+    half = len(trace) // 2
+    layers = _spread(0, trace.shape[1], most_layers)
+    earlier = trace[:half, layers].sum((0, 2), dtype=np.int64) if half else None
+    return [Load(f"step {at}", trace[at][layers], earlier) for at in _spread(half, len(trace), most_steps)]
+
+
+def _spread(start: int, end: int, most: int) -> list[int]:
+    """Chooses at most so many of the integers from `start` on and below `end`, at even distances."""
+    return sorted({int(at) for at in np.linspace(start, end - 1, min(most, end - start))})
+
+
+def _again(counts: Int[np.ndarray, "X R E"], seed: int) -> Int[np.ndarray, "X E"]:
+    """Draws what experts get in total a second time: as many copies, with the popularity that the first draw shows."""
+    rng = np.random.default_rng((seed, 1))
+    totals = counts.sum(1, dtype=np.int64)
+    return np.stack([rng.multinomial(layer.sum(), layer / layer.sum()) for layer in totals])
+
+
+def _fitted(
+    model: ModelShape, num_ranks: int, imbalance: float, shape: LoadShape, rng: np.random.Generator
+) -> Float[np.ndarray, "E"]:
+    """Returns the chance that a token chooses each expert, at the power that gives the imbalance."""
+    most = 1.0
+    for _ in range(MOST_TRIES):
+        places = _places(shape, model.experts, num_ranks, rng)
+        low = 0.0
+        for high in POWERS:
+            found = _imbalance(_chances(shape, high, places, model), num_ranks)
+            most = max(most, found)
+            if found >= imbalance or imbalance <= 1:
+                return _chances(shape, _root(shape, low, high, places, model, num_ranks, imbalance), places, model)
+            low = high
+    raise ValueError(
+        f"imbalance is {imbalance}; expected at most {most:.2f}, as a token chooses {model.per_token} different "
+        f"ones of {model.experts} experts on {num_ranks} ranks"
+    )
+
+
+def _root(
+    shape: LoadShape,
+    low: float,
+    high: float,
+    places: Float[np.ndarray, "..."],
+    model: ModelShape,
+    num_ranks: int,
+    imbalance: float,
+) -> float:
     # Fifty halvings of the interval leave less than a float64 can tell apart.
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (
-            (middle, high) if _imbalance(_chances(middle, order, model), num_ranks) < imbalance else (low, middle)
-        )
-    chances = _chances(low, order, model)
-    if imbalance <= 1:
-        expected = np.tile(chances * model.tokens, (num_ranks, 1))
-    else:
-        expected = rng.binomial(model.tokens, chances, (num_ranks, model.experts)).astype(float)
-    return _whole(expected, model)
+        is_low = _imbalance(_chances(shape, middle, places, model), num_ranks) < imbalance
+        low, high = (middle, high) if is_low else (low, middle)
+    return low
 
 
-def _chances(power: float, order: Int[np.ndarray, "R"], model: ModelShape) -> Float[np.ndarray, "E"]:
+def _places(shape: LoadShape, num_experts: int, num_ranks: int, rng: np.random.Generator) -> Float[np.ndarray, "..."]:
+    """Draws who is popular: `[R]` or `[E]`, the logarithm that the power is multiplied with."""
+    if shape is LoadShape.LOGNORMAL:
+        return rng.standard_normal(num_experts)
+    return -np.log(rng.permutation(num_experts if shape is LoadShape.ZIPF else num_ranks) + 1.0)
+
+
+def _chances(
+    shape: LoadShape, power: float, places: Float[np.ndarray, "..."], model: ModelShape
+) -> Float[np.ndarray, "E"]:
     """Computes the chance that a token chooses each expert: `1 - exp(-c w)`; all are alike at power 0.
 
     `c` is such that they add up to `K`.
     """
+    logs = power * places
+    if shape in (LoadShape.RANKS, LoadShape.HOT):
+        inside: Any = -np.log(np.arange(1.0, model.experts // len(places) + 1))
+        falls = 4.0 if shape is LoadShape.HOT else 1.0
+        logs = (logs[:, None] + (falls * inside if power else 0.0 * inside)).reshape(-1)
     # Logarithms carry powers at which the weights themselves would be 0.
     with np.errstate(over="ignore", under="ignore"):
-        places = np.arange(1.0, model.experts // len(order) + 1)
-        logs: Any = -power * np.log(order + 1.0)[:, None] - (np.log(places) if power else 0.0 * places)
-        logs = logs.reshape(-1)
-        low, high = -50.0, 50.0 - float(logs.min())
+        low, high = -50.0 - float(logs.max()), 50.0 - float(logs.min())
         for _ in range(60):
             middle = (low + high) / 2
             total = -np.expm1(-np.exp(np.minimum(middle + logs, 700))).sum()
@@ -96,6 +236,16 @@ def _chances(power: float, order: Int[np.ndarray, "R"], model: ModelShape) -> Fl
 def _imbalance(chances: Float[np.ndarray, "E"], num_ranks: int) -> float:
     load = chances.reshape(num_ranks, -1).sum(1)
     return float(load.max() / load.mean())
+
+
+def _drawn(
+    chances: Float[np.ndarray, "E"], model: ModelShape, num_ranks: int, rng: np.random.Generator
+) -> Int[np.ndarray, "R E"]:
+    if np.ptp(chances) == 0:
+        expected = np.tile(chances * model.tokens, (num_ranks, 1))
+    else:
+        expected = rng.binomial(model.tokens, chances, (num_ranks, model.experts)).astype(float)
+    return _whole(expected, model)
 
 
 def _whole(expected: Float[np.ndarray, "R E"], model: ModelShape) -> Int[np.ndarray, "R E"]:
