@@ -18,7 +18,7 @@ from jax_moe_lb._varying import vary_like, varying_axes
 from jax_moe_lb.checks import check_domain, check_total, home_experts_per_rank
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.planners.native import saturated
-from jax_moe_lb.split import Split, nearest_first
+from jax_moe_lb.split import Split, rows_of_all
 from jax_moe_lb.types import AnyArray, Counts, host_iota, iota
 
 
@@ -379,9 +379,8 @@ def _copies(expert: AnyArray, num_experts: int) -> AnyArray:
 
 def _check_rails(plan: Plan, rails: AnyArray, counts: Counts) -> None:
     # This runs on the host alone: asking the rule for every rank would be too much for each step of a program.
-    split = partial(nearest_first, counts, plan.quota, domain=plan.domain, split=plan.split)
-    rows = [split(rank=rank).sum(0) for rank in range(plan.num_ranks)]
-    expected, sprayed = np.stack(rows), rails.sum(-1)
+    expected = rows_of_all(np.asarray(counts), np.asarray(plan.quota), plan.domain, plan.split)
+    sprayed = np.asarray(rails).sum(-1)
     if (sprayed != expected).any():
         source, to = np.argwhere(sprayed != expected)[0]
         raise ValueError(

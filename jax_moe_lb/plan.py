@@ -14,7 +14,7 @@ from jax_moe_lb._plan_file import ARRAYS, read_arrays, write_arrays
 from jax_moe_lb._pytree import pytree
 from jax_moe_lb._varying import vary_like
 from jax_moe_lb.checks import check_total, home_experts_per_rank
-from jax_moe_lb.split import Split, kept, nearest_first
+from jax_moe_lb.split import Split, kept, nearest_first, rows_of_all
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.types import AnyArray, Counts, Load, host_iota, iota, namespace
 
@@ -327,9 +327,7 @@ def _rows_on_host(counts: Counts, plan: Plan) -> Int[AnyArray, "R R"]:
     rows = np.zeros((plan.num_ranks, plan.num_ranks), np.int32)
     np.add.at(rows.T, plan.quota.argmax(1)[~shared], counts.T[~shared])
     if shared.any():
-        some, quota = counts[:, shared], plan.quota[shared]
-        for rank in range(plan.num_ranks):
-            rows[rank] += nearest_first(some, quota, rank, plan.domain, plan.split).sum(0, dtype=np.int32)
+        rows += rows_of_all(counts[:, shared], plan.quota[shared], plan.domain, plan.split)
     return rows
 
 

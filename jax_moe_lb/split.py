@@ -30,6 +30,9 @@ Position = Int[AnyArray, "E #N"]
 
 Rank = Int[AnyArray, ""] | int
 
+MOST_AT_ONCE = 2**20
+"""`rows_of_all` holds so many numbers of queues at a time; more are no faster."""
+
 
 @dataclass(frozen=True)
 class Split:
@@ -110,6 +113,33 @@ def nearest_first(counts: Counts, quota: Quota, rank: Rank, domain: int, split: 
         return rule.served(end, demand, None) - rule.served(end - _take(supply, member), demand, None)
 
     return _of_one_rank(counts, quota, rank, domain, split, row)
+
+
+def rows_of_all(counts: Counts, quota: Quota, domain: int, split: Split = Split()) -> Int[np.ndarray, "R R"]:
+    """Sums `nearest_first` over experts for all ranks at once, on the host: `[R, R]`, from rank to rank.
+
+    The arguments are those of `nearest_first`, in NumPy arrays. Queues are looked at only where a rank has tokens.
+    """
+    num_ranks = quota.shape[1]
+    rows = np.zeros((num_ranks, num_ranks), np.int32)
+
+    def add(supply: Grid, demand: Grid, shape: tuple[int, int], axis: int, rule: _Rule) -> Grid:
+        # In the order of ranks, then of experts, so that what a rank sends stands together.
+        group, member, expert = np.nonzero(np.moveaxis(supply, 0, 2))
+        ends = supply.cumsum(2, dtype=np.int32)
+        ranks = np.moveaxis(np.arange(num_ranks).reshape(shape), axis - 1, 1)
+        most = max(1, MOST_AT_ONCE // supply.shape[2])
+        for start in range(0, len(group), most):
+            g, m, e = (index[start : start + most] for index in (group, member, expert))
+            end, served = ends[e, g, m][:, None], demand[e, g]
+            sent = rule.served(end, served, None) - rule.served(end - supply[e, g, m][:, None], served, None)
+            first = np.flatnonzero(np.diff(ranks[g, m], prepend=-1))
+            rows[ranks[g, m][first, None], ranks[g[first]]] += np.add.reduceat(sent, first, axis=0, dtype=np.int32)
+        return np.zeros_like(supply)
+
+    stay = _over_tiers(counts, quota, domain, split, np.ones((1, num_ranks), bool), add)
+    rows[np.arange(num_ranks), np.arange(num_ranks)] += stay.sum(0, dtype=np.int32)
+    return rows
 
 
 def arrivals(counts: Counts, quota: Quota, rank: Rank, domain: int, split: Split = Split()) -> Quota:

@@ -11,7 +11,7 @@ from benchmarks import popular_ranks
 from jax_moe_lb import Chain, HostBalancer, Plan, Split, Topology, UltraEP, check_plan, nearest_first, plain_plan
 from jax_moe_lb import traffic as plan_traffic
 from jax_moe_lb._floor_share import floor_share
-from jax_moe_lb.split import arrivals, kept
+from jax_moe_lb.split import arrivals, kept, rows_of_all
 from tests.oracle import random_plan
 
 SPLITS = [Split(tier, locality) for tier in ("nearest", "proportional") for locality in (True, False)]
@@ -188,3 +188,20 @@ def test_floor_share_is_exact(bits):
     part, share = part.astype(np.int32), share.astype(np.int32)
     np.testing.assert_array_equal(floor_share(part, share, whole), want)
     np.testing.assert_array_equal(jax.jit(floor_share)(part, share, whole), want)
+
+
+@pytest.mark.parametrize("locality", [True, False])
+@pytest.mark.parametrize("tier", ["nearest", "proportional"])
+@pytest.mark.parametrize(("num_ranks", "num_experts", "domain"), [(8, 16, 8), (12, 24, 4), (5, 10, 1), (1, 4, 1)])
+def test_rows_of_all_ranks_are_those_of_each(num_ranks, num_experts, domain, tier, locality, monkeypatch):
+    rng = np.random.default_rng(num_ranks)
+    counts = rng.integers(0, 50, (num_ranks, num_experts)).astype(np.int32)
+    counts[rng.random(counts.shape) < 0.5] = 0
+    shares = rng.dirichlet(np.full(num_ranks, 0.3), num_experts)
+    quota = np.stack([rng.multinomial(n, p) for n, p in zip(counts.sum(0), shares, strict=True)]).astype(np.int32)
+    split = Split(tier, locality)
+    each = [nearest_first(counts, quota, rank, domain, split).sum(0) for rank in range(num_ranks)]
+    np.testing.assert_array_equal(rows_of_all(counts, quota, domain, split), each)
+    # In pieces as at once.
+    monkeypatch.setattr("jax_moe_lb.split.MOST_AT_ONCE", 7)
+    np.testing.assert_array_equal(rows_of_all(counts, quota, domain, split), each)

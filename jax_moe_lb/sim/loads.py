@@ -95,13 +95,14 @@ class Load:
 
     Args:
         name: what messages call it.
-        counts: `[X, R, E]` int32, of `X` layers, experts by their homes as they are without relocation.
+        counts: `[X, R, E]` int32, of `X` layers, experts by their homes as they are without relocation; `None` for
+            uniform routing on any number of ranks.
         earlier: `[X, E]`, the load of every expert before that step, from which new homes are planned; `None` if it is
             not known, and then homes stay.
     """
 
     name: str
-    counts: Int[np.ndarray, "X R E"]
+    counts: Int[np.ndarray, "X R E"] | None
     earlier: Num[np.ndarray, "X E"] | None = None
 
 

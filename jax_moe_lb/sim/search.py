@@ -1,0 +1,168 @@
+"""`search` finds the fastest choices of a `Space`, looking at few of them for long.
+
+It goes in three stages. For one load of every shape it looks at one layer of the choices that the space begins with,
+then again and again at all that is beside the fastest families, until nothing beside them is faster. What is fastest
+there is looked at on every shape, one layer each. The best of these get whole steps on all loads. A choice whose floor
+is above what others take is not simulated, as no load could make it fast. The first two stages are a heuristic: what is
+slow in one layer of one draw of every shape is never judged on the others.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jax_moe_lb.sim.choice import Choice
+from jax_moe_lb.sim.judge import Judge
+from jax_moe_lb.sim.loads import Load
+from jax_moe_lb.sim.run import Report, mean_report
+from jax_moe_lb.sim.space import Space
+
+FAMILIES = 4
+"""The search goes on from the best of so many families; a family differs in slots, eps and relays alone."""
+
+MOST_MOVES = 8
+"""It goes on so often at most; three or four times are usual."""
+
+FINALISTS = 8
+"""So many families get whole steps on all loads."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An outcome is a choice with what its whole steps took.
+
+    Args:
+        choice: what was simulated.
+        report: the mean over all loads.
+        times_s: the seconds of a step on each load, in the order of the loads.
+    """
+
+    choice: Choice
+    report: Report
+    times_s: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        """Returns the median over loads, by which choices are ranked."""
+        return float(np.median(self.times_s))
+
+    def ratios(self, other: "Outcome") -> tuple[float, ...]:
+        """Returns its time over another's, load by load.
+
+        Args:
+            other: an outcome on the same loads.
+        """
+        # Where neither takes any time they are equal.
+        return tuple(mine / its if its else 1.0 for mine, its in zip(self.times_s, other.times_s, strict=True))
+
+    def is_like(self, other: "Outcome") -> bool:
+        """Tells whether the range of the ratios includes 1: on some load each is as fast as the other, or faster."""
+        ratios = self.ratios(other)
+        return min(ratios) <= 1 <= max(ratios)
+
+
+@dataclass(frozen=True)
+class Found:
+    """This is what a search has found.
+
+    Args:
+        outcomes: the best of each of the best families, and plain, by their median, the fastest first.
+        glances: every choice that was looked at, with the seconds of one layer, the median over the shapes on which it
+            was.
+        refused: choices that need more memory than there is, each with what it needs.
+        fits: whether plain fits into memory; if not, nothing is refused for it.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    glances: dict[Choice, float]
+    refused: dict[Choice, str]
+    fits: bool
+
+
+def search(space: Space, judge: Judge, shapes: Sequence[Load], loads: Sequence[Load]) -> Found:
+    """Finds the fastest choices.
+
+    Args:
+        space: the choices.
+        judge: it simulates them.
+        shapes: the loads of the first two stages, one of each shape.
+        loads: those of whole steps.
+    """
+    fits, refused = is_room(judge, Choice()), dict[Choice, str]()
+
+    def may(choice: Choice) -> bool:
+        if fits and not is_room(judge, choice):
+            refused[choice] = needs(judge, choice)
+        return choice not in refused
+
+    explored = [_explored(space, judge, load, may) for load in shapes]
+    chosen = {choice for times in explored for choice in _best_of_families(times, FINALISTS)} | {Choice()}
+    # On every shape, so that what one of them favours is compared on the others.
+    middle = {choice: float(np.median([judge.glance(choice, load) for load in shapes])) for choice in chosen}
+    finalists = dict.fromkeys([*_best_of_families(middle, FINALISTS), Choice()])
+    outcomes = [judged(choice, judge, loads) for choice in finalists]
+    glances = {c: float(np.median([t[c] for t in explored if c in t])) for c in dict.fromkeys(_all(explored))} | middle
+    return Found(tuple(sorted(outcomes, key=_rank)), glances, refused, fits)
+
+
+def judged(choice: Choice, judge: Judge, loads: Iterable[Load]) -> Outcome:
+    """Simulates whole steps of a choice on loads.
+
+    Args:
+        choice: what to simulate.
+        judge: it simulates.
+        loads: at least one.
+    """
+    reports = [judge.report(choice, load) for load in loads]
+    return Outcome(choice, mean_report(reports), tuple(report.step_s for report in reports))
+
+
+def is_room(judge: Judge, choice: Choice) -> bool:
+    """Tells whether a choice fits into a rank's memory; it does where nobody knows how much there is."""
+    there = judge.cluster.memory_bytes
+    return there is None or judge.memory(choice).total <= there
+
+
+def needs(judge: Judge, choice: Choice) -> str:
+    """Says what a choice needs of how much memory, by name."""
+    memory, there = judge.memory(choice), judge.cluster.memory_bytes or 0.0
+    return f"needs {memory.total / 1e9:.1f} GB of {there / 1e9:.1f}: {memory.words}"
+
+
+def _explored(space: Space, judge: Judge, load: Load, may: Callable[[Choice], bool]) -> dict[Choice, float]:
+    """Looks at one layer of choices, those beside the fastest included."""
+    times: dict[Choice, float] = {}
+
+    def look(choices: Iterable[Choice]) -> None:
+        for choice in choices:
+            best = [times[one] for one in _best_of_families(times, FAMILIES)]
+            limit = best[-1] if len(best) == FAMILIES else float("inf")
+            if choice not in times and judge.floor_s(choice) <= limit and may(choice):
+                times[choice] = judge.glance(choice, load)
+
+    look(space.first())
+    for _ in range(MOST_MOVES):
+        before = len(times)
+        for choice in _best_of_families(times, FAMILIES):
+            look(space.near(choice))
+        if len(times) == before:
+            break
+    return times
+
+
+def _best_of_families(times: dict[Choice, float], number: int) -> list[Choice]:
+    """Returns the fastest choice of each of the fastest families."""
+    found: dict[Choice, Choice] = {}
+    for choice in sorted(times, key=lambda choice: (times[choice], choice.parts)):
+        found.setdefault(choice.family, choice)
+    return list(found.values())[:number]
+
+
+def _rank(outcome: Outcome) -> tuple[float, tuple[int, ...]]:
+    # Of equals the simplest.
+    return outcome.median_s, outcome.choice.parts
+
+
+def _all(explored: Sequence[dict[Choice, float]]) -> Iterable[Choice]:
+    return (choice for times in explored for choice in times)

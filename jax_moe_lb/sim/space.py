@@ -1,0 +1,127 @@
+"""A `Space` lists the choices that a search begins with, and those beside a choice."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from jax_moe_lb.sim.choice import Choice
+from jax_moe_lb.sim.cluster import Cluster
+
+SLOTS = (1, 2, 4, 8)
+"""These numbers of replica slots are tried, as far as `E - L` allows."""
+
+EPS = (None, 0.05)
+"""These `eps` of `Exact` are tried: its own, 0.01, and a larger one."""
+
+BALANCED = ("greedy", "exact", "ultraep")
+"""These systems plan quotas; they are tried in all compositions."""
+
+PUBLISHED = ("eplb_plus", "fastermoe", "feplb")
+"""These systems are tried alone. None of them and of the others needs history, so one step shows what they do."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """A space has all choices that may help on a machine.
+
+    Args:
+        cluster: the machine.
+        most_slots: the most replica slots of a rank, at most `E - L`; 0 for no replicas.
+        planned: whether systems that plan are in it; else there are plain and expert domains, as where nobody knows the
+            counts.
+        with_exact: whether `exact` is in it: without the planning module a trial is a program to compile, too slow.
+        with_relocation: whether loads know what was before them.
+        ratio: the compression of gathered experts, 1 for none.
+
+    Examples:
+        >>> from jax_moe_lb.sim import Cluster, Links
+        >>> space = Space(Cluster((Links("node", 2, 50e9), Links("gpu", 2, 360e9))), most_slots=2)
+        >>> space.domain_sizes()
+        [(1, 2), (2, 1), (2, 2)]
+        >>> len(set(space.every())), Choice("exact", 1, sprayed=True) in space
+        (81, False)
+    """
+
+    cluster: Cluster
+    most_slots: int
+    planned: bool = True
+    with_exact: bool = True
+    with_relocation: bool = True
+    ratio: float = 1.0
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Returns the numbers of replica slots."""
+        return tuple(slots for slots in SLOTS if slots <= self.most_slots)
+
+    @property
+    def has_rails(self) -> bool:
+        """Tells whether tokens could take other rails than their own: only between nodes with several."""
+        topology = self.cluster.topology()
+        return topology.num_ranks > topology.ranks_per_node and topology.rails_per_node > 1
+
+    def domain_sizes(self) -> list[tuple[int, ...]]:
+        """Lists the sizes of expert domains, all divisors of every level, but those in which nothing is gathered."""
+        divisors = [[n for n in range(1, level.size + 1) if level.size % n == 0] for level in self.cluster.levels]
+        return [sizes for sizes in itertools.product(*divisors) if max(sizes) > 1]
+
+    def first(self) -> list[Choice]:
+        """Lists where a search begins: every system alone, and plain and one other in every size of expert domains."""
+        slots = min(2, self.most_slots) if self.planned else 0
+        systems = [Choice(name, slots) for name in (*BALANCED, *PUBLISHED)] if slots else []
+        best = Choice("exact" if self.with_exact else "greedy", slots)
+        inside = [Choice(), best] if slots else [Choice()]
+        gathered = [replace(one, domain_sizes=s, ratio=self.ratio) for s in self.domain_sizes() for one in inside]
+        others = [replace(one, sprayed=True) for one in inside] + [replace(one, relocated=True) for one in inside]
+        found = [Choice(), *systems, *others, *gathered]
+        return [choice for choice in found if choice in self]
+
+    def every(self) -> Iterator[Choice]:
+        """Yields all choices; there are hundreds, of which a search tries some."""
+        flags = (False, True)
+        for name, sizes in itertools.product(("plain", *BALANCED, *PUBLISHED), [(), *self.domain_sizes()]):
+            for slots, eps in itertools.product(self.slots if name != "plain" else (0,), EPS):
+                for relayed, sprayed, relocated in itertools.product(flags, flags, flags):
+                    choice = Choice(name, slots, eps, relayed, sprayed, relocated, sizes, self.ratio if sizes else 1.0)
+                    if choice in self:
+                        yield choice
+
+    def near(self, choice: Choice) -> list[Choice]:
+        """Lists what differs from a choice in one part, or in one level's size of expert domains.
+
+        Args:
+            choice: the one to begin at.
+        """
+        slots = choice.replica_slots or min(2, self.most_slots)
+        found = [replace(choice, system=name, replica_slots=slots, eps=None, relayed=False) for name in BALANCED]
+        found.append(replace(choice, system="plain", replica_slots=0, eps=None, relayed=False))
+        found += [replace(choice, replica_slots=slots) for slots in self.slots if choice.replica_slots]
+        found += [replace(choice, eps=eps) for eps in EPS]
+        found += [replace(choice, **{name: not getattr(choice, name)}) for name in ("relayed", "sprayed", "relocated")]
+        sizes = choice.domain_sizes or (1,) * len(self.cluster.levels)
+        for other in [*self.domain_sizes(), (1,) * len(sizes)]:
+            if sum(a != b for a, b in zip(sizes, other, strict=True)) == 1:
+                gathers = max(other) > 1
+                found.append(
+                    replace(choice, domain_sizes=other if gathers else (), ratio=self.ratio if gathers else 1.0)
+                )
+        return [other for other in dict.fromkeys(found) if other != choice and other in self]
+
+    def __contains__(self, choice: Choice) -> bool:
+        """Tells whether a choice may help here, and whether the library can run it."""
+        if choice.system == "plain":
+            fits = not choice.replica_slots and not choice.relayed
+        else:
+            fits = choice.replica_slots in self.slots
+        is_exact = choice.system == "exact"
+        fits &= self.with_exact or not is_exact
+        fits &= choice.eps is None or is_exact
+        # UltraEP has relays of its own, and those of the papers stay as they are.
+        fits &= not choice.relayed or choice.system in ("greedy", "exact")
+        composed = choice.sprayed or choice.relocated or bool(choice.domain_sizes)
+        fits &= not composed or choice.system not in PUBLISHED
+        fits &= self.planned or (choice.system == "plain" and not choice.sprayed)
+        fits &= not choice.sprayed or self.has_rails
+        # Relocation beside expert domains has no test in the library, so nobody is told to use it.
+        fits &= not choice.relocated or (self.with_relocation and not choice.domain_sizes)
+        return bool(fits)
