@@ -13,6 +13,7 @@ import numpy as np
 import typer
 
 from jax_moe_lb.balancers.facts import LayerFacts
+from jax_moe_lb.cli.advise import advise
 from jax_moe_lb.cli.compile import compile_command
 from jax_moe_lb.cli.convert import convert
 from jax_moe_lb.cli.discover import load_balancer
@@ -22,7 +23,7 @@ from jax_moe_lb.cli.files import read_counts, read_trace, write_plans
 from jax_moe_lb.cli.options import Balancer, ExpertBytes, Json, Out, RanksPerDomain, Slots, positive
 from jax_moe_lb.cli.planning import Planner, mean_effect
 from jax_moe_lb.cli.report import Head, print_effects, print_json, print_table, with_progress
-from jax_moe_lb.cli.simulate import advise, calibrate, simulate
+from jax_moe_lb.cli.simulate import calibrate, simulate
 from jax_moe_lb.topology import Topology
 
 INTERRUPTED = 130

@@ -3,21 +3,14 @@
 from dataclasses import replace
 
 from jax_moe_lb import systems
-from jax_moe_lb._custom_calls import has_planning_module
-from jax_moe_lb.balancers.base import Chain
-from jax_moe_lb.balancers.rails import RailS
 from jax_moe_lb.sim import Cluster, Migration, ModelShape, Step
-from jax_moe_lb.sim.advise import Candidate, chosen_migration
+from jax_moe_lb.sim.advise import chosen_migration
+from jax_moe_lb.sim.choice import Candidate, with_rails
 from jax_moe_lb.systems import System, system_names
-from jax_moe_lb.transport.codec import Codec
 from jax_moe_lb.transport.direct import Direct
-from jax_moe_lb.transport.spray import Spray
 
 GATHERED, SPRAYED = "hybridep", "rails"
 """The first may stand before a system, the second behind it."""
-
-ADVISED = ("plain", "greedy", "ultraep", "exact", "eplb_plus", "fastermoe", "feplb")
-"""These systems need no history, so one step shows what they do."""
 
 
 def compose(
@@ -66,33 +59,6 @@ def compose(
     return Candidate(name, system, migration)
 
 
-def candidates(model: ModelShape, cluster: Cluster, step: Step, codec: Codec) -> list[Candidate]:
-    """Lists all that may help here: systems, and compositions with expert domains and rails where there are some.
-
-    Args:
-        model: the model to train.
-        cluster: the machine.
-        step: the passes of a step.
-        codec: what experts are encoded with where they are gathered.
-    """
-    names = [name for name in ADVISED if name != "exact" or has_planning_module()]
-    # Without the planning module a trial of `exact` is a program to compile for every size of cluster: too slow.
-    best = "exact" if has_planning_module() else "greedy"
-    topology = cluster.topology()
-    # Rows take rails only between nodes, and one rail leaves no choice.
-    if topology.num_ranks > topology.ranks_per_node and topology.rails_per_node > 1:
-        names += [SPRAYED, f"ultraep+{SPRAYED}", f"{best}+{SPRAYED}"]
-    migration = Migration(codec=codec)
-    gathered = compose(GATHERED, model, cluster, step, None, migration)
-    # Where no level gathers hybridep is plain, and would stand in the table twice.
-    if max(gathered.migration.domain_sizes) > 1:
-        names += [GATHERED, f"{GATHERED}+ultraep", f"{GATHERED}+{best}"]
-    return [
-        compose(name, model, cluster, step, None, migration if name.startswith(GATHERED) else Migration())
-        for name in names
-    ]
-
-
 def with_slots(system: System, replica_slots: int | None) -> System:
     """Returns the system with another number of replica slots, `None` for its own.
 
@@ -119,5 +85,4 @@ def with_spray(name: str, system: System) -> System:
     dispatch = system.dispatch
     if dispatch != Direct(dispatch.headroom, dispatch.max_rounds):
         raise ValueError(f"--system is {name!r}; expected a system whose tokens travel directly before +{SPRAYED}")
-    balancer = RailS() if system == systems.plain() else Chain((system.balancer, RailS()))
-    return replace(system, balancer=balancer, dispatch=Spray(dispatch.headroom, dispatch.max_rounds))
+    return with_rails(system)

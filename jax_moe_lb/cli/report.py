@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import TypeVar
 
@@ -78,6 +79,20 @@ def print_table(table: Table, least_width: int = 0) -> None:
     console.width = max(console.width, least_width)
     with printing():
         console.print(table)
+
+
+def note(message: str | None) -> None:
+    """Prints a line on stderr, for what a user should know before a long wait; nothing for `None`."""
+    if message is not None:
+        typer.echo(f"note: {message}", err=True)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Shows on a terminal's stderr that something is being done, and elsewhere nothing."""
+    console = Console(stderr=True)
+    with console.status(what) if console.is_terminal else nullcontext():
+        yield
 
 
 def with_progress(items: Iterable[Item], num_items: int, what: str = "planning") -> Iterator[Item]:

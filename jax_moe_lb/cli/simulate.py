@@ -4,37 +4,31 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
-from jaxtyping import Int
 
 from jax_moe_lb._plan_file import whole_file
 from jax_moe_lb.checks import INT32_MAX
-from jax_moe_lb.cli.compose import candidates, compose
+from jax_moe_lb.cli.compose import compose
 from jax_moe_lb.cli.errors import one_line_errors
-from jax_moe_lb.cli.files import naming, read_routing
+from jax_moe_lb.cli.files import naming
+from jax_moe_lb.cli.inputs import (
+    PRESETS,
+    Imbalance,
+    Tokens,
+    TraceFile,
+    as_recorded,
+    cluster_of,
+    counts_of,
+    model_of,
+    slots_of,
+)
 from jax_moe_lb.cli.options import Json, positive
-from jax_moe_lb.cli.report import print_json, print_table, print_text, with_progress
-from jax_moe_lb.cli.tables import advice_table, layer_table, report_json, verdict_lines
-from jax_moe_lb.sim import Cluster, Migration, ModelShape, Report, mean_report, replay, skewed_counts
-from jax_moe_lb.sim.advise import Outcome, outcomes, verdict
-from jax_moe_lb.sim.config import Config, load_config, preset_names
-from jax_moe_lb.sim.limits import shown
+from jax_moe_lb.cli.report import note, print_json, print_table, print_text, with_progress
+from jax_moe_lb.cli.tables import layer_table, report_json
+from jax_moe_lb.sim import Migration, Report, mean_report, replay
+from jax_moe_lb.sim.config import Config, load_config
+from jax_moe_lb.sim.limits import forecast
 from jax_moe_lb.sim.trace import write_png, write_trace
-from jax_moe_lb.transport.codec import Codec
-
-PRESETS = ", ".join(preset_names())
-
-Counts = Int[np.ndarray, "steps layers R E"]
-
-TraceFile = Annotated[
-    Path | None,
-    typer.Option("--trace", metavar="COUNTS", help="Recorded counts, an npy or npz; drawn ones by default."),
-]
-Tokens = Annotated[str | None, typer.Option("--tokens", metavar="T", help="Tokens per rank, instead of the model's.")]
-Imbalance = Annotated[
-    str | None, typer.Option("--imbalance", metavar="X", help="Of drawn counts: max / mean of the ranks' load.")
-]
 
 
 def simulate(
@@ -62,13 +56,15 @@ def simulate(
     """Predict a training step: its time, what of every stage is exposed, what travels, what memory it takes."""
     with one_line_errors():
         read = load_config("CONFIG", config)
-        cluster, model = _cluster("CONFIG", config, read), _model("CONFIG", config, read, tokens)
-        counts = _counts(read, model, cluster, trace, imbalance)
-        model = _as_recorded(model, counts, trace)
+        cluster, model = cluster_of("CONFIG", config, read), model_of("CONFIG", config, read, tokens)
+        counts = counts_of(read, model, cluster, trace, imbalance)
+        model = as_recorded(model, counts, trace)
         step, name = read.step.build(), system or read.system
-        slots = positive("--replica-slots", replica_slots, INT32_MAX) if replica_slots else read.replica_slots
+        slots = slots_of(replica_slots, read.replica_slots, model, cluster)
         migration = _migration(read, name, domain_sizes)
         candidate = compose(name, model, cluster, step, slots, migration)
+        planned = len(counts) * counts.shape[1]
+        note(forecast(planned * candidate.system.balancer.needs_counts, planned, *counts.shape[2:]))
         steps = replay(candidate.system, model, cluster, counts, migration=candidate.migration, step=step)
         report = mean_report(list(with_progress(steps, len(counts), "simulating")))
         _write(report, timeline, png, f"{config}, {name}")
@@ -78,46 +74,6 @@ def simulate(
             print_json({**head, "domain_sizes": domains, **report_json(report)})
         else:
             print_table(layer_table(head, report), least_width=90)
-
-
-def advise(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help=f"A preset or a file with a model; presets are {PRESETS}.")
-    ],
-    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="A preset or a file with a cluster.")],
-    trace: TraceFile = None,
-    imbalance: Imbalance = None,
-    tokens: Tokens = None,
-    ratio: Annotated[
-        float, typer.Option("--ratio", metavar="X", help="Compression of experts that hybridep gathers; 1 for none.")
-    ] = 1.0,
-    as_json: Json = False,
-) -> None:
-    """Rank systems and their compositions by the step that they are predicted to take; plain is the baseline."""
-    with one_line_errors():
-        of_model, of_cluster = load_config("MODEL", model), load_config("CLUSTER", cluster)
-        shape, machine = _model("MODEL", model, of_model, tokens), _cluster("CLUSTER", cluster, of_cluster)
-        counts = _counts(of_cluster, shape, machine, trace, imbalance)
-        shape = _as_recorded(shape, counts, trace)
-        step = of_cluster.step.build()
-        tried = candidates(shape, machine, step, Codec(ratio))
-        found: list[Outcome] = list(
-            with_progress(outcomes(tried, shape, machine, counts, step), len(tried), "simulating")
-        )
-        answer = verdict(found, tried[0], shape, machine, counts, step)
-        found.sort(key=lambda one: one.report.step_s if one.report else float("inf"))
-        if as_json:
-            rows = [
-                {"system": one.candidate.name, "domain_sizes": list(one.candidate.migration.sizes(machine))}
-                | (report_json(one.report) if one.report else {"refused": one.refused})
-                for one in found
-            ]
-            advice = {"best": answer.best.name, "leave_off": answer.leave_off, "gain": answer.gain}
-            print_json({**advice, "pays_from_tokens": answer.pays_from, "systems": rows})
-        else:
-            print_table(advice_table(f"{model} on {cluster}", found), least_width=100)
-            for line in verdict_lines(answer, shape.tokens):
-                print_text(line)
 
 
 def calibrate(
@@ -144,53 +100,6 @@ def calibrate(
             print_json({"out": str(out), **asdict(found)})
         else:
             print_text(text.removesuffix("\n"))
-
-
-def _model(argument: str, source: str, config: Config, tokens: str | None) -> ModelShape:
-    if config.model is None:
-        raise ValueError(f"{argument} {source} has no model; expected one, or the name of a preset")
-    model = config.model.build()
-    wanted = positive("--tokens", tokens, INT32_MAX)
-    return model if wanted is None else replace(model, tokens=wanted)
-
-
-def _cluster(argument: str, source: str, config: Config) -> Cluster:
-    if config.cluster is None:
-        raise ValueError(f"{argument} {source} has no cluster; expected one, or the name of a preset")
-    return config.cluster.build()
-
-
-def _counts(config: Config, model: ModelShape, cluster: Cluster, trace: Path | None, imbalance: str | None) -> Counts:
-    if trace is None:
-        wanted = config.routing.imbalance if imbalance is None else _imbalance(imbalance)
-        layers = min(config.routing.layers, model.layers)
-        return skewed_counts(model, cluster.num_ranks, wanted, layers, config.routing.seed)[None]
-    counts = read_routing(trace)
-    if counts.shape[2:] != (cluster.num_ranks, model.experts):
-        raise ValueError(
-            f"--trace {trace} has {counts.shape[2]} ranks and {counts.shape[3]} experts; expected the cluster's "
-            f"{cluster.num_ranks} ranks and the model's {model.experts} experts"
-        )
-    return counts
-
-
-def _as_recorded(model: ModelShape, counts: Counts, trace: Path | None) -> ModelShape:
-    """Gives the model as many tokens as the rank of a trace that has most."""
-    if trace is None:
-        return model
-    tokens = -(-int(counts.sum(3).max()) // model.per_token)
-    # A trace may hold no tokens at all, a model has at least one.
-    return replace(model, tokens=max(tokens, 1))
-
-
-def _imbalance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value < float("inf"):
-        raise ValueError(f"--imbalance is {shown(text)}; expected a number, at least 1")
-    return value
 
 
 def _migration(config: Config, name: str, domain_sizes: str | None) -> Migration:

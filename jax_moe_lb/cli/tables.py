@@ -1,6 +1,5 @@
 """These functions make what the simulator's commands print."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,13 +9,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from jax_moe_lb.sim import Report
-from jax_moe_lb.sim.advise import SWEPT_TOKENS, WORTH_IT, Outcome, Verdict
 
 UNITS = (("ms", 1e3, 10.0), ("s", 1.0, 600.0), ("min", 1 / 60, 7200.0), ("h", 1 / 3600, float("inf")))
 """Each with how many there are in a second, and up to how many seconds it is used."""
 
 
-def _unit(seconds: float) -> tuple[str, float]:
+def time_unit(seconds: float) -> tuple[str, float]:
     """Chooses the unit in which a step of so many seconds reads well, for all times of a table."""
     return next((name, per_s) for name, per_s, most_s in UNITS if seconds < most_s)
 
@@ -46,7 +44,7 @@ def layer_table(head: dict[str, Any], report: Report) -> Table:
     )
     table = Table(title=escape(title), title_justify="left", caption=caption, caption_justify="left", box=SIMPLE_HEAD)
     table.add_column("stage", no_wrap=True)
-    unit, per_s = _unit(report.step_s)
+    unit, per_s = time_unit(report.step_s)
     for header in (f"busy {unit}", f"exposed {unit}", f"hidden {unit}", "of the step", "sent"):
         table.add_column(header, justify="right", no_wrap=True)
     for name, stage in report.stages.items():
@@ -57,45 +55,3 @@ def layer_table(head: dict[str, Any], report: Report) -> Table:
     table.add_section()
     table.add_row("step", "", f"{report.step_s * per_s:.3f}", "", "", decimal(round(sum(report.level_bytes.values()))))
     return table
-
-
-def advice_table(title: str, found: Sequence[Outcome]) -> Table:
-    """Makes a table with a line for every candidate."""
-    # `verdict` has refused before if plain could not run.
-    plain = next(one.report.step_s for one in found if one.candidate.name == "plain" and one.report)
-    unit, per_s = _unit(plain)
-    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("system", no_wrap=True)
-    for header in (f"step {unit}", "of plain", "imbalance", f"experts {unit}", "rounds", "sent", "memory"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for one in found:
-        if one.report is None:
-            table.add_row(one.candidate.name, "-", escape(one.refused))
-            continue
-        experts_s = sum(stage.exposed_s for name, stage in one.report.stages.items() if name.startswith("experts"))
-        table.add_row(
-            one.candidate.name,
-            f"{one.report.step_s * per_s:.2f}",
-            f"{one.report.step_s / plain:.3f}",
-            f"{one.report.imbalance_after:.3f}",
-            f"{experts_s * per_s:.2f}",
-            str(one.report.rounds),
-            decimal(round(sum(one.report.level_bytes.values()))),
-            decimal(round(one.report.memory.total)),
-        )
-    return table
-
-
-def verdict_lines(answer: Verdict, tokens: int) -> list[str]:
-    """Says in words what to do."""
-    if answer.leave_off:
-        lines = [f"Leave balancing off: nothing saves {WORTH_IT:.0%} of a step at {tokens} tokens per rank."]
-    else:
-        lines = [f"Use {answer.best.name}: {answer.gain:.1%} of a step less than plain at {tokens} tokens per rank."]
-    if answer.best.name == "plain":
-        return lines
-    if answer.pays_from is None:
-        return [*lines, f"{answer.best.name} is not faster at {SWEPT_TOKENS[-1]} tokens per rank."]
-    if answer.pays_from == SWEPT_TOKENS[0]:
-        return [*lines, f"{answer.best.name} is faster from {SWEPT_TOKENS[0]} tokens per rank on, the fewest tried."]
-    return [*lines, f"{answer.best.name} begins to pay at {answer.pays_from} tokens per rank."]

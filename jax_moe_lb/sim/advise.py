@@ -1,19 +1,22 @@
-"""`verdict` says which system is fastest here, and from how many tokens on it is."""
+"""`advise` searches for the fastest choices, and says how sure it is and from how many tokens per rank on they pay."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Int
 
 from jax_moe_lb.checks import INT32_MAX
+from jax_moe_lb.sim.choice import Candidate, Choice, with_memory
 from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.judge import Judge, at_homes
+from jax_moe_lb.sim.loads import Load
 from jax_moe_lb.sim.model import ModelShape
-from jax_moe_lb.sim.run import Report, mean_report, replay
+from jax_moe_lb.sim.run import simulate
 from jax_moe_lb.sim.schedule import Step
+from jax_moe_lb.sim.search import Found, Outcome, search
+from jax_moe_lb.sim.space import Space
 from jax_moe_lb.sim.work import Migration
 from jax_moe_lb.streams import Work, choose_expert_domains
-from jax_moe_lb.systems import System
 from jax_moe_lb.transport.codec import Codec
 
 SWEPT_TOKENS = tuple(2**power for power in range(4, 18))
@@ -22,57 +25,88 @@ SWEPT_TOKENS = tuple(2**power for power in range(4, 18))
 WORTH_IT = 0.01
 """Gains below this fraction of a step are no reason for a more complicated system."""
 
-Trace = Int[np.ndarray, "steps layers R E"]
+UNIFORM = Load("uniform", None)
+"""This load stands for all where there are too many ranks to plan for."""
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A candidate is a system to compare with others.
+class Advice:
+    """An advice says what to do.
 
     Args:
-        name: its name in the table.
-        system: its strategies.
-        migration: the expert domains in which it gathers experts; none by default.
+        found: what a search among choices that leave values as they are has found.
+        compressed: the best choices that compress experts, if these were asked for: they change what is computed, so
+            that they are never the best.
+        pays_from: tokens per rank from which on the best is faster than plain; `None` if at none that was tried, or if
+            it is plain.
     """
 
-    name: str
-    system: System
-    migration: Migration = field(default_factory=Migration)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """An outcome is a candidate with its mean step, or with the reason why it cannot run here.
-
-    Args:
-        candidate: what was simulated.
-        report: its mean step; `None` if it cannot run.
-        refused: the reason then, in words.
-    """
-
-    candidate: Candidate
-    report: Report | None
-    refused: str = ""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A verdict says what to do.
-
-    Args:
-        best: the fastest candidate.
-        gain: what it saves, as a fraction of a step of the baseline.
-        pays_from: tokens per rank from which on it is faster than the baseline; `None` if at none that was tried.
-    """
-
-    best: Candidate
-    gain: float
+    found: Found
+    compressed: tuple[Outcome, ...]
     pays_from: int | None
 
     @property
+    def best(self) -> Outcome:
+        """Returns the fastest outcome; of those that are equal the simplest."""
+        return self.found.outcomes[0]
+
+    @property
+    def plain(self) -> Outcome:
+        """Returns the baseline."""
+        return next(one for one in self.found.outcomes if one.choice == Choice())
+
+    @property
+    def gains(self) -> tuple[float, ...]:
+        """Returns, for each load, the fraction of plain's step that the best saves."""
+        return tuple(1 - ratio for ratio in self.best.ratios(self.plain))
+
+    @property
+    def gain(self) -> float:
+        """Returns the median of `gains`."""
+        return float(np.median(self.gains))
+
+    @property
     def leave_off(self) -> bool:
-        """Tells whether the baseline will do."""
-        return self.gain < WORTH_IT
+        """Tells whether plain will do: on some load it is as fast, or the gain is not worth it."""
+        return self.gain < WORTH_IT or self.plain.is_like(self.best)
+
+    @property
+    def alike(self) -> tuple[Outcome, ...]:
+        """Returns the others that these loads cannot tell from the best: the range of the ratios includes 1."""
+        return tuple(one for one in self.found.outcomes[1:] if one.is_like(self.best))
+
+
+def advise(
+    judge: Judge, space: Space, shapes: Sequence[Load], loads: Sequence[Load], ratio: float | None = None
+) -> Advice:
+    """Searches for the fastest choices on some loads.
+
+    Args:
+        judge: the model, the machine and the step.
+        space: the choices that leave values as they are; its `ratio` is 1.
+        shapes: one load of each shape, with which the search chooses what to look at for long.
+        loads: the loads on which choices are compared.
+        ratio: also looks for choices that compress gathered experts so many times.
+
+    Examples:
+        >>> from jax_moe_lb.sim import Cluster, Links, ModelShape, Step
+        >>> from jax_moe_lb.sim.loads import LoadShape, drawn_loads
+        >>> model = ModelShape(layers=2, hidden=256, inner=512, experts=8, per_token=2, tokens=4096)
+        >>> cluster = Cluster((Links("gpu", 4, 50e9),))
+        >>> loads = drawn_loads(model, 4, 2.0, 1, [LoadShape.RANKS], draws=1, seed=0)
+        >>> answer = advise(Judge(model, cluster, Step()), Space(cluster, 2), loads, loads)
+        >>> answer.best.median_s < answer.plain.median_s, answer.leave_off
+        (True, False)
+    """
+    found, compressed = search(space, judge, shapes, loads), list[Outcome]()
+    if ratio is not None and ratio > 1:
+        others = search(replace(space, ratio=ratio), judge, shapes, loads)
+        compressed = [one for one in others.outcomes if one.choice.ratio > 1]
+    best, where = found.outcomes[0], None
+    if best.choice != Choice() and loads[0].counts is not None:
+        pair = judge.candidate(best.choice), judge.candidate(Choice())
+        where = pays_from(*pair, judge.model, judge.cluster, loads[0], judge.step)
+    return Advice(found, tuple(compressed), where)
 
 
 def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: Step) -> Migration:
@@ -94,96 +128,41 @@ def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: St
         gradient_bytes=float(home * model.expert_gradient_bytes) if step.backward else 0.0,
         backward_s=2 * pre_expert_s,
     )
-    chosen = Migration(choose_expert_domains(work, cluster.topology()).domain_sizes, codec)
-    # The other half is for parameters, optimizer and activations.
-    kept_bytes = model.layers * chosen.gathered_bytes(model, cluster)
-    again = cluster.memory_bytes is not None and kept_bytes > cluster.memory_bytes / 2
-    return replace(chosen, gather_again=again)
-
-
-def outcomes(
-    candidates: Sequence[Candidate], model: ModelShape, cluster: Cluster, trace: Trace, step: Step
-) -> Iterator[Outcome]:
-    """Yields each candidate's mean step over the trace, in the order of the candidates.
-
-    Args:
-        candidates: the systems to compare.
-        model: the sizes of the layers.
-        cluster: the machine.
-        trace: `[steps, layers, R, E]` int32, the counts of every step.
-        step: the passes of a step.
-    """
-    for candidate in candidates:
-        try:
-            reports = replay(candidate.system, model, cluster, trace, migration=candidate.migration, step=step)
-            yield _fitting(candidate, mean_report(list(reports)), cluster)
-        except ValueError as error:
-            yield Outcome(candidate, None, str(error))
-
-
-def _fitting(candidate: Candidate, report: Report, cluster: Cluster) -> Outcome:
-    needed, there = report.memory.total, cluster.memory_bytes
-    if there is not None and needed > there:
-        return Outcome(candidate, None, f"needs {needed / 1e9:.1f} GB of {there / 1e9:.1f} GB")
-    return Outcome(candidate, report)
-
-
-def verdict(
-    found: Sequence[Outcome], baseline: Candidate, model: ModelShape, cluster: Cluster, trace: Trace, step: Step
-) -> Verdict:
-    """Finds the fastest of those that can run, and where it begins to pay.
-
-    Args:
-        found: the outcomes of all candidates.
-        baseline: the candidate that others have to beat, usually plain expert parallelism.
-        model: the sizes of the layers.
-        cluster: the machine.
-        trace: `[steps, layers, R, E]` int32, the counts of every step.
-        step: the passes of a step.
-
-    Raises:
-        ValueError: the baseline is not among them, or cannot run.
-    """
-    times = {outcome.candidate.name: outcome.report.step_s for outcome in found if outcome.report is not None}
-    if baseline.name not in times:
-        raise ValueError(next((o.refused for o in found if o.candidate == baseline), "there is no baseline"))
-    best = min((o.candidate for o in found if o.report is not None), key=lambda candidate: times[candidate.name])
-    gain = 1 - times[best.name] / times[baseline.name]
-    where = None if best == baseline else pays_from(best, baseline, model, cluster, trace, step)
-    return Verdict(best, gain, where)
+    sizes = choose_expert_domains(work, cluster.topology()).domain_sizes
+    return with_memory(Migration(sizes, codec), model, cluster, step)
 
 
 def pays_from(
-    candidate: Candidate, baseline: Candidate, model: ModelShape, cluster: Cluster, trace: Trace, step: Step
+    candidate: Candidate, baseline: Candidate, model: ModelShape, cluster: Cluster, load: Load, step: Step
 ) -> int | None:
     """Finds the fewest tokens per rank, of powers of two, from which on `candidate` is faster.
 
-    Routing is scaled in proportion, and one layer of the first step is simulated.
+    Routing is scaled in proportion, and one layer is simulated.
 
     Args:
         candidate: the system that should pay.
         baseline: the system that it is compared with.
         model: the sizes of the layers.
         cluster: the machine.
-        trace: `[steps, layers, R, E]` int32, the counts of every step.
+        load: of its counts the first layer is scaled.
         step: the passes of a step.
 
     Returns:
         The tokens; `None` if it is not faster at the most that is tried.
     """
-    found, recorded = None, trace[:1, :1].astype(np.float64)
+    found: int | None = None
+    routed = [(one, at_homes(load, one, cluster)[0].astype(np.float64)) for one in (candidate, baseline)]
     # From the most tokens down, as it may be slower in between: what counts is from where on it stays faster.
     for tokens in reversed(SWEPT_TOKENS):
         scaled = replace(model, layers=1, tokens=tokens, pre_expert_s=_scaled_s(model, cluster, tokens))
         # Rounding keeps the skew, up to a token of every entry.
-        wanted = np.rint(recorded * (tokens / model.tokens))
+        wanted = [np.rint(counts * (tokens / model.tokens)) for _, counts in routed]
         # On very many ranks the most tokens are more copies than planners count.
-        if wanted.sum() > INT32_MAX:
+        if wanted[0].sum() > INT32_MAX:
             continue
-        counts = wanted.astype(np.int32)
         times = [
-            next(replay(one.system, scaled, cluster, counts, migration=one.migration, step=step)).step_s
-            for one in (candidate, baseline)
+            simulate(one.system, scaled, cluster, counts.astype(np.int32), migration=one.migration, step=step).step_s
+            for (one, _), counts in zip(routed, wanted, strict=True)
         ]
         if times[0] >= times[1]:
             break

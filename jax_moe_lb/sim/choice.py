@@ -1,4 +1,4 @@
-"""A `Choice` says in a few values what to run, so that a search can change one of them; `build` makes it a candidate."""
+"""A `Choice` says in a few values what to run, so that a search can change one of them; `build` makes a candidate."""
 
 from dataclasses import dataclass, field, replace
 

@@ -26,6 +26,15 @@ MOST_COUNTS = 2**28
 MOST_RANK_LAYERS = 2**21
 """A timeline has a start and an end of every task for each rank, in all layers; at most so many pairs of the two."""
 
+MOST_PLANNED_RANKS = 256
+"""`advise` draws counts for at most so many ranks; beyond, routing is uniform unless it is recorded."""
+
+PLAN_S, PLAN_RANKS, PLAN_POWER = 0.03, 128, 2.5
+"""A plan takes about so many seconds on so many ranks, and grows with this power of them: measured for 128 to 1024."""
+
+TOLD_S, TOLD_BYTES = 30.0, 2**30
+"""What takes less is done without a word before it."""
+
 MOST_SHOWN = 60
 """A message shows so many characters of a value."""
 
@@ -98,3 +107,28 @@ def check_timeline(layers: int, num_ranks: int) -> None:
             f"layers is {shown(layers)} on {num_ranks} ranks; expected at most {MOST_RANK_LAYERS // num_ranks} layers "
             f"on so many"
         )
+
+
+def forecast(plans: int, layers: int, num_ranks: int, num_experts: int) -> str | None:
+    """Says what a large simulation will need; `None` for a small one. It is rough: machines and planners differ.
+
+    Args:
+        plans: how many layers are planned, over all steps and systems.
+        layers: how many layers of counts are held.
+        num_ranks: `R`.
+        num_experts: `E`.
+
+    Examples:
+        >>> forecast(plans=4, layers=4, num_ranks=1024, num_experts=1024)
+        >>> forecast(plans=4, layers=4, num_ranks=2048, num_experts=2048)
+        '4 plans for 2048 ranks and 2048 experts take about 2 min, and counts and exchanges 0.5 GB'
+    """
+    plan_s = plans * PLAN_S * (num_ranks / PLAN_RANKS) ** PLAN_POWER
+    # Counts in four bytes, and some matrices between ranks in eight.
+    num_bytes = 4 * layers * num_ranks * num_experts + 12 * 8 * num_ranks**2
+    if plan_s < TOLD_S and num_bytes < TOLD_BYTES:
+        return None
+    return (
+        f"{plans} plans for {num_ranks} ranks and {num_experts} experts take about {max(1, round(plan_s / 60))} min, "
+        f"and counts and exchanges {num_bytes / 1e9:.1f} GB"
+    )

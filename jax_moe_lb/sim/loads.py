@@ -219,7 +219,7 @@ def _chances(
 
     `c` is such that they add up to `K`.
     """
-    logs = power * places
+    logs: Any = power * places
     if shape in (LoadShape.RANKS, LoadShape.HOT):
         inside: Any = -np.log(np.arange(1.0, model.experts // len(places) + 1))
         falls = 4.0 if shape is LoadShape.HOT else 1.0

@@ -97,7 +97,8 @@ class Space:
         found.append(replace(choice, system="plain", replica_slots=0, eps=None, relayed=False))
         found += [replace(choice, replica_slots=slots) for slots in self.slots if choice.replica_slots]
         found += [replace(choice, eps=eps) for eps in EPS]
-        found += [replace(choice, **{name: not getattr(choice, name)}) for name in ("relayed", "sprayed", "relocated")]
+        found.append(replace(choice, relayed=not choice.relayed))
+        found += [replace(choice, sprayed=not choice.sprayed), replace(choice, relocated=not choice.relocated)]
         sizes = choice.domain_sizes or (1,) * len(self.cluster.levels)
         for other in [*self.domain_sizes(), (1,) * len(sizes)]:
             if sum(a != b for a, b in zip(sizes, other, strict=True)) == 1:

@@ -38,7 +38,8 @@ def usage(choice: Choice, cluster: Cluster, gather_again: bool = False) -> Usage
         >>> machine = Cluster((Links("node", 16, 50e9, links=8), Links("gpu", 8, 360e9)))
         >>> usage(Choice("exact", 2), machine).train
         '--system exact --replica-slots 2 --ranks-per-domain 8'
-        >>> print(*usage(Choice("exact", 2, domain_sizes=(2, 1)), machine).code, sep="\\n")
+        >>> for line in usage(Choice("exact", 2, domain_sizes=(2, 1)), machine).code:
+        ...     print(line)
         mesh = hybrid_mesh(mesh, {"node": 2, "gpu": 1})
         domains = ExpertDomains.from_mesh(mesh, topology)
         MoE(..., mesh=mesh, topology=domains.between, migrate=Migrate(domains), system=exact(replica_slots=2))

@@ -1,0 +1,155 @@
+"""These functions make what `advise` prints."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
+
+from jax_moe_lb.cli.tables import report_json, time_unit
+from jax_moe_lb.sim.advise import SWEPT_TOKENS, WORTH_IT, Advice
+from jax_moe_lb.sim.judge import Judge
+from jax_moe_lb.sim.limits import MOST_PLANNED_RANKS
+from jax_moe_lb.sim.loads import Load
+from jax_moe_lb.sim.search import Outcome, needs
+from jax_moe_lb.sim.usage import usage
+
+SHOWN = 3
+"""Of so many choices it is said how to use them."""
+
+MOST_REFUSED = 5
+"""So many refused choices are listed; the JSON has all."""
+
+
+def advice_json(answer: Advice, judge: Judge, loads: Sequence[Load]) -> dict[str, Any]:
+    """Collects all numbers of an advice."""
+    return {
+        "best": answer.best.choice.name,
+        "leave_off": answer.leave_off,
+        "gain": answer.gain,
+        "gain_range": [min(answer.gains), max(answer.gains)],
+        "indistinguishable": [one.choice.name for one in answer.alike],
+        "pays_from_tokens": answer.pays_from,
+        "fits": answer.found.fits,
+        "loads": [load.name for load in loads],
+        "systems": [_row(one, answer, judge) for one in answer.found.outcomes],
+        "compressed": [_row(one, answer, judge) for one in answer.compressed],
+        "refused": {choice.name: why for choice, why in answer.found.refused.items()},
+        "glances_s": {choice.name: took for choice, took in answer.found.glances.items()},
+    }
+
+
+def _row(one: Outcome, answer: Advice, judge: Judge) -> dict[str, Any]:
+    sizes = judge.candidate(one.choice).migration.sizes(judge.cluster)
+    head = {"system": one.choice.name, "choice": asdict(one.choice), "domain_sizes": list(sizes)}
+    # The report has means over loads, the step is their median.
+    times = {"step_s": one.median_s, "times_s": list(one.times_s), "of_plain": list(one.ratios(answer.plain))}
+    return head | report_json(one.report) | times | {"usage": asdict(_usage(one, judge))}
+
+
+def _usage(one: Outcome, judge: Judge) -> Any:
+    return usage(one.choice, judge.cluster, judge.candidate(one.choice).migration.gather_again)
+
+
+def advice_table(title: str, answer: Advice) -> Table:
+    """Makes a table with a line for every outcome, and those that change what is computed apart."""
+    unit, per_s = time_unit(answer.plain.median_s)
+    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("system", no_wrap=True)
+    for header in (f"step {unit}", "(range)", "of plain", "(range)", "imbalance", "rounds", "memory"):
+        table.add_column(header, justify="right", no_wrap=True)
+    alike = {one.choice for one in (answer.best, *answer.alike)}
+    for one in (*answer.found.outcomes, *answer.compressed):
+        if answer.compressed and one is answer.compressed[0]:
+            table.add_section()
+            table.add_row("with experts that lose what their codec leaves out:")
+        ratios = one.ratios(answer.plain)
+        table.add_row(
+            ("= " if one.choice in alike else "  ") + escape(one.choice.name),
+            f"{one.median_s * per_s:.2f}",
+            _range([time * per_s for time in one.times_s], 1),
+            f"{np.median(ratios):.3f}",
+            _range(ratios, 3),
+            f"{one.report.imbalance_after:.3f}",
+            str(one.report.rounds),
+            decimal(round(one.report.memory.total)),
+        )
+    return table
+
+
+def _range(values: Sequence[float], digits: int) -> str:
+    return f"{min(values):.{digits}f}-{max(values):.{digits}f}"
+
+
+def advice_lines(answer: Advice, judge: Judge, loads: Sequence[Load]) -> list[str]:
+    """Says in words what to do, what was assumed, and what was refused."""
+    return [
+        *_verdict(answer, judge.model.tokens),
+        *_fit(answer, judge),
+        *_assumed(answer, judge, loads),
+        *_how(answer, judge),
+        *_refused(answer),
+    ]
+
+
+def _verdict(answer: Advice, tokens: int) -> list[str]:
+    best = answer.best.choice.name
+    if answer.leave_off:
+        return [f"Leave balancing off: nothing surely saves {WORTH_IT:.0%} of a step at {tokens} tokens per rank."]
+    lines = [
+        f"Use {best}: {answer.gain:.1%} of a step less than plain at {tokens} tokens per rank "
+        f"({min(answer.gains):.1%} to {max(answer.gains):.1%} by load)."
+    ]
+    if answer.alike:
+        lines.append(f"Indistinguishable from it on these loads: {', '.join(one.choice.name for one in answer.alike)}.")
+    if answer.pays_from is None:
+        uniform = len(answer.best.times_s) == 1 and answer.best.report.timeline.num_ranks == 1
+        return lines if uniform else [*lines, f"{best} is not faster at {SWEPT_TOKENS[-1]} tokens per rank."]
+    if answer.pays_from == SWEPT_TOKENS[0]:
+        return [*lines, f"{best} is faster from {SWEPT_TOKENS[0]} tokens per rank on, the fewest tried."]
+    return [*lines, f"{best} begins to pay at {answer.pays_from} tokens per rank."]
+
+
+def _fit(answer: Advice, judge: Judge) -> list[str]:
+    if answer.found.fits:
+        return []
+    return [
+        f"Nothing fits: plain {needs(judge, answer.plain.choice)}. So nothing was refused, and times are those of "
+        "ranks with more memory. Give a rank fewer layers (pipeline parallelism), or split the optimizer's state over "
+        "groups and say so: step: {optimizer_bytes: 0}."
+    ]
+
+
+def _assumed(answer: Advice, judge: Judge, loads: Sequence[Load]) -> list[str]:
+    first = loads[0].counts
+    if first is None:
+        return [
+            f"Assumed: uniform routing, since {judge.cluster.num_ranks} ranks are more than {MOST_PLANNED_RANKS}: "
+            "nothing that plans was tried, and there is no range. --trace plans for recorded counts."
+        ]
+    before = answer.plain.report.imbalance_before
+    return [
+        f"Loads: {'; '.join(load.name for load in loads)}; {len(first)} layers each, imbalance {before:.2f} at home. "
+        f"The search looked at {len(answer.found.glances)} choices."
+    ]
+
+
+def _how(answer: Advice, judge: Judge) -> list[str]:
+    lines = []
+    for one in [one for one in answer.found.outcomes if one is not answer.plain][:SHOWN]:
+        how = _usage(one, judge)
+        lines += [f"{one.choice.name}:", *(f"    {line}" for line in how.code)]
+        lines += [f"    python -m models.train {how.train}"] if how.train else []
+        lines += [f"    jax-moe-lb simulate ... {how.simulate}"] if how.simulate else []
+    return lines if not answer.leave_off else []
+
+
+def _refused(answer: Advice) -> list[str]:
+    refused = list(answer.found.refused.items())
+    lines = [f"Refused: {choice.name} {why}." for choice, why in refused[:MOST_REFUSED]]
+    more = len(refused) - MOST_REFUSED
+    return [*lines, f"Refused for their memory, too: {more} others (--json)."] if more > 0 else lines

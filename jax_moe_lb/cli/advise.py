@@ -1,0 +1,108 @@
+"""`advise` is the command that says which system to take."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from jax_moe_lb._custom_calls import has_planning_module
+from jax_moe_lb.cli.advice import advice_json, advice_lines, advice_table
+from jax_moe_lb.cli.errors import one_line_errors
+from jax_moe_lb.cli.inputs import (
+    PRESETS,
+    Imbalance,
+    Tokens,
+    TraceFile,
+    as_recorded,
+    cluster_of,
+    imbalance_of,
+    model_of,
+    recorded_counts,
+    slots_of,
+)
+from jax_moe_lb.cli.options import Json
+from jax_moe_lb.cli.report import note, print_json, print_table, print_text, working
+from jax_moe_lb.sim import Cluster, ModelShape
+from jax_moe_lb.sim.advise import UNIFORM
+from jax_moe_lb.sim.advise import advise as find
+from jax_moe_lb.sim.config import Config, load_config
+from jax_moe_lb.sim.judge import Judge
+from jax_moe_lb.sim.limits import MOST_PLANNED_RANKS, forecast
+from jax_moe_lb.sim.loads import Load, LoadShape, drawn_loads, recorded_loads
+from jax_moe_lb.sim.search import FINALISTS
+from jax_moe_lb.sim.space import Space
+
+DRAWS = 2
+"""So many loads of each shape are drawn."""
+
+MOST_STEPS, MOST_LAYERS = 8, 4
+"""Of a trace so many steps and layers are judged."""
+
+LOOKS = 120
+"""A search simulates a layer about so often for each shape, as it did for presets."""
+
+
+def advise(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help=f"A preset or a file with a model; presets are {PRESETS}.")
+    ],
+    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="A preset or a file with a cluster.")],
+    trace: TraceFile = None,
+    imbalance: Imbalance = None,
+    tokens: Tokens = None,
+    replica_slots: Annotated[
+        str | None, typer.Option("--replica-slots", metavar="N", help="Of each rank, at most; 8 by default.")
+    ] = None,
+    ratio: Annotated[
+        float,
+        typer.Option("--ratio", metavar="X", help="Try gathered experts compressed so many times, too, and list them."),
+    ] = 1.0,
+    as_json: Json = False,
+) -> None:
+    """Search systems, their options and compositions for the fastest predicted step; plain is the baseline."""
+    with one_line_errors():
+        of_model, of_cluster = load_config("MODEL", model), load_config("CLUSTER", cluster)
+        shape, machine = model_of("MODEL", model, of_model, tokens), cluster_of("CLUSTER", cluster, of_cluster)
+        slots = slots_of(replica_slots, None, shape, machine)
+        most_slots = shape.experts - shape.experts // machine.num_ranks if slots is None else slots
+        if trace is not None:
+            counts = recorded_counts(shape, machine, trace)
+            shape = as_recorded(shape, counts, trace)
+            loads = recorded_loads(counts, MOST_STEPS, MOST_LAYERS)
+            shapes = loads[:: max(1, len(loads) - 1)]
+        else:
+            loads = _drawn(of_cluster, shape, machine, imbalance)
+            shapes = loads[: len({load.name.split(", draw")[0] for load in loads})]
+        space = Space(
+            machine,
+            most_slots,
+            planned=loads[0].counts is not None,
+            with_exact=has_planning_module(),
+            with_relocation=all(load.earlier is not None for load in loads),
+        )
+        _tell(loads, shapes, machine, shape)
+        judge = Judge(shape, machine, of_cluster.step.build())
+        with working("searching"):
+            answer = find(judge, space, shapes, loads, ratio)
+        if as_json:
+            print_json(advice_json(answer, judge, loads))
+        else:
+            print_table(advice_table(f"{model} on {cluster}", answer), least_width=120)
+            for line in advice_lines(answer, judge, loads):
+                print_text(line)
+
+
+def _drawn(config: Config, model: ModelShape, cluster: Cluster, imbalance: str | None) -> list[Load]:
+    wanted = imbalance_of(config, imbalance)
+    if cluster.num_ranks > MOST_PLANNED_RANKS:
+        return [UNIFORM]
+    layers = min(config.routing.layers, model.layers)
+    return drawn_loads(model, cluster.num_ranks, wanted, layers, list(LoadShape), DRAWS, config.routing.seed)
+
+
+def _tell(loads: Sequence[Load], shapes: Sequence[Load], cluster: Cluster, model: ModelShape) -> None:
+    """Says what a large search needs before it starts."""
+    first = loads[0].counts
+    if first is not None:
+        plans = LOOKS * len(shapes) + FINALISTS * len(loads) * len(first)
+        note(forecast(plans, len(loads) * len(first), cluster.num_ranks, model.experts))
