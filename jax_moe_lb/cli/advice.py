@@ -1,5 +1,6 @@
 """These functions make what `advise` prints."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from jax_moe_lb.cli.tables import report_json, time_unit
 from jax_moe_lb.sim.advise import SWEPT_TOKENS, WORTH_IT, Advice
+from jax_moe_lb.sim.choice import Choice
 from jax_moe_lb.sim.judge import Judge
 from jax_moe_lb.sim.limits import MOST_PLANNED_RANKS
 from jax_moe_lb.sim.loads import Load
@@ -60,20 +62,18 @@ def advice_table(title: str, answer: Advice) -> Table:
     unit, per_s = time_unit(answer.plain.median_s)
     table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD)
     table.add_column("system", no_wrap=True)
-    for header in (f"step {unit}", "(range)", "of plain", "(range)", "imbalance", "rounds", "memory"):
+    for header in (f"step {unit} (range)", "of plain (range)", "imbalance", "rounds", "memory"):
         table.add_column(header, justify="right", no_wrap=True)
     alike = {one.choice for one in (answer.best, *answer.alike)}
-    for one in (*answer.found.outcomes, *answer.compressed):
+    for one in (*answer.found.outcomes, *answer.compressed[:SHOWN]):
         if answer.compressed and one is answer.compressed[0]:
             table.add_section()
             table.add_row("with experts that lose what their codec leaves out:")
         ratios = one.ratios(answer.plain)
         table.add_row(
             ("= " if one.choice in alike else "  ") + escape(one.choice.name),
-            f"{one.median_s * per_s:.2f}",
-            _range([time * per_s for time in one.times_s], 1),
-            f"{np.median(ratios):.3f}",
-            _range(ratios, 3),
+            _ranged([time * per_s for time in one.times_s], ".4g"),
+            _ranged(ratios, ".3f"),
             f"{one.report.imbalance_after:.3f}",
             str(one.report.rounds),
             decimal(round(one.report.memory.total)),
@@ -81,8 +81,10 @@ def advice_table(title: str, answer: Advice) -> Table:
     return table
 
 
-def _range(values: Sequence[float], digits: int) -> str:
-    return f"{min(values):.{digits}f}-{max(values):.{digits}f}"
+def _ranged(values: Sequence[float], digits: str) -> str:
+    """Writes a median, and the range of several values."""
+    middle = f"{np.median(values):{digits}}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):{digits}}-{max(values):{digits}})"
 
 
 def advice_lines(answer: Advice, judge: Judge, loads: Sequence[Load]) -> list[str]:
@@ -91,6 +93,7 @@ def advice_lines(answer: Advice, judge: Judge, loads: Sequence[Load]) -> list[st
         *_verdict(answer, judge.model.tokens),
         *_fit(answer, judge),
         *_assumed(answer, judge, loads),
+        *_first_look(answer),
         *_how(answer, judge),
         *_refused(answer),
     ]
@@ -100,10 +103,8 @@ def _verdict(answer: Advice, tokens: int) -> list[str]:
     best = answer.best.choice.name
     if answer.leave_off:
         return [f"Leave balancing off: nothing surely saves {WORTH_IT:.0%} of a step at {tokens} tokens per rank."]
-    lines = [
-        f"Use {best}: {answer.gain:.1%} of a step less than plain at {tokens} tokens per rank "
-        f"({min(answer.gains):.1%} to {max(answer.gains):.1%} by load)."
-    ]
+    by_load = f" ({min(answer.gains):.1%} to {max(answer.gains):.1%} by load)" if len(answer.gains) > 1 else ""
+    lines = [f"Use {best}: {answer.gain:.1%} of a step less than plain at {tokens} tokens per rank{by_load}."]
     if answer.alike:
         lines.append(f"Indistinguishable from it on these loads: {', '.join(one.choice.name for one in answer.alike)}.")
     if answer.pays_from is None:
@@ -136,6 +137,17 @@ def _assumed(answer: Advice, judge: Judge, loads: Sequence[Load]) -> list[str]:
         f"Loads: {'; '.join(load.name for load in loads)}; {len(first)} layers each, imbalance {before:.2f} at home. "
         f"The search looked at {len(answer.found.glances)} choices."
     ]
+
+
+def _first_look(answer: Advice) -> list[str]:
+    """Tells what each system alone took in one layer, so that those that lost are not passed over in silence."""
+    glances, best = answer.found.glances, dict[str, float]()
+    for choice, took in glances.items():
+        if choice.system != "plain" and choice.family == Choice(choice.system):
+            best[choice.system] = min(took, best.get(choice.system, math.inf))
+    plain = glances[Choice()]
+    parts = [f"{name} {took / plain:.3f}" for name, took in sorted(best.items(), key=lambda one: one[1])]
+    return [f"Alone, one layer of plain's: {', '.join(parts)}."] if parts and plain else []
 
 
 def _how(answer: Advice, judge: Judge) -> list[str]:

@@ -87,7 +87,7 @@ def advise(
         if as_json:
             print_json(advice_json(answer, judge, loads))
         else:
-            print_table(advice_table(f"{model} on {cluster}", answer), least_width=120)
+            print_table(advice_table(f"{model} on {cluster}", answer), least_width=126)
             for line in advice_lines(answer, judge, loads):
                 print_text(line)
 

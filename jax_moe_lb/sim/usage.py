@@ -44,7 +44,9 @@ def usage(choice: Choice, cluster: Cluster, gather_again: bool = False) -> Usage
         domains = ExpertDomains.from_mesh(mesh, topology)
         MoE(..., mesh=mesh, topology=domains.between, migrate=Migrate(domains), system=exact(replica_slots=2))
     """
-    return Usage(_code(choice, cluster, gather_again), _train(choice, cluster), _simulate(choice))
+    return Usage(
+        _code(choice, cluster, gather_again), _train(choice, cluster), None if gather_again else _simulate(choice)
+    )
 
 
 def _code(choice: Choice, cluster: Cluster, gather_again: bool) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jax_moe_lb.sim import ModelShape, skewed_counts
+from jax_moe_lb.sim.loads import LoadShape, drawn_loads, recorded_loads
 
 
 def shape(experts, per_token, tokens):
@@ -33,3 +34,45 @@ def test_what_no_routing_has_is_refused():
         skewed_counts(shape(16, 2, 64), 2, 3.0, 1)
     with pytest.raises(ValueError, match="num_experts is 10; expected a positive multiple of the 4 ranks"):
         skewed_counts(shape(10, 2, 64), 4, 1.0, 1)
+
+
+@pytest.mark.parametrize("kind", list(LoadShape))
+def test_shapes_have_the_same_imbalance_and_differ(kind):
+    counts = skewed_counts(shape(64, 4, 1024), 8, 1.7, 2, 3, kind)
+    load = counts.sum(1).reshape(2, 8, -1).sum(2)
+    np.testing.assert_allclose(load.max(1) / load.mean(1), 1.7, rtol=0.05)
+    assert (counts.sum(2) == 1024 * 4).all()
+    # How much of its rank the hottest expert has tells them apart.
+    hottest = counts.sum(1).reshape(2, 8, 8).max(2) / load
+    assert (hottest.mean() > 0.6) == (kind is LoadShape.HOT)
+
+
+def test_loads_come_shape_by_shape_and_with_what_was_before():
+    model, shapes = shape(16, 2, 512), [LoadShape.RANKS, LoadShape.ZIPF]
+    loads = drawn_loads(model, 4, 1.5, 2, shapes, draws=2, seed=0)
+    names = [f"{one}, draw {draw}" for draw in (1, 2) for one in ("popular ranks", "zipf")]
+    assert [load.name for load in loads] == names
+    for load in loads:
+        totals = load.counts.sum(1)
+        assert (load.earlier != totals).any()
+        # The same popularity, as both are draws from it.
+        np.testing.assert_allclose(load.earlier, totals, atol=6 * np.sqrt(totals.max()))
+    assert [load.name for load in drawn_loads(model, 4, 1.0, 2, shapes, 2, 0)] == ["even"]
+
+
+def test_shapes_that_cannot_be_so_skewed_are_left_out():
+    # Each of two experts on a rank of its own takes a token of everybody: more than two ranks' worth none can have.
+    model = shape(16, 2, 512)
+    loads = drawn_loads(model, 8, 3.9, 1, list(LoadShape), 1, 0)
+    assert 0 < len(loads) <= len(LoadShape)
+    with pytest.raises(ValueError, match="imbalance is 9"):
+        drawn_loads(model, 8, 9.0, 1, list(LoadShape), 1, 0)
+
+
+def test_a_trace_is_judged_on_its_second_half():
+    trace = np.arange(10 * 6 * 2 * 4).reshape(10, 6, 2, 4)
+    loads = recorded_loads(trace, most_steps=3, most_layers=2)
+    assert [load.name for load in loads] == ["step 5", "step 7", "step 9"]
+    np.testing.assert_array_equal(loads[1].counts, trace[7][[0, 5]])
+    np.testing.assert_array_equal(loads[1].earlier, trace[:5, [0, 5]].sum((0, 2)))
+    assert recorded_loads(trace[:1], 3, 2)[0].earlier is None
