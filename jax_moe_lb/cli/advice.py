@@ -134,7 +134,7 @@ def _assumed(answer: Advice, judge: Judge, loads: Sequence[Load]) -> list[str]:
         ]
     before = answer.plain.report.imbalance_before
     return [
-        f"Loads: {'; '.join(load.name for load in loads)}; {len(first)} layers each, imbalance {before:.2f} at home. "
+        f"Loads: {'; '.join(load.name for load in loads)}; layers of each: {len(first)}; imbalance at home {before:.2f}. "
         f"The search looked at {len(answer.found.glances)} choices."
     ]
 

@@ -27,7 +27,7 @@ from jax_moe_lb.cli.report import note, print_json, print_table, print_text, wit
 from jax_moe_lb.cli.tables import layer_table, report_json
 from jax_moe_lb.sim import Migration, Report, mean_report, replay
 from jax_moe_lb.sim.config import Config, load_config
-from jax_moe_lb.sim.limits import forecast
+from jax_moe_lb.sim.limits import check_timeline, forecast
 from jax_moe_lb.sim.trace import write_png, write_trace
 
 
@@ -64,6 +64,7 @@ def simulate(
         migration = _migration(read, name, domain_sizes)
         candidate = compose(name, model, cluster, step, slots, migration)
         planned = len(counts) * counts.shape[1]
+        check_timeline(model.layers, cluster.num_ranks)
         note(forecast(planned * candidate.system.balancer.needs_counts, planned, *counts.shape[2:]))
         steps = replay(candidate.system, model, cluster, counts, migration=candidate.migration, step=step)
         report = mean_report(list(with_progress(steps, len(counts), "simulating")))

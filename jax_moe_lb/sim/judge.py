@@ -47,9 +47,8 @@ class Judge:
         """
         key = choice, load.name
         if key not in self._seen:
-            first = replace(load, counts=None if load.counts is None else load.counts[:1])
-            if load.earlier is not None:
-                first = replace(first, earlier=load.earlier[:1])
+            parts = (None if part is None else part[:1] for part in (load.counts, load.earlier))
+            first = Load(load.name, *parts)
             # What other layers do is the same for all choices.
             model = replace(self.model, layers=1, other_s=0.0)
             self._seen[key] = self._simulated(choice, first, model).step_s

@@ -121,14 +121,13 @@ def forecast(plans: int, layers: int, num_ranks: int, num_experts: int) -> str |
     Examples:
         >>> forecast(plans=4, layers=4, num_ranks=1024, num_experts=1024)
         >>> forecast(plans=4, layers=4, num_ranks=2048, num_experts=2048)
-        '4 plans for 2048 ranks and 2048 experts take about 2 min, and counts and exchanges 0.5 GB'
+        '2048 ranks and 2048 experts: 4 plans take about 2 min, and counts and exchanges take 0.5 GB'
     """
     plan_s = plans * PLAN_S * (num_ranks / PLAN_RANKS) ** PLAN_POWER
     # Counts in four bytes, and some matrices between ranks in eight.
     num_bytes = 4 * layers * num_ranks * num_experts + 12 * 8 * num_ranks**2
     if plan_s < TOLD_S and num_bytes < TOLD_BYTES:
         return None
-    return (
-        f"{plans} plans for {num_ranks} ranks and {num_experts} experts take about {max(1, round(plan_s / 60))} min, "
-        f"and counts and exchanges {num_bytes / 1e9:.1f} GB"
-    )
+    took = f"{plan_s / 60:.0f} min" if plan_s > 90 else f"{plan_s:.0f} s"
+    planning = f"{plans} plans take about {took}, and " if plans else ""
+    return f"{num_ranks} ranks and {num_experts} experts: {planning}counts and exchanges take {num_bytes / 1e9:.1f} GB"

@@ -138,7 +138,7 @@ def _explored(space: Space, judge: Judge, load: Load, may: Callable[[Choice], bo
         for choice in choices:
             best = [times[one] for one in _best_of_families(times, FAMILIES)]
             limit = best[-1] if len(best) == FAMILIES else float("inf")
-            if choice not in times and judge.floor_s(choice) <= limit and may(choice):
+            if choice not in times and may(choice) and judge.floor_s(choice) <= limit:
                 times[choice] = judge.glance(choice, load)
 
     look(space.first())

@@ -8,8 +8,10 @@ import yaml
 
 from jax_moe_lb.cli import main
 from jax_moe_lb.cli.compose import compose
-from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape, Step
+from jax_moe_lb.cli.report import note
+from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape, Step, skewed_counts
 from jax_moe_lb.sim.config import load_config
+from jax_moe_lb.sim.limits import forecast
 from jax_moe_lb.systems import system_names
 
 CONFIG = """
@@ -106,15 +108,68 @@ def test_every_system_can_be_composed():
     assert (chosen.migration.domain_sizes, chosen.system.replica_slots) == ((2, 1), 1)
 
 
+@pytest.fixture
+def one_level(tmp_path):
+    """A machine with few choices, and room for some of them."""
+    data = yaml.safe_load(CONFIG)
+    data["cluster"] |= {"levels": [{"name": "gpu", "size": 4, "rate": "1 GB/s"}], "memory": "3.2 MB"}
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(data))
+    return str(tmp_path / "small.yaml")
+
+
 @pytest.mark.slow
-def test_advise_ranks_by_the_step(capsys, config):
-    found = json.loads(output(capsys, "advise", config, config, "--imbalance", "2.0", "--json"))
+def test_advise_ranks_by_the_step(capsys, one_level, tmp_path):
+    counts = skewed_counts(ModelShape(2, 64, 128, 8, 2, 512), 4, 2.0, 3)
+    np.save(tmp_path / "counts.npy", counts[:, None])
+    argv = ("advise", one_level, one_level, "--trace", tmp_path / "counts.npy", "--replica-slots", "1")
+    found = json.loads(output(capsys, *argv, "--json"))
+    assert found["loads"] == ["step 1", "step 2"]
     times = [row["step_s"] for row in found["systems"]]
     assert times == sorted(times)
-    assert found["systems"][0]["system"] == found["best"]
-    assert {"plain", "ultraep", "greedy+rails"} & {row["system"] for row in found["systems"]} >= {"plain", "ultraep"}
-    table = output(capsys, "advise", "mixtral_8x7b", "h100_node", "--imbalance", "1.0")
-    assert "Leave balancing off" in table
+    best, plain = found["systems"][0], next(row for row in found["systems"] if row["system"] == "plain")
+    assert best["system"] == found["best"]
+    assert {row["choice"]["replica_slots"] for row in found["systems"]} == {0, 1}
+    assert best["step_s"] == pytest.approx(np.median(best["times_s"]))
+    assert best["of_plain"][1] == pytest.approx(best["times_s"][1] / plain["times_s"][1])
+    text = output(capsys, *argv)
+    assert f"Use {found['best']}: " in text
+    assert all(line in text for line in best["usage"]["code"])
+    assert "Loads: step 1; step 2; layers of each: 1; imbalance at home " in text
+
+
+@pytest.mark.slow
+def test_advise_lists_compressed_experts_apart_and_what_was_refused(capsys, one_level):
+    argv = ("advise", one_level, one_level, "--imbalance", "1.0", "--replica-slots", "1", "--ratio", "4")
+    found = json.loads(output(capsys, *argv, "--json"))
+    assert found["fits"]
+    assert {row["choice"]["ratio"] for row in found["systems"]} == {1}
+    assert {row["choice"]["ratio"] for row in found["compressed"]} == {4}
+    assert "gathered experts" in found["refused"]["hybridep(4)"]
+    text = output(capsys, *argv)
+    assert "with experts that lose what their codec leaves out" in text
+    assert "Refused: hybridep(4) needs 0.0 GB of 0.0: weights" in text
+
+
+@pytest.mark.slow
+def test_advise_takes_more_ranks_than_counts_can_have(capsys, tmp_path):
+    data = yaml.safe_load(CONFIG)
+    data["cluster"]["levels"] = [
+        {"name": "dc", "size": 1000, "rate": "1 GB/s"},
+        {"name": "gpu", "size": 8, "rate": "50 GB/s"},
+    ]
+    data["model"]["experts"] = 8000
+    (tmp_path / "large.yaml").write_text(yaml.safe_dump(data))
+    text = output(capsys, "advise", tmp_path / "large.yaml", tmp_path / "large.yaml")
+    assert "Assumed: uniform routing, since 8000 ranks are more than 256" in text
+
+
+def test_large_simulations_say_what_they_need(capsys):
+    note(forecast(plans=1, layers=1, num_ranks=128, num_experts=256))
+    assert capsys.readouterr().err == ""
+    note(forecast(plans=8, layers=8, num_ranks=4096, num_experts=4096))
+    assert capsys.readouterr().err == (
+        "note: 4096 ranks and 4096 experts: 8 plans take about 23 min, and counts and exchanges take 2.1 GB\n"
+    )
 
 
 @pytest.mark.slow
@@ -139,6 +194,10 @@ REFUSED = {
     "waves over rails": (("--system", "feplb+rails"), "tokens travel directly"),
     "slots of plain": (("--system", "plain", "--replica-slots", "2"), "expected none, as this system has no replicas"),
     "slots in words": (("--replica-slots", "two"), "--replica-slots is 'two'"),
+    "slots beyond all experts": (
+        ("--replica-slots", "7"),
+        "--replica-slots is 7; expected at most 6, the experts that",
+    ),
     "domains of ultraep": (("--domain-sizes", "1,2"), "expected a system that starts with hybridep"),
     "too few domains": (("--system", "hybridep", "--domain-sizes", "2"), "domain_sizes is (2,)"),
     "no divisors": (("--system", "hybridep", "--domain-sizes", "3,1"), "domain_sizes is (3, 1)"),
@@ -155,6 +214,13 @@ REFUSED = {
 def test_bad_options(capsys, config, name):
     argv, message = REFUSED[name]
     assert message in refusal(capsys, "simulate", config, *argv)
+
+
+def test_slots_beyond_all_experts_are_refused_wherever_they_stand(capsys, config, tmp_path):
+    said = refusal(capsys, "advise", config, config, "--replica-slots", "7")
+    assert "--replica-slots is 7; expected at most 6, the experts that a rank does not have at home" in said
+    (tmp_path / "many.yaml").write_text(CONFIG + "replica_slots: 100\n")
+    assert "replica_slots is 100; expected at most 6" in refusal(capsys, "simulate", tmp_path / "many.yaml")
 
 
 def test_a_trace_of_another_model_is_refused(capsys, config, tmp_path):

@@ -61,10 +61,10 @@ def test_loads_come_shape_by_shape_and_with_what_was_before():
 
 
 def test_shapes_that_cannot_be_so_skewed_are_left_out():
-    # Each of two experts on a rank of its own takes a token of everybody: more than two ranks' worth none can have.
-    model = shape(16, 2, 512)
-    loads = drawn_loads(model, 8, 3.9, 1, list(LoadShape), 1, 0)
-    assert 0 < len(loads) <= len(LoadShape)
+    # Four experts of one rank would have to be the hottest four of 32.
+    model = shape(32, 4, 512)
+    loads = drawn_loads(model, 8, 7.5, 1, list(LoadShape), 1, 0)
+    assert [load.name for load in loads] == ["popular ranks, draw 1", "one hot expert per rank, draw 1"]
     with pytest.raises(ValueError, match="imbalance is 9"):
         drawn_loads(model, 8, 9.0, 1, list(LoadShape), 1, 0)
 
