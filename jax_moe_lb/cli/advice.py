@@ -134,8 +134,8 @@ def _assumed(answer: Advice, judge: Judge, loads: Sequence[Load]) -> list[str]:
         ]
     before = answer.plain.report.imbalance_before
     return [
-        f"Loads: {'; '.join(load.name for load in loads)}; layers of each: {len(first)}; imbalance at home {before:.2f}. "
-        f"The search looked at {len(answer.found.glances)} choices."
+        f"Loads: {'; '.join(load.name for load in loads)}; layers of each: {len(first)}; "
+        f"imbalance at home {before:.2f}. The search looked at {len(answer.found.glances)} choices."
     ]
 
 

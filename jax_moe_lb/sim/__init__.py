@@ -7,6 +7,7 @@ from jax_moe_lb.sim.cluster import Cluster as Cluster
 from jax_moe_lb.sim.cluster import Links as Links
 from jax_moe_lb.sim.gemm import AnalyticGemm as AnalyticGemm
 from jax_moe_lb.sim.gemm import MeasuredGemm as MeasuredGemm
+from jax_moe_lb.sim.loads import LoadShape as LoadShape
 from jax_moe_lb.sim.loads import skewed_counts as skewed_counts
 from jax_moe_lb.sim.model import ModelShape as ModelShape
 from jax_moe_lb.sim.run import Report as Report

@@ -1,11 +1,13 @@
 """A `Choice` says in a few values what to run, so that a search can change one of them; `build` makes a candidate."""
 
+import math
 from dataclasses import dataclass, field, replace
 
 from jax_moe_lb.balancers.base import Chain
 from jax_moe_lb.balancers.exact import Exact
 from jax_moe_lb.balancers.rails import RailS
 from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.memory import memory_of
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.schedule import Step
 from jax_moe_lb.sim.work import Migration
@@ -106,10 +108,15 @@ class Choice:
             cluster: the machine.
             step: the passes of a step.
         """
-        migration = Migration()
+        system, migration = self.build_system(), Migration()
         if self.domain_sizes:
             migration = with_memory(Migration(self.domain_sizes, Codec(self.ratio)), model, cluster, step)
-        return Candidate(self.name, self.build_system(), migration)
+            there = math.inf if cluster.memory_bytes is None else cluster.memory_bytes
+            bare, whole = (memory_of(system, model, cluster, one, step).total for one in (Migration(), migration))
+            # Where a rank lacks room for what it has at home, what it gathers decides nothing.
+            if step.backward and bare <= there < whole:
+                migration = replace(migration, gather_again=True)
+        return Candidate(self.name, system, migration)
 
 
 def with_memory(migration: Migration, model: ModelShape, cluster: Cluster, step: Step) -> Migration:

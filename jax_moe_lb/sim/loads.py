@@ -31,6 +31,7 @@ class LoadShape(StrEnum):
         ZIPF: it falls as a power of the expert's place, wherever that is at home.
 
     Examples:
+        >>> from jax_moe_lb.sim import LoadShape
         >>> LoadShape("zipf") is LoadShape.ZIPF
         True
     """

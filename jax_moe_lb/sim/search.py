@@ -44,7 +44,7 @@ class Outcome:
 
     @property
     def median_s(self) -> float:
-        """Returns the median over loads, by which choices are ranked."""
+        """Returns the median over loads."""
         return float(np.median(self.times_s))
 
     def ratios(self, other: "Outcome") -> tuple[float, ...]:
@@ -67,7 +67,8 @@ class Found:
     """This is what a search has found.
 
     Args:
-        outcomes: the best of each of the best families, and plain, by their median, the fastest first.
+        outcomes: the best of each of the best families, and plain, by the median of their time over plain's, load by
+            load, the fastest first.
         glances: every choice that was looked at, with the seconds of one layer, the median over the shapes on which it
             was.
         refused: choices that need more memory than there is, each with what it needs.
@@ -102,8 +103,11 @@ def search(space: Space, judge: Judge, shapes: Sequence[Load], loads: Sequence[L
     middle = {choice: float(np.median([judge.glance(choice, load) for load in shapes])) for choice in chosen}
     finalists = dict.fromkeys([*_best_of_families(middle, FINALISTS), Choice()])
     outcomes = [judged(choice, judge, loads) for choice in finalists]
+    plain = next(one for one in outcomes if one.choice == Choice())
+    # Load by load, as loads differ; of equals the simplest.
+    outcomes.sort(key=lambda one: (float(np.median(one.ratios(plain))), one.choice.parts))
     glances = {c: float(np.median([t[c] for t in explored if c in t])) for c in dict.fromkeys(_all(explored))} | middle
-    return Found(tuple(sorted(outcomes, key=_rank)), glances, refused, fits)
+    return Found(tuple(outcomes), glances, refused, fits)
 
 
 def judged(choice: Choice, judge: Judge, loads: Iterable[Load]) -> Outcome:
@@ -157,11 +161,6 @@ def _best_of_families(times: dict[Choice, float], number: int) -> list[Choice]:
     for choice in sorted(times, key=lambda choice: (times[choice], choice.parts)):
         found.setdefault(choice.family, choice)
     return list(found.values())[:number]
-
-
-def _rank(outcome: Outcome) -> tuple[float, tuple[int, ...]]:
-    # Of equals the simplest.
-    return outcome.median_s, outcome.choice.parts
 
 
 def _all(explored: Sequence[dict[Choice, float]]) -> Iterable[Choice]:
