@@ -16,7 +16,7 @@ from jax_moe_lb.sim.advise import SWEPT_TOKENS, WORTH_IT, Advice
 from jax_moe_lb.sim.choice import Choice
 from jax_moe_lb.sim.judge import Judge
 from jax_moe_lb.sim.limits import MOST_PLANNED_RANKS
-from jax_moe_lb.sim.loads import Load
+from jax_moe_lb.sim.loads import Workload
 from jax_moe_lb.sim.search import Outcome, needs
 from jax_moe_lb.sim.usage import usage
 
@@ -27,7 +27,7 @@ MOST_REFUSED = 5
 """So many refused choices are listed; the JSON has all."""
 
 
-def advice_json(answer: Advice, judge: Judge, loads: Sequence[Load]) -> dict[str, Any]:
+def advice_json(answer: Advice, judge: Judge, workloads: Sequence[Workload]) -> dict[str, Any]:
     """Collects all numbers of an advice."""
     return {
         "best": answer.best.choice.name,
@@ -37,7 +37,7 @@ def advice_json(answer: Advice, judge: Judge, loads: Sequence[Load]) -> dict[str
         "indistinguishable": [one.choice.name for one in answer.alike],
         "pays_from_tokens": answer.pays_from,
         "fits": answer.found.fits,
-        "loads": [load.name for load in loads],
+        "workloads": [workload.name for workload in workloads],
         "systems": [_row(one, answer, judge) for one in answer.found.outcomes],
         "compressed": [_row(one, answer, judge) for one in answer.compressed],
         "refused": {choice.name: why for choice, why in answer.found.refused.items()},
@@ -48,7 +48,7 @@ def advice_json(answer: Advice, judge: Judge, loads: Sequence[Load]) -> dict[str
 def _row(one: Outcome, answer: Advice, judge: Judge) -> dict[str, Any]:
     sizes = judge.candidate(one.choice).migration.sizes(judge.cluster)
     head = {"system": one.choice.name, "choice": asdict(one.choice), "domain_sizes": list(sizes)}
-    # The report has means over loads, the step is their median.
+    # The report has means over workloads, the step is their median.
     times = {"step_s": one.median_s, "times_s": list(one.times_s), "of_plain": list(one.ratios(answer.plain))}
     return head | report_json(one.report) | times | {"usage": asdict(_usage(one, judge))}
 
@@ -87,12 +87,12 @@ def _ranged(values: Sequence[float], digits: str) -> str:
     return middle if len(values) == 1 else f"{middle} ({min(values):{digits}}-{max(values):{digits}})"
 
 
-def advice_lines(answer: Advice, judge: Judge, loads: Sequence[Load]) -> list[str]:
+def advice_lines(answer: Advice, judge: Judge, workloads: Sequence[Workload]) -> list[str]:
     """Says in words what to do, what was assumed, and what was refused."""
     return [
         *_verdict(answer, judge.model.tokens),
         *_fit(answer, judge),
-        *_assumed(answer, judge, loads),
+        *_assumed(answer, judge, workloads),
         *_first_look(answer),
         *_how(answer, judge),
         *_refused(answer),
@@ -103,10 +103,12 @@ def _verdict(answer: Advice, tokens: int) -> list[str]:
     best = answer.best.choice.name
     if answer.leave_off:
         return [f"Leave balancing off: nothing surely saves {WORTH_IT:.0%} of a step at {tokens} tokens per rank."]
-    by_load = f" ({min(answer.gains):.1%} to {max(answer.gains):.1%} by load)" if len(answer.gains) > 1 else ""
+    by_load = f" ({min(answer.gains):.1%} to {max(answer.gains):.1%} by workload)" if len(answer.gains) > 1 else ""
     lines = [f"Use {best}: {answer.gain:.1%} of a step less than plain at {tokens} tokens per rank{by_load}."]
     if answer.alike:
-        lines.append(f"Indistinguishable from it on these loads: {', '.join(one.choice.name for one in answer.alike)}.")
+        lines.append(
+            f"Indistinguishable from it on these workloads: {', '.join(one.choice.name for one in answer.alike)}."
+        )
     if answer.pays_from is None:
         uniform = len(answer.best.times_s) == 1 and answer.best.report.timeline.num_ranks == 1
         return lines if uniform else [*lines, f"{best} is not faster at {SWEPT_TOKENS[-1]} tokens per rank."]
@@ -125,8 +127,8 @@ def _fit(answer: Advice, judge: Judge) -> list[str]:
     ]
 
 
-def _assumed(answer: Advice, judge: Judge, loads: Sequence[Load]) -> list[str]:
-    first = loads[0].counts
+def _assumed(answer: Advice, judge: Judge, workloads: Sequence[Workload]) -> list[str]:
+    first = workloads[0].counts
     if first is None:
         return [
             f"Assumed: uniform routing, since {judge.cluster.num_ranks} ranks are more than {MOST_PLANNED_RANKS}: "
@@ -134,7 +136,7 @@ def _assumed(answer: Advice, judge: Judge, loads: Sequence[Load]) -> list[str]:
         ]
     before = answer.plain.report.imbalance_before
     return [
-        f"Loads: {'; '.join(load.name for load in loads)}; layers of each: {len(first)}; "
+        f"Workloads: {'; '.join(workload.name for workload in workloads)}; layers of each: {len(first)}; "
         f"imbalance at home {before:.2f}. The search looked at {len(answer.found.glances)} choices."
     ]
 

@@ -28,12 +28,12 @@ from jax_moe_lb.sim.advise import advise as find
 from jax_moe_lb.sim.config import Config, load_config
 from jax_moe_lb.sim.judge import Judge
 from jax_moe_lb.sim.limits import MOST_PLANNED_RANKS, forecast
-from jax_moe_lb.sim.loads import Load, LoadShape, drawn_loads, recorded_loads
+from jax_moe_lb.sim.loads import LoadShape, Workload, drawn_workloads, recorded_workloads
 from jax_moe_lb.sim.search import FINALISTS
 from jax_moe_lb.sim.space import Space
 
 DRAWS = 2
-"""So many loads of each shape are drawn."""
+"""So many workloads of each shape are drawn."""
 
 MOST_STEPS, MOST_LAYERS = 8, 4
 """Of a trace so many steps and layers are judged."""
@@ -68,41 +68,41 @@ def advise(
         if trace is not None:
             counts = recorded_counts(shape, machine, trace)
             shape = as_recorded(shape, counts, trace)
-            loads = recorded_loads(counts, MOST_STEPS, MOST_LAYERS)
-            shapes = loads[:: max(1, len(loads) - 1)]
+            workloads = recorded_workloads(counts, MOST_STEPS, MOST_LAYERS)
+            shapes = workloads[:: max(1, len(workloads) - 1)]
         else:
-            loads = _drawn(of_cluster, shape, machine, imbalance)
-            shapes = loads[: len({load.name.split(", draw")[0] for load in loads})]
+            workloads = _drawn(of_cluster, shape, machine, imbalance)
+            shapes = workloads[: len({workload.name.split(", draw")[0] for workload in workloads})]
         space = Space(
             machine,
             most_slots,
-            planned=loads[0].counts is not None,
+            planned=workloads[0].counts is not None,
             with_exact=has_planning_module(),
-            with_relocation=all(load.earlier is not None for load in loads),
+            with_relocation=all(workload.earlier is not None for workload in workloads),
         )
-        _tell(loads, shapes, machine, shape)
+        _tell(workloads, shapes, machine, shape)
         judge = Judge(shape, machine, of_cluster.step.build())
         with working("searching"):
-            answer = find(judge, space, shapes, loads, ratio)
+            answer = find(judge, space, shapes, workloads, ratio)
         if as_json:
-            print_json(advice_json(answer, judge, loads))
+            print_json(advice_json(answer, judge, workloads))
         else:
             print_table(advice_table(f"{model} on {cluster}", answer), least_width=126)
-            for line in advice_lines(answer, judge, loads):
+            for line in advice_lines(answer, judge, workloads):
                 print_text(line)
 
 
-def _drawn(config: Config, model: ModelShape, cluster: Cluster, imbalance: str | None) -> list[Load]:
+def _drawn(config: Config, model: ModelShape, cluster: Cluster, imbalance: str | None) -> list[Workload]:
     wanted = imbalance_of(config, imbalance)
     if cluster.num_ranks > MOST_PLANNED_RANKS:
         return [UNIFORM]
     layers = min(config.routing.layers, model.layers)
-    return drawn_loads(model, cluster.num_ranks, wanted, layers, list(LoadShape), DRAWS, config.routing.seed)
+    return drawn_workloads(model, cluster.num_ranks, wanted, layers, list(LoadShape), DRAWS, config.routing.seed)
 
 
-def _tell(loads: Sequence[Load], shapes: Sequence[Load], cluster: Cluster, model: ModelShape) -> None:
+def _tell(workloads: Sequence[Workload], shapes: Sequence[Workload], cluster: Cluster, model: ModelShape) -> None:
     """Says what a large search needs before it starts."""
-    first = loads[0].counts
+    first = workloads[0].counts
     if first is not None:
-        plans = LOOKS * len(shapes) + FINALISTS * len(loads) * len(first)
-        note(forecast(plans, len(loads) * len(first), cluster.num_ranks, model.experts))
+        plans = LOOKS * len(shapes) + FINALISTS * len(workloads) * len(first)
+        note(forecast(plans, len(workloads) * len(first), cluster.num_ranks, model.experts))

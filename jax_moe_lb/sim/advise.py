@@ -9,7 +9,7 @@ from jax_moe_lb.checks import INT32_MAX
 from jax_moe_lb.sim.choice import Candidate, Choice, with_memory
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.judge import Judge, at_homes
-from jax_moe_lb.sim.loads import Load
+from jax_moe_lb.sim.loads import Workload
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.run import simulate
 from jax_moe_lb.sim.schedule import Step
@@ -25,8 +25,8 @@ SWEPT_TOKENS = tuple(2**power for power in range(4, 18))
 WORTH_IT = 0.01
 """Gains below this fraction of a step are no reason for a more complicated system."""
 
-UNIFORM = Load("uniform", None)
-"""This load stands for all where there are too many ranks to plan for."""
+UNIFORM = Workload("uniform", None)
+"""This workload stands for all where there are too many ranks to plan for."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Advice:
 
     @property
     def gains(self) -> tuple[float, ...]:
-        """Returns, for each load, the fraction of plain's step that the best saves."""
+        """Returns, for each workload, the fraction of plain's step that the best saves."""
         return tuple(1 - ratio for ratio in self.best.ratios(self.plain))
 
     @property
@@ -67,45 +67,45 @@ class Advice:
 
     @property
     def leave_off(self) -> bool:
-        """Tells whether plain will do: on some load it is as fast, or the gain is not worth it."""
+        """Tells whether plain will do: on some workload it is as fast, or the gain is not worth it."""
         return self.gain < WORTH_IT or self.plain.is_like(self.best)
 
     @property
     def alike(self) -> tuple[Outcome, ...]:
-        """Returns the others that these loads cannot tell from the best: the range of the ratios includes 1."""
+        """Returns the others that these workloads cannot tell from the best: the range of the ratios includes 1."""
         return tuple(one for one in self.found.outcomes[1:] if one.is_like(self.best))
 
 
 def advise(
-    judge: Judge, space: Space, shapes: Sequence[Load], loads: Sequence[Load], ratio: float | None = None
+    judge: Judge, space: Space, shapes: Sequence[Workload], workloads: Sequence[Workload], ratio: float | None = None
 ) -> Advice:
-    """Searches for the fastest choices on some loads.
+    """Searches for the fastest choices on some workloads.
 
     Args:
         judge: the model, the machine and the step.
         space: the choices that leave values as they are; its `ratio` is 1.
-        shapes: one load of each shape, with which the search chooses what to look at for long.
-        loads: the loads on which choices are compared.
+        shapes: one workload of each shape, with which the search chooses what to look at for long.
+        workloads: the workloads on which choices are compared.
         ratio: also looks for choices that compress gathered experts so many times.
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Links, ModelShape, Step
-        >>> from jax_moe_lb.sim.loads import LoadShape, drawn_loads
+        >>> from jax_moe_lb.sim.loads import LoadShape, drawn_workloads
         >>> model = ModelShape(layers=2, hidden=256, inner=512, experts=8, per_token=2, tokens=4096)
         >>> cluster = Cluster((Links("gpu", 4, 50e9),))
-        >>> loads = drawn_loads(model, 4, 2.0, 1, [LoadShape.RANKS], draws=1, seed=0)
-        >>> answer = advise(Judge(model, cluster, Step()), Space(cluster, 2), loads, loads)
+        >>> workloads = drawn_workloads(model, 4, 2.0, 1, [LoadShape.RANKS], draws=1, seed=0)
+        >>> answer = advise(Judge(model, cluster, Step()), Space(cluster, 2), workloads, workloads)
         >>> answer.best.median_s < answer.plain.median_s, answer.leave_off
         (True, False)
     """
-    found, compressed = search(space, judge, shapes, loads), list[Outcome]()
+    found, compressed = search(space, judge, shapes, workloads), list[Outcome]()
     if ratio is not None and ratio > 1:
-        others = search(replace(space, ratio=ratio), judge, shapes, loads)
+        others = search(replace(space, ratio=ratio), judge, shapes, workloads)
         compressed = [one for one in others.outcomes if one.choice.ratio > 1]
     best, where = found.outcomes[0], None
-    if best.choice != Choice() and loads[0].counts is not None:
+    if best.choice != Choice() and workloads[0].counts is not None:
         pair = judge.candidate(best.choice), judge.candidate(Choice())
-        where = pays_from(*pair, judge.model, judge.cluster, loads[0], judge.step)
+        where = pays_from(*pair, judge.model, judge.cluster, workloads[0], judge.step)
     return Advice(found, tuple(compressed), where)
 
 
@@ -133,7 +133,7 @@ def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: St
 
 
 def pays_from(
-    candidate: Candidate, baseline: Candidate, model: ModelShape, cluster: Cluster, load: Load, step: Step
+    candidate: Candidate, baseline: Candidate, model: ModelShape, cluster: Cluster, workload: Workload, step: Step
 ) -> int | None:
     """Finds the fewest tokens per rank, of powers of two, from which on `candidate` is faster.
 
@@ -144,14 +144,14 @@ def pays_from(
         baseline: the system that it is compared with.
         model: the sizes of the layers.
         cluster: the machine.
-        load: of its counts the first layer is scaled.
+        workload: of its counts the first layer is scaled.
         step: the passes of a step.
 
     Returns:
         The tokens; `None` if it is not faster at the most that is tried.
     """
     found: int | None = None
-    routed = [(one, at_homes(load, one, cluster)[0].astype(np.float64)) for one in (candidate, baseline)]
+    routed = [(one, at_homes(workload, one, cluster)[0].astype(np.float64)) for one in (candidate, baseline)]
     # From the most tokens down, as it may be slower in between: what counts is from where on it stays faster.
     for tokens in reversed(SWEPT_TOKENS):
         scaled = replace(model, layers=1, tokens=tokens, pre_expert_s=_scaled_s(model, cluster, tokens))

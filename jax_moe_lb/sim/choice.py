@@ -24,7 +24,7 @@ class Candidate:
 
     Args:
         name: its name in the table.
-        system: its strategies. Where it relocates, homes are planned from what was before a load.
+        system: its strategies. Where it relocates, homes are planned from what was before a workload.
         migration: the expert domains in which it gathers experts; none by default.
     """
 

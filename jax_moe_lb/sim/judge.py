@@ -1,4 +1,4 @@
-"""A `Judge` simulates choices on loads: one layer at a glance, or the whole step."""
+"""A `Judge` simulates choices on workloads: one layer at a glance, or the whole step."""
 
 from dataclasses import dataclass, field, replace
 
@@ -8,7 +8,7 @@ from jaxtyping import Int
 from jax_moe_lb.relocation import plan_relocation
 from jax_moe_lb.sim.choice import Candidate, Choice
 from jax_moe_lb.sim.cluster import Cluster
-from jax_moe_lb.sim.loads import Load
+from jax_moe_lb.sim.loads import Workload
 from jax_moe_lb.sim.memory import Memory, memory_of
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import seconds
@@ -25,43 +25,41 @@ class Judge:
         model: the sizes of the layers.
         cluster: the machine.
         step: the passes of a step.
-        looks: how many simulations it has made so far.
     """
 
     model: ModelShape
     cluster: Cluster
     step: Step
-    looks: int = 0
     _seen: dict[tuple[Choice, str], float] = field(default_factory=dict, repr=False)
     _placed: dict[tuple[str, int], Int[np.ndarray, "X R E"]] = field(default_factory=dict, repr=False)
 
-    def glance(self, choice: Choice, load: Load) -> float:
-        """Simulates one layer of the model with the first layer of a load.
+    def glance(self, choice: Choice, workload: Workload) -> float:
+        """Simulates one layer of the model with the first layer of a workload.
 
         Args:
             choice: what to simulate.
-            load: its name must be its own, as answers are remembered by it.
+            workload: its name must be its own, as answers are remembered by it.
 
         Returns:
             Its seconds.
         """
-        key = choice, load.name
+        key = choice, workload.name
         if key not in self._seen:
-            parts = (None if part is None else part[:1] for part in (load.counts, load.earlier))
-            first = Load(load.name, *parts)
+            parts = (None if part is None else part[:1] for part in (workload.counts, workload.earlier))
+            first = Workload(workload.name, *parts)
             # What other layers do is the same for all choices.
             model = replace(self.model, layers=1, other_s=0.0)
             self._seen[key] = self._simulated(choice, first, model).step_s
         return self._seen[key]
 
-    def report(self, choice: Choice, load: Load) -> Report:
+    def report(self, choice: Choice, workload: Workload) -> Report:
         """Simulates the whole step.
 
         Args:
             choice: what to simulate.
-            load: its counts; without counts routing is uniform.
+            workload: its counts; without counts routing is uniform.
         """
-        return self._simulated(choice, load, self.model)
+        return self._simulated(choice, workload, self.model)
 
     def memory(self, choice: Choice) -> Memory:
         """Counts what a rank holds, without a simulation."""
@@ -73,10 +71,10 @@ class Judge:
         return choice.build(self.model, self.cluster, self.step)
 
     def floor_s(self, choice: Choice) -> float:
-        """Computes seconds below which no load brings a layer: its operations at the peak, and what is gathered.
+        """Computes seconds below which no workload brings a layer: its operations at the peak, and what is gathered.
 
         Args:
-            choice: its gathers do not depend on the load, and its experts need a level load's operations at least.
+            choice: its gathers do not depend on the workload, and its experts need those of a level load at least.
         """
         one, step, model = self.candidate(choice), self.step, self.model
         before_s = model.before_experts_s(self.cluster) * (3 if step.backward else 1)
@@ -88,36 +86,35 @@ class Judge:
         # Experts wait for the gathers before them, and gradients go home after them.
         return experts_s + max(before_s, sum(seconds(flow, self.cluster) for flow in flows))
 
-    def _simulated(self, choice: Choice, load: Load, model: ModelShape) -> Report:
-        self.looks += 1
+    def _simulated(self, choice: Choice, workload: Workload, model: ModelShape) -> Report:
         one = self.candidate(choice)
-        if load.counts is None:
+        if workload.counts is None:
             return simulate_uniform(model, self.cluster, migration=one.migration, step=self.step)
-        counts = load.counts
+        counts = workload.counts
         if one.system.relocates:
             # All that relocate get the same homes, whose plan takes longer than many a simulation.
-            key = load.name, len(counts)
+            key = workload.name, len(counts)
             if key not in self._placed:
-                self._placed[key] = at_homes(load, one, self.cluster)
+                self._placed[key] = at_homes(workload, one, self.cluster)
             counts = self._placed[key]
         return simulate(one.system, model, self.cluster, counts, migration=one.migration, step=self.step)
 
 
-def at_homes(load: Load, candidate: Candidate, cluster: Cluster) -> Int[np.ndarray, "X R E"]:
-    """Returns the counts of a load with experts by the homes that a candidate gives them.
+def at_homes(workload: Workload, candidate: Candidate, cluster: Cluster) -> Int[np.ndarray, "X R E"]:
+    """Returns the counts of a workload with experts by the homes that a candidate gives them.
 
     Args:
-        load: its counts, and what was before them.
+        workload: its counts, and what was before them.
         candidate: whether its system relocates.
         cluster: the machine, whose domains get equal loads.
 
     Raises:
-        ValueError: the load has no counts.
+        ValueError: the workload has no counts.
     """
-    if load.counts is None:
-        raise ValueError(f"load {load.name!r} has no counts; expected some")
-    if not candidate.system.relocates or load.earlier is None:
-        return load.counts
-    permutation = plan_relocation(load.earlier, cluster.topology())
+    if workload.counts is None:
+        raise ValueError(f"workload {workload.name!r} has no counts; expected some")
+    if not candidate.system.relocates or workload.earlier is None:
+        return workload.counts
+    permutation = plan_relocation(workload.earlier, cluster.topology())
     # Place `p` gets the expert that was at `permutation[p]`.
-    return np.take_along_axis(load.counts, permutation[:, None], 2)
+    return np.take_along_axis(workload.counts, permutation[:, None], 2)

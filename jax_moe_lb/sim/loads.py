@@ -1,4 +1,4 @@
-"""`skewed_counts` draws counts to simulate where nobody has recorded any; `Load` is a step on which systems compete."""
+"""`skewed_counts` draws counts where nobody has recorded any; a `Workload` is a step on which systems compete."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,8 +91,8 @@ def skewed_counts(
 
 
 @dataclass(frozen=True)
-class Load:
-    """A load is the routing of one step on which systems are compared.
+class Workload:
+    """A workload is the routing of one step on which systems are compared.
 
     Args:
         name: what messages call it.
@@ -107,20 +107,20 @@ class Load:
     earlier: Num[np.ndarray, "X E"] | None = None
 
 
-def drawn_loads(
+def drawn_workloads(
     model: ModelShape, num_ranks: int, imbalance: float, layers: int, shapes: Sequence[LoadShape], draws: int, seed: int
-) -> list[Load]:
-    """Draws loads of several shapes that have the same imbalance, one draw of each shape first.
+) -> list[Workload]:
+    """Draws workloads of several shapes that have the same imbalance, one draw of each shape first.
 
     What was before them is another draw of the same popularity: experts are assumed to stay as popular as they are.
 
     Args:
         model: see `skewed_counts`, also of the next three.
         num_ranks: `R`.
-        imbalance: `max / mean` of the ranks' load. At 1 all shapes are the same, and there is one load.
-        layers: how many layers each load has.
+        imbalance: `max / mean` of the ranks' load. At 1 all shapes are the same, and there is one workload.
+        layers: how many layers each workload has.
         shapes: which shapes; those that cannot have the imbalance on this machine are left out.
-        draws: how many loads of each shape.
+        draws: how many workloads of each shape.
         seed: of the first draw; each further one takes the next.
 
     Raises:
@@ -128,8 +128,8 @@ def drawn_loads(
     """
     if imbalance <= 1:
         even = skewed_counts(model, num_ranks, 1.0, layers, seed)
-        return [Load("even", even, even.sum(1))]
-    loads, refusals = [], []
+        return [Workload("even", even, even.sum(1))]
+    workloads, refusals = [], []
     for draw in range(draws):
         for shape in shapes:
             try:
@@ -137,24 +137,24 @@ def drawn_loads(
             except ValueError as error:
                 refusals.append(error)
                 continue
-            loads.append(Load(f"{shape.value}, draw {draw + 1}", counts, _again(counts, seed + draw)))
-    if not loads:
+            workloads.append(Workload(f"{shape.value}, draw {draw + 1}", counts, _again(counts, seed + draw)))
+    if not workloads:
         raise refusals[0]
-    return loads
+    return workloads
 
 
-def recorded_loads(trace: Int[np.ndarray, "steps layers R E"], most_steps: int, most_layers: int) -> list[Load]:
-    """Takes loads from the second half of a trace, at even distances; homes are planned from the first half.
+def recorded_workloads(trace: Int[np.ndarray, "steps layers R E"], most_steps: int, most_layers: int) -> list[Workload]:
+    """Takes workloads from the second half of a trace, at even distances; homes are planned from the first half.
 
     Args:
         trace: `[steps, layers, R, E]`, the recorded counts. Of a single step nothing earlier is known.
-        most_steps: how many loads there are at most.
+        most_steps: how many workloads there are at most.
         most_layers: how many layers each has at most.
     """
     half = len(trace) // 2
     layers = _spread(0, trace.shape[1], most_layers)
     earlier = trace[:half, layers].sum((0, 2), dtype=np.int64) if half else None
-    return [Load(f"step {at}", trace[at][layers], earlier) for at in _spread(half, len(trace), most_steps)]
+    return [Workload(f"step {at}", trace[at][layers], earlier) for at in _spread(half, len(trace), most_steps)]
 
 
 def _spread(start: int, end: int, most: int) -> list[int]:

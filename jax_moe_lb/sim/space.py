@@ -30,7 +30,7 @@ class Space:
         planned: whether systems that plan are in it; else there are plain and expert domains, as where nobody knows the
             counts.
         with_exact: whether `exact` is in it: without the planning module a trial is a program to compile, too slow.
-        with_relocation: whether loads know what was before them.
+        with_relocation: whether workloads know what was before them.
         ratio: the compression of gathered experts, 1 for none.
 
     Examples:

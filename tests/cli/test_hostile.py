@@ -20,7 +20,7 @@ from jax_moe_lb.sim import Cluster, Links, ModelShape, Step, simulate, simulate_
 from jax_moe_lb.sim.advise import Candidate, pays_from
 from jax_moe_lb.sim.config import load_config, preset_names
 from jax_moe_lb.sim.limits import shown
-from jax_moe_lb.sim.loads import Load
+from jax_moe_lb.sim.loads import Workload
 from jax_moe_lb.systems import plain
 
 MOST_S = 5.0
@@ -409,7 +409,7 @@ def test_tokens_that_wrap_round_are_not_simulated_as_few():
 def test_the_sweep_of_tokens_leaves_out_what_does_not_fit_32_bits():
     """On 4096 ranks the most of the sweep would be more copies than planners count."""
     cluster, model = Cluster((Links("gpu", 4, 1e10),)), ModelShape(1, 8, 8, 8, 4, 1)
-    load = Load("all", np.full((1, 4, 8), 2**14, np.int32))
+    load = Workload("all", np.full((1, 4, 8), 2**14, np.int32))
     candidate = Candidate("plain", plain())
     assert pays_from(candidate, candidate, model, cluster, load, Step()) is None
 

@@ -123,7 +123,7 @@ def test_advise_ranks_by_the_step(capsys, one_level, tmp_path):
     np.save(tmp_path / "counts.npy", counts[:, None])
     argv = ("advise", one_level, one_level, "--trace", tmp_path / "counts.npy", "--replica-slots", "1")
     found = json.loads(output(capsys, *argv, "--json"))
-    assert found["loads"] == ["step 1", "step 2"]
+    assert found["workloads"] == ["step 1", "step 2"]
     ratios = [np.median(row["of_plain"]) for row in found["systems"]]
     assert ratios == sorted(ratios)
     best, plain = found["systems"][0], next(row for row in found["systems"] if row["system"] == "plain")
@@ -134,7 +134,7 @@ def test_advise_ranks_by_the_step(capsys, one_level, tmp_path):
     text = output(capsys, *argv)
     assert f"Use {found['best']}: " in text
     assert all(line in text for line in best["usage"]["code"])
-    assert "Loads: step 1; step 2; layers of each: 1; imbalance at home " in text
+    assert "Workloads: step 1; step 2; layers of each: 1; imbalance at home " in text
 
 
 @pytest.mark.slow

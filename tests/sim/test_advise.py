@@ -10,7 +10,7 @@ from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Step
 from jax_moe_lb.sim.advise import SWEPT_TOKENS, UNIFORM, WORTH_IT, Candidate, advise, pays_from
 from jax_moe_lb.sim.choice import Choice
 from jax_moe_lb.sim.judge import Judge, at_homes
-from jax_moe_lb.sim.loads import Load, LoadShape, drawn_loads
+from jax_moe_lb.sim.loads import LoadShape, Workload, drawn_workloads
 from jax_moe_lb.sim.search import Outcome, judged
 from jax_moe_lb.sim.space import Space
 
@@ -23,7 +23,7 @@ def machine(rate=50e9, **change):
 
 
 def drawn(imbalance, draws=1):
-    return drawn_loads(MODEL, 4, imbalance, 1, [LoadShape.RANKS], draws, 0)
+    return drawn_workloads(MODEL, 4, imbalance, 1, [LoadShape.RANKS], draws, 0)
 
 
 def advice(cluster, loads, step=Step(), ratio=None, planned=True):
@@ -123,7 +123,7 @@ def test_new_homes_come_from_what_was_before():
     counts = np.array([[[8, 8, 1, 1]] * 4], np.int32)
     cluster = Cluster((Links("node", 2, 1e9), Links("gpu", 2, 1e10)))
     judge = Judge(replace(MODEL, experts=4, tokens=9), cluster, Step())
-    loads = Load("first", counts), Load("later", counts, counts[:, 0])
+    loads = Workload("first", counts), Workload("later", counts, counts[:, 0])
     stays, moves = (judge.report(Choice(relocated=True), load) for load in loads)
     assert stays.imbalance_after == pytest.approx(8 / 4.5)
     placed = at_homes(loads[1], judge.candidate(Choice(relocated=True)), cluster)

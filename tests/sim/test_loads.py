@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jax_moe_lb.sim import ModelShape, skewed_counts
-from jax_moe_lb.sim.loads import LoadShape, drawn_loads, recorded_loads
+from jax_moe_lb.sim.loads import LoadShape, drawn_workloads, recorded_workloads
 
 
 def shape(experts, per_token, tokens):
@@ -49,7 +49,7 @@ def test_shapes_have_the_same_imbalance_and_differ(kind):
 
 def test_loads_come_shape_by_shape_and_with_what_was_before():
     model, shapes = shape(16, 2, 512), [LoadShape.RANKS, LoadShape.ZIPF]
-    loads = drawn_loads(model, 4, 1.5, 2, shapes, draws=2, seed=0)
+    loads = drawn_workloads(model, 4, 1.5, 2, shapes, draws=2, seed=0)
     names = [f"{one}, draw {draw}" for draw in (1, 2) for one in ("popular ranks", "zipf")]
     assert [load.name for load in loads] == names
     for load in loads:
@@ -57,22 +57,22 @@ def test_loads_come_shape_by_shape_and_with_what_was_before():
         assert (load.earlier != totals).any()
         # The same popularity, as both are draws from it.
         np.testing.assert_allclose(load.earlier, totals, atol=6 * np.sqrt(totals.max()))
-    assert [load.name for load in drawn_loads(model, 4, 1.0, 2, shapes, 2, 0)] == ["even"]
+    assert [load.name for load in drawn_workloads(model, 4, 1.0, 2, shapes, 2, 0)] == ["even"]
 
 
 def test_shapes_that_cannot_be_so_skewed_are_left_out():
     # Four experts of one rank would have to be the hottest four of 32.
     model = shape(32, 4, 512)
-    loads = drawn_loads(model, 8, 7.5, 1, list(LoadShape), 1, 0)
+    loads = drawn_workloads(model, 8, 7.5, 1, list(LoadShape), 1, 0)
     assert [load.name for load in loads] == ["popular ranks, draw 1", "one hot expert per rank, draw 1"]
     with pytest.raises(ValueError, match="imbalance is 9"):
-        drawn_loads(model, 8, 9.0, 1, list(LoadShape), 1, 0)
+        drawn_workloads(model, 8, 9.0, 1, list(LoadShape), 1, 0)
 
 
 def test_a_trace_is_judged_on_its_second_half():
     trace = np.arange(10 * 6 * 2 * 4).reshape(10, 6, 2, 4)
-    loads = recorded_loads(trace, most_steps=3, most_layers=2)
+    loads = recorded_workloads(trace, most_steps=3, most_layers=2)
     assert [load.name for load in loads] == ["step 5", "step 7", "step 9"]
     np.testing.assert_array_equal(loads[1].counts, trace[7][[0, 5]])
     np.testing.assert_array_equal(loads[1].earlier, trace[:5, [0, 5]].sum((0, 2)))
-    assert recorded_loads(trace[:1], 3, 2)[0].earlier is None
+    assert recorded_workloads(trace[:1], 3, 2)[0].earlier is None

@@ -10,7 +10,7 @@ from jax_moe_lb.cli.compose import compose
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Step
 from jax_moe_lb.sim.choice import Choice
 from jax_moe_lb.sim.judge import Judge
-from jax_moe_lb.sim.loads import LoadShape, drawn_loads
+from jax_moe_lb.sim.loads import LoadShape, drawn_workloads
 from jax_moe_lb.sim.search import search
 from jax_moe_lb.sim.space import Space
 from jax_moe_lb.sim.usage import system_code, usage
@@ -28,7 +28,7 @@ def everything(most_slots):
 @pytest.mark.slow
 def test_the_winner_is_not_slower_than_any_of_all():
     judge, (space, choices) = Judge(MODEL, CLUSTER, Step()), everything(2)
-    loads = drawn_loads(MODEL, 4, 1.8, 1, [LoadShape.LOGNORMAL], 1, 0)
+    loads = drawn_workloads(MODEL, 4, 1.8, 1, [LoadShape.LOGNORMAL], 1, 0)
     found = search(space, judge, loads, loads)
     of_all = {c: float(np.median([judge.glance(c, load) for load in loads])) for c in choices}
     assert found.outcomes[0].median_s == min(of_all.values())
@@ -39,7 +39,7 @@ def test_the_winner_is_not_slower_than_any_of_all():
 @pytest.mark.slow
 def test_floors_are_below_what_is_simulated():
     judge, (_, choices) = Judge(MODEL, CLUSTER, Step()), everything(1)
-    load = drawn_loads(MODEL, 4, 1.8, 1, [LoadShape.ZIPF], 1, 0)[0]
+    load = drawn_workloads(MODEL, 4, 1.8, 1, [LoadShape.ZIPF], 1, 0)[0]
     floors = [judge.floor_s(choice) / judge.glance(choice, load) for choice in choices]
     assert 0.1 < max(floors) <= 1
 
