@@ -16,9 +16,9 @@ from jax_moe_lb.sim.advise import SWEPT_TOKENS, WORTH_IT, Advice
 from jax_moe_lb.sim.choice import Choice
 from jax_moe_lb.sim.judge import Judge
 from jax_moe_lb.sim.limits import MOST_PLANNED_RANKS
-from jax_moe_lb.sim.loads import Workload
 from jax_moe_lb.sim.search import Outcome, needs
 from jax_moe_lb.sim.usage import usage
+from jax_moe_lb.sim.workloads import Workload
 
 SHOWN = 3
 """Of so many choices it is said how to use them."""

@@ -28,9 +28,10 @@ from jax_moe_lb.sim.advise import advise as find
 from jax_moe_lb.sim.config import Config, load_config
 from jax_moe_lb.sim.judge import Judge
 from jax_moe_lb.sim.limits import MOST_PLANNED_RANKS, forecast
-from jax_moe_lb.sim.loads import LoadShape, Workload, drawn_workloads, recorded_workloads
+from jax_moe_lb.sim.loads import LoadShape
 from jax_moe_lb.sim.search import FINALISTS
 from jax_moe_lb.sim.space import Space
+from jax_moe_lb.sim.workloads import Workload, drawn_workloads, recorded_workloads
 
 DRAWS = 2
 """So many workloads of each shape are drawn."""

@@ -9,13 +9,13 @@ from jax_moe_lb.checks import INT32_MAX
 from jax_moe_lb.sim.choice import Candidate, Choice, with_memory
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.judge import Judge, at_homes
-from jax_moe_lb.sim.loads import Workload
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.run import simulate
 from jax_moe_lb.sim.schedule import Step
 from jax_moe_lb.sim.search import Found, Outcome, search
 from jax_moe_lb.sim.space import Space
 from jax_moe_lb.sim.work import Migration
+from jax_moe_lb.sim.workloads import Workload
 from jax_moe_lb.streams import Work, choose_expert_domains
 from jax_moe_lb.transport.codec import Codec
 
@@ -90,7 +90,8 @@ def advise(
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Links, ModelShape, Step
-        >>> from jax_moe_lb.sim.loads import LoadShape, drawn_workloads
+        >>> from jax_moe_lb.sim.loads import LoadShape
+        >>> from jax_moe_lb.sim.workloads import drawn_workloads
         >>> model = ModelShape(layers=2, hidden=256, inner=512, experts=8, per_token=2, tokens=4096)
         >>> cluster = Cluster((Links("gpu", 4, 50e9),))
         >>> workloads = drawn_workloads(model, 4, 2.0, 1, [LoadShape.RANKS], draws=1, seed=0)

@@ -8,13 +8,13 @@ from jaxtyping import Int
 from jax_moe_lb.relocation import plan_relocation
 from jax_moe_lb.sim.choice import Candidate, Choice
 from jax_moe_lb.sim.cluster import Cluster
-from jax_moe_lb.sim.loads import Workload
 from jax_moe_lb.sim.memory import Memory, memory_of
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import seconds
 from jax_moe_lb.sim.run import Report, simulate, simulate_uniform
 from jax_moe_lb.sim.schedule import Step
 from jax_moe_lb.sim.work import shared_work
+from jax_moe_lb.sim.workloads import Workload
 
 
 @dataclass

@@ -14,9 +14,9 @@ import numpy as np
 
 from jax_moe_lb.sim.choice import Choice
 from jax_moe_lb.sim.judge import Judge
-from jax_moe_lb.sim.loads import Workload
 from jax_moe_lb.sim.run import Report, mean_report
 from jax_moe_lb.sim.space import Space
+from jax_moe_lb.sim.workloads import Workload
 
 FAMILIES = 4
 """The search goes on from the best of so many families; a family differs in slots, eps and relays alone."""

@@ -20,7 +20,7 @@ from jax_moe_lb.sim import Cluster, Links, ModelShape, Step, simulate, simulate_
 from jax_moe_lb.sim.advise import Candidate, pays_from
 from jax_moe_lb.sim.config import load_config, preset_names
 from jax_moe_lb.sim.limits import shown
-from jax_moe_lb.sim.loads import Workload
+from jax_moe_lb.sim.workloads import Workload
 from jax_moe_lb.systems import plain
 
 MOST_S = 5.0

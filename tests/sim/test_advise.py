@@ -10,9 +10,10 @@ from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Step
 from jax_moe_lb.sim.advise import SWEPT_TOKENS, UNIFORM, WORTH_IT, Candidate, advise, pays_from
 from jax_moe_lb.sim.choice import Choice
 from jax_moe_lb.sim.judge import Judge, at_homes
-from jax_moe_lb.sim.loads import LoadShape, Workload, drawn_workloads
+from jax_moe_lb.sim.loads import LoadShape
 from jax_moe_lb.sim.search import Outcome, judged
 from jax_moe_lb.sim.space import Space
+from jax_moe_lb.sim.workloads import Workload, drawn_workloads
 
 PLAIN, GREEDY = Candidate("plain", systems.plain()), Candidate("greedy", systems.greedy())
 MODEL = ModelShape(2, 256, 512, 8, 2, 4096)

@@ -10,10 +10,11 @@ from jax_moe_lb.cli.compose import compose
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Step
 from jax_moe_lb.sim.choice import Choice
 from jax_moe_lb.sim.judge import Judge
-from jax_moe_lb.sim.loads import LoadShape, drawn_workloads
+from jax_moe_lb.sim.loads import LoadShape
 from jax_moe_lb.sim.search import search
 from jax_moe_lb.sim.space import Space
 from jax_moe_lb.sim.usage import system_code, usage
+from jax_moe_lb.sim.workloads import drawn_workloads
 
 MODEL = ModelShape(1, 256, 512, 8, 2, 2048)
 LEVELS = Links("node", 2, 5e9, links=2, latency_s=1e-5), Links("gpu", 2, 50e9)
