@@ -11,11 +11,13 @@ NATIVE := CMakeLists.txt $(shell find ffi)
 .PHONY: train check test lint clean
 train: $(VENV)/.installed
 	$(BIN)/python -m models.train --preset tiny $(ARGS)
+# A file at a time, so that what its tests share is made once, and in order: the slowest files are not the last.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 # The inner loop: what can be said in a minute.
 check: lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m 'not slow and not gpu' $(ARGS)
+	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
+	$(PYTEST) $(ARGS)
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

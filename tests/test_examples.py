@@ -52,8 +52,7 @@ def run(example):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-# Tests of an example run in one process, which runs it once.
-@pytest.mark.parametrize("example", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in EXAMPLES])
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_prints_what_it_promises(example):
     done = run(example)
     assert (done.returncode, done.stderr) == (0, "")
@@ -61,7 +60,6 @@ def test_prints_what_it_promises(example):
         assert re.search(pattern, done.stdout), done.stdout
 
 
-@pytest.mark.xdist_group("quickstart")
 def test_quickstart_systems_learn_the_same():
     losses = [float(loss) for loss in re.findall(r"\d\.\d{6}", run("quickstart").stdout)]
     before, after, before_balanced, after_balanced = losses
@@ -69,7 +67,6 @@ def test_quickstart_systems_learn_the_same():
     assert (before_balanced, after_balanced) == pytest.approx((before, after), abs=2e-5)
 
 
-@pytest.mark.xdist_group("three_levels")
 def test_three_levels_relieve_the_busiest_interface():
     rows = re.findall(r"busiest interface (\d+) -> (\d+) rows", run("three_levels").stdout)
     assert len(rows) == 2

@@ -24,13 +24,6 @@ def compiled_once(tmp_path_factory):
     compilation_cache.reset_cache()
 
 
-def pytest_collection_modifyitems(items):
-    """What looks at the trained run goes to one worker, which trains it once."""
-    for item in items:
-        if "trained_run" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group("trained run"))
-
-
 @pytest.fixture(scope="package")
 def trained_run(tmp_path_factory, all_devices):
     """The folder of a finished run; not to be written to."""
