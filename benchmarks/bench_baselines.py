@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import popular_ranks
+from benchmarks.options import no_options
 from benchmarks.timing import interleaved_s
 from jax_moe_lb import LPLB, EPLBPlus, Topology, imbalance, load, plain_plan, rebalance_experts
 from jax_moe_lb.balancers.base import Balancer
@@ -43,6 +44,7 @@ def packed_afresh(case: popular_ranks.Case, counts: np.ndarray, distinct: bool) 
 
 def main() -> None:
     """Prints the table."""
+    no_options(__doc__)
     rows: dict[str, list[tuple[float, ...]]] = {}
     for case in popular_ranks.CASES:
         counts = popular_ranks.counts(case, seed=0)

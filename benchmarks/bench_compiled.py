@@ -5,6 +5,7 @@ It needs their compilers: `jax_moe_lb[cuda,tpu]`, as `ci/accelerators.sh` instal
 
 from dataclasses import dataclass
 
+from benchmarks.options import no_options
 from jax_moe_lb import Wire
 from jax_moe_lb.compiled import Report, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.compiler_options import IN_GRAPHS
@@ -72,6 +73,7 @@ ROWS = (
 
 def main() -> None:
     """Prints the table."""
+    no_options(__doc__)
     use_no_accelerators()
     print("| target | system | passes | program | temporary MB | memory traffic GB | host waits | exchanges, beside |")
     print("|---|---|---|---|---|---|---|---|")

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from benchmarks.options import no_options
 from benchmarks.timing import interleaved_s, summary
 from jax_moe_lb import use_virtual_cpu_devices
 from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
@@ -154,6 +155,7 @@ def measure(name: str, sizes: np.ndarray) -> None:
 
 def main() -> None:
     """Prints the table."""
+    no_options(__doc__)
     use_virtual_cpu_devices(RANKS)
     columns = ["sizes", "exact ms", "padded all_to_all ms", "padded steps ms", "floor ms", "in place ms", "copy ms"]
     columns += ["copy GB/s", "padded / exact", "exact / floor", "in place / copy"]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.options import no_options
 from benchmarks.timing import summary
 from jax_moe_lb import Experts
 from jax_moe_lb.ops.grouped_ffn import dense_ffn, grouped_ffn
@@ -133,6 +134,7 @@ def measure_ffn(num_groups: int, rows_per_group: int, width: int, inner: int) ->
 
 def main() -> None:
     """Prints the tables."""
+    no_options(__doc__)
     print("FLOP/s over those of the dense product\n")
     columns = ("rows @ w", "processor", "rows @ w.T", "processor", "rows.T @ rows", "processor", "einsum", "processor")
     print(f"| dtype | groups | rows each | width | {' | '.join(columns)} |\n|{'---|' * 12}")

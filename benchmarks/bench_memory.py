@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from benchmarks.options import no_options
 from benchmarks.timing import interleaved_s, summary
 from jax_moe_lb import Experts, System, TopK, Topology, greedy, moe, plain, use_virtual_cpu_devices
 
@@ -49,6 +50,7 @@ def arguments(mesh: jax.sharding.Mesh) -> tuple[jax.Array, jax.Array, Experts]:
 
 def main() -> None:
     """Prints the table."""
+    no_options(__doc__)
     use_virtual_cpu_devices(RANKS)
     mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(AxisType.Auto,))
     systems = {

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.options import no_options
 from benchmarks.timing import interleaved_s, summary
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Greedy, Topology, _planning, imbalance, load, nearest_first, plain_plan, traffic
@@ -94,6 +95,7 @@ def compare_all_calls(num_ranks: int = 64, num_experts: int = 256, slots: int = 
 
 def main() -> None:
     """Prints both tables."""
+    no_options(__doc__)
     print("| ranks x experts | greedy us | legality us | split us | split, domains of 8, us | imbalance | replicas |")
     print("|---|---|---|---|---|---|---|")
     for shape in SHAPES:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.options import no_options
 from jax_moe_lb.compiled import Target, compile_for, quiet_stderr, use_no_accelerators
 
 ROWS, WIDTH, INNER, GROUPS = 36_864, 2048, 768, 32
@@ -15,6 +16,7 @@ OPTIONS = (None, "xla_gpu_experimental_use_ragged_dot_fusion", "xla_gpu_experime
 
 def main() -> None:
     """Prints a row for each of XLA's options."""
+    no_options(__doc__)
     use_no_accelerators()
     target = Target.parse("h100:1x8")
     mesh = target.mesh()

@@ -11,6 +11,7 @@ import heapq
 
 import numpy as np
 
+from benchmarks.options import no_options
 from benchmarks.timing import interleaved_s, summary
 from jax_moe_lb.balancers.rails import ticks_of
 from jax_moe_lb.planners.spray import spray
@@ -238,6 +239,7 @@ def table_of_rails() -> None:
 
 def main() -> None:
     """Prints all tables."""
+    no_options(__doc__)
     table_of_plans()
     table_of_times()
     table_of_chunks()

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.stages import Compiled
 
+from benchmarks.options import no_options
 from benchmarks.popular_ranks import Case, popularity
 from benchmarks.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
 from benchmarks.timing import interleaved_s, summary
@@ -121,6 +122,7 @@ def _temporary_bytes(step: Compiled) -> int:
 
 def main() -> None:
     """Prints the tables."""
+    no_options(__doc__)
     use_virtual_cpu_devices(SIZES.num_ranks)
     mesh = jax.make_mesh((SIZES.num_ranks,), ("expert",), axis_types=(AxisType.Auto,))
     print(f"{SIZES}, float32; means over {BATCHES - SETTLING} microbatches; an expert is ", end="")
