@@ -132,7 +132,7 @@ xf::Error Begin(const Launch& launch, const PeerIntegers& place, xf::ResultBuffe
   return xf::Error::Success();
 }
 
-Status CheckIntegers(const PeerIntegers& place, const xf::ResultBuffer<xf::S32>& ticket) {
+Status CheckIntegers(const PeerIntegers& place, xf::ResultBuffer<xf::S32>& ticket) {
   if (Status bad = CheckSame("numbers in place", place.element_count(), kPlaceWords)) return bad;
   return CheckSame("numbers in ticket", ticket->element_count(), 2);
 }

@@ -228,23 +228,22 @@ def test_a_run_that_is_stopped_before_its_first_step_can_be_resumed(tmp_path):
     assert jax.tree.leaves(run.state)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_ends_with_a_checkpoint_a_line_and_an_exit_code(tmp_path, number, code):
+def test_a_signal_ends_with_a_checkpoint_a_line_and_an_exit_code(tmp_path):
+    """`test_files` has the code of an interruption."""
     process = start(tmp_path, "--steps", "100000")
     wait_for_steps(process, tmp_path)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=300)
-    assert (process.returncode, errors) == (code, "")
+    assert (process.returncode, errors) == (0, "")
     folder = RunFolder(tmp_path)
     last = folder.rows("step")[-1]["step"]
     assert output.splitlines()[-1] == (
-        f"stopped by {number.name} after step {last} of 100000; --resume goes on in {tmp_path}"
+        f"stopped by SIGTERM after step {last} of 100000; --resume goes on in {tmp_path}"
     )
     assert steps_in(folder.checkpoints)[0] == last
     assert len(folder.read_counts()["steps"]) == last
     assert (folder.checkpoints / str(last) / CHECKSUMS).exists()
-    if number == signal.SIGTERM:
-        assert "validation loss" in finish(start(tmp_path, "--steps", str(last + 1), "--resume"))
+    assert "validation loss" in finish(start(tmp_path, "--steps", str(last + 1), "--resume"))
 
 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path):

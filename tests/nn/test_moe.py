@@ -87,10 +87,9 @@ def test_the_layer_equals_a_dense_one(axis_type, sizes, names, expert_axis):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", [plain(), greedy(2)], ids=["plain", "greedy"])
-def test_a_fused_layer_equals_one_whose_gate_is_apart(system):
+def test_a_fused_layer_equals_one_whose_gate_is_apart():
     """Values, and the gradients of both parameters, which keep their names."""
-    mesh, x = make_mesh((8,), ("expert",)), tokens()
+    mesh, system, x = make_mesh((8,), ("expert",)), greedy(2), tokens()
     apart, fused = make(mesh, system=system), make(mesh, system=system, fused=True)
     call = nnx.jit(lambda layer, x: layer(x)[0])
     assert_close(call(fused, x), call(apart, x), 1e-6)
