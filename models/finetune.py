@@ -20,7 +20,7 @@ from models.architectures.fields import Fields
 from models.data import Corpus, TokenizerFile, corpus_from
 from models.decoder.model import Decoder
 from models.gradients import further_loss, next_token_loss
-from models.optimizer import make_optimizer
+from models.optimizer import apply_gradients, make_optimizer
 from models.parallel import make_mesh, make_system, offer_cpu_devices, place_batch, state_shardings
 from models.presets import COMPUTE_DTYPES, ParallelConfig, TrainConfig
 from models.pretrained.loading import from_pretrained
@@ -69,9 +69,7 @@ def make_tuning(
     def step(state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
         model, optimizer = nnx.merge(graph, state)
         (loss, stats), gradients = nnx.value_and_grad(loss_of, has_aux=True)(model, tokens)
-        # optax mixes counts with floats.
-        with jax.numpy_dtype_promotion("standard"):
-            optimizer.update(model, gradients)
+        apply_gradients(model, optimizer, gradients)
         if bias_rate:
             _move_biases(model, stats, bias_rate)
         return nnx.state((model, optimizer)), loss, stats

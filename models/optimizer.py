@@ -1,6 +1,8 @@
 """The optimizer of a run: AdamW under a schedule, with clipped gradients."""
 
+import jax
 import optax  # type: ignore[import-untyped]
+from flax import nnx
 
 from models.presets import TrainConfig
 
@@ -17,6 +19,13 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(make_schedule(config), b2=0.95, weight_decay=config.weight_decay),
     )
+
+
+def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, gradients: nnx.State) -> None:
+    """Updates a model and its optimizer in place, inside a traced step."""
+    # optax mixes counts with floats.
+    with jax.numpy_dtype_promotion("standard"):
+        optimizer.update(model, gradients)
 
 
 def make_schedule(config: TrainConfig) -> optax.Schedule:

@@ -61,6 +61,11 @@ def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
     )
 
 
+def placed_shapes(shapes: nnx.State, shardings: Any) -> Any:
+    """Returns the shapes of a state with where its arrays lie, for lowering and for restoring."""
+    return jax.tree.map(lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), shapes, shardings)
+
+
 def _shardings(variable: nnx.Variable, mesh: Mesh) -> nnx.Variable:
     if isinstance(variable, BalancerState):
         # The state may be any pytree, of which Flax knows no placement: every device has all of it.

@@ -13,8 +13,8 @@ from jax.stages import Wrapped
 from jax_moe_lb import Migrate, Stats, System, Topology, compiler_options
 from models.common import LanguageModel
 from models.gradients import loss_and_gradients, next_token_loss
-from models.optimizer import make_optimizer
-from models.parallel import state_shardings
+from models.optimizer import apply_gradients, make_optimizer
+from models.parallel import placed_shapes, state_shardings
 from models.presets import TrainConfig
 from models.relocation import moved_state
 
@@ -79,9 +79,7 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, migrate: Migr
     def step(state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
         model, optimizer = nnx.merge(graphdef, state)
         loss, stats, gradients = loss_and_gradients(model, tokens, config.accumulate, mesh)
-        # optax mixes counts with floats.
-        with jax.numpy_dtype_promotion("standard"):
-            optimizer.update(model, gradients)
+        apply_gradients(model, optimizer, gradients)
         for i, block in enumerate(model.blocks):
             of_layer = jax.tree.map(lambda leaf, i=i: leaf[i], stats)
             if relocatable:
@@ -95,7 +93,7 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System, migrate: Migr
 
     options = compiler_options(mesh)
     return Programs(
-        state_shapes=jax.tree.map(lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), shapes, shardings),
+        state_shapes=placed_shapes(shapes, shardings),
         init=jax.jit(lambda: nnx.state(create()), out_shardings=shardings),
         step=jax.jit(
             step, out_shardings=(shardings, everywhere, everywhere), donate_argnums=0, compiler_options=options

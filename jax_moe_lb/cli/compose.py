@@ -7,7 +7,6 @@ from jax_moe_lb.sim import Cluster, Migration, ModelShape, Step
 from jax_moe_lb.sim.advise import chosen_migration
 from jax_moe_lb.sim.choice import Candidate, with_rails
 from jax_moe_lb.systems import System, system_names
-from jax_moe_lb.transport.direct import Direct
 
 GATHERED, SPRAYED = "hybridep", "rails"
 """The first may stand before a system, the second behind it."""
@@ -82,7 +81,8 @@ def with_spray(name: str, system: System) -> System:
     Raises:
         ValueError: they do not.
     """
-    dispatch = system.dispatch
-    if dispatch != Direct(dispatch.headroom, dispatch.max_rounds):
-        raise ValueError(f"--system is {name!r}; expected a system whose tokens travel directly before +{SPRAYED}")
-    return with_rails(system)
+    try:
+        return with_rails(system)
+    except ValueError as error:
+        wanted = f"expected a system whose tokens travel directly before +{SPRAYED}"
+        raise ValueError(f"--system is {name!r}; {wanted}") from error

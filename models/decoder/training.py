@@ -15,8 +15,8 @@ from models.decoder.model import Decoder
 from models.decoder.split import EXPERT_RULES
 from models.decoder.stacked import StackedDecoder
 from models.layers import KEPT
-from models.optimizer import make_optimizer
-from models.parallel import state_shardings
+from models.optimizer import apply_gradients, make_optimizer
+from models.parallel import placed_shapes, state_shardings
 from models.presets import TrainConfig
 
 
@@ -72,14 +72,12 @@ def make_split_programs(
     def step(state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
         model, optimizer = nnx.merge(graph, state)
         (loss, stats), gradients = nnx.value_and_grad(StackedDecoder.loss, has_aux=True)(model, tokens)
-        # optax mixes counts with floats.
-        with jax.numpy_dtype_promotion("standard"):
-            optimizer.update(model, gradients)
+        apply_gradients(model, optimizer, gradients)
         return nnx.state((model, optimizer)), loss, stats
 
     return SplitPrograms(
         graph=graph,
-        state_shapes=jax.tree.map(lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), shapes, shardings),
+        state_shapes=placed_shapes(shapes, shardings),
         init=jax.jit(lambda: nnx.state(create()), out_shardings=shardings),
         step=jax.jit(
             step,

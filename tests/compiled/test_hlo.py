@@ -66,7 +66,7 @@ def test_lines_are_those_of_the_function_that_was_traced(exchanging):
 
 FRAMES = """
 FileNames
-1 "/home/me/train.py"
+1 "/project/train.py"
 2 "/venv/lib/python3.13/site-packages/jax_moe_lb/split.py"
 3 "/venv/lib/python3.13/site-packages/jax_moe_lb/types.py"
 4 "/venv/lib/python3.13/site-packages/tokamax/kernel.py"
@@ -92,7 +92,7 @@ StackFrames
 @pytest.mark.parametrize(
     ("frame", "line"),
     [
-        (1, "/home/me/train.py:10"),
+        (1, "/project/train.py:10"),
         (2, "jax_moe_lb/split.py:20"),
         # A helper's line and that of another package tell less than that of who called them.
         (3, "jax_moe_lb/split.py:20"),

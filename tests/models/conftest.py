@@ -2,8 +2,11 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
+from typer.testing import CliRunner
 
+from models import presets
 from models.loop import execute, prepare
+from models.train import app
 from tests.models.small import CONFIG, CORPUS
 
 
@@ -30,3 +33,12 @@ def trained_run(tmp_path_factory, all_devices):
     folder = tmp_path_factory.mktemp("runs") / "trained"
     execute(prepare(CONFIG, CORPUS, folder), Console(quiet=True))
     return folder
+
+
+@pytest.fixture
+def command_line(tmp_path, monkeypatch):
+    """Calls `models.train` in an empty folder, where the preset `tiny` is that of the tests."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(presets.PRESETS, "tiny", CONFIG)
+    monkeypatch.setattr("models.train.default_corpus", lambda max_bytes: CORPUS)
+    return lambda *arguments: CliRunner().invoke(app, list(arguments))

@@ -12,14 +12,12 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from jax_moe_lb.cli.app import app as tools
-from models import presets
 from models.checkpoint import Checkpoints, Keeping, Kept, parts, restore_newest, steps_in
 from models.layout import as_before, layout_of
 from models.loop import Run, _restored
 from models.parallel import make_mesh, make_system
 from models.presets import ParallelConfig
 from models.recording import RunFolder
-from models.train import app
 from models.training import make_programs
 from tests.models.small import CONFIG, CORPUS, on, run
 
@@ -32,14 +30,6 @@ def programs(config):
 
 def losses(folder):
     return [row["loss"] for row in RunFolder(folder).rows("step")]
-
-
-@pytest.fixture
-def command_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(presets.PRESETS, "tiny", CONFIG)
-    monkeypatch.setattr("models.train.default_corpus", lambda max_bytes: CORPUS)
-    return lambda *arguments: CliRunner().invoke(app, list(arguments))
 
 
 @pytest.mark.parametrize("mesh", [(1, 4), (2, 4), (4, 2), (1, 1)], ids=str)

@@ -8,15 +8,12 @@ import signal
 import jax
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from models import presets
 from models.checkpoint import Checkpoints, steps_in
 from models.checksums import CHECKSUMS
 from models.loop import execute, prepare
 from models.presets import ParallelConfig
 from models.recording import RunFolder
-from models.train import app
 from tests.models.kill_training import STEPS_PER_KILL, finish, kill_and_compare, start, wait_for_steps
 from tests.models.small import CONFIG, CORPUS
 
@@ -33,14 +30,6 @@ def contents(folder):
 def copied(trained_run, tmp_path):
     """The folder of a finished run, which is the default one in the current folder."""
     return shutil.copytree(trained_run, tmp_path / "runs" / "tiny")
-
-
-@pytest.fixture
-def command_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(presets.PRESETS, "tiny", CONFIG)
-    monkeypatch.setattr("models.train.default_corpus", lambda max_bytes: CORPUS)
-    return lambda *arguments: CliRunner().invoke(app, list(arguments))
 
 
 @pytest.mark.parametrize(
