@@ -166,14 +166,23 @@ def _check_header(file: BinaryFile, most_bytes: int) -> None:
         raise LimitError(f"an array of {num_bytes / 2**30:.3g} GiB; expected at most {most_bytes / 2**30:.3g} GiB")
 
 
-def _check_directory(file: BinaryFile) -> None:
-    """Refuses an archive by the size of its directory, which zipfile reads whole."""
+def directory_end(file: BinaryFile) -> tuple[bytes, int]:
+    """Reads the end of an archive: its last bytes, and where in them the record of its directory begins; -1 for none.
+
+    In front of the record are as many bytes as that of a directory of 64-bit numbers takes, if the archive has them.
+    """
     size = file.seek(0, os.SEEK_END)
-    file.seek(max(size - 2**16 - 22, 0))
+    file.seek(max(size - 2**16 - 22 - 76, 0))
     tail = file.read()
     # The directory's end is the last that looks so, behind which there is but a comment.
     at = tail.rfind(b"PK\5\6")
-    if at < 0 or len(tail) - at < 22:
+    return tail, at if len(tail) - at >= 22 else -1
+
+
+def _check_directory(file: BinaryFile) -> None:
+    """Refuses an archive by the size of its directory, which zipfile reads whole."""
+    tail, at = directory_end(file)
+    if at < 0:
         raise ValueError("no end of a directory")
     members, num_bytes = struct.unpack_from("<HL", tail, at + 10)
     # A directory of 64-bit numbers has its own end before this one; only archives of 65536 members or 4 GiB need it.

@@ -6,7 +6,6 @@ dictionaries, text, numbers and tensors, and whatever else it asks for is refuse
 
 import io
 import math
-import os
 import pickle
 import pickletools
 import stat
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from jax_moe_lb._plan_file import directory_end
 
 MOST_FILE_BYTES, MOST_PICKLE_BYTES, MOST_DIRECTORY_BYTES = 2**32, 2**24, 2**23
 """A file has at most so many bytes, its pickle and its directory, too: beyond them nothing is read."""
@@ -189,11 +190,8 @@ def _check_program(program: bytes) -> None:
 
 def _check_directory(file: Any) -> None:
     """Refuses an archive by the size of its directory, which zipfile reads whole."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(size - 2**16 - 100, 0))
-    tail = file.read()
-    at = tail.rfind(b"PK\5\6")
-    if at < 0 or len(tail) - at < 22:
+    tail, at = directory_end(file)
+    if at < 0:
         raise ValueError("no archive, as torch.save writes one")
     sizes = [struct.unpack_from("<L", tail, at + 12)[0]]
     if at >= 76 and tail[at - 20 : at - 16] == b"PK\6\7":
