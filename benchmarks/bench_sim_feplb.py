@@ -1,6 +1,6 @@
 """FEPLB's paper (arXiv 2604.19654) in the simulator, published numbers beside simulated ones, and our own systems.
 
-    python -m benchmarks.bench_sim_feplb [--json] [--number 60]
+    python -m benchmarks.bench_sim_feplb [--out FILE.json] [--number 60]
 
 Fitted, to the nine numbers of the columns "before" alone (layer times and stragglers of products): the experts' peak
 rate, the rows that an expert costs beside its own (`AnalyticGemm.half_rows`), what a layer takes beside experts and
@@ -17,8 +17,8 @@ from functools import partial
 import numpy as np
 from scipy.optimize import nnls
 
-from benchmarks import bench_feplb
-from benchmarks.published import Table, show
+from benchmarks import bench_feplb, results
+from benchmarks.published import Comparison, tables_of
 from benchmarks.stragglers import CASES, DYNAMIC, NUM_EXPERTS, counts
 from jax_moe_lb import FEPLB, Direct, Exact, FasterMoE, PeerCopy, System, TwoPhase, UltraEP, systems
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Report, Step, simulate
@@ -132,10 +132,10 @@ def _fitted(bare: Fit, number: int, seed: int) -> Fit:
     return Fit(bare.copies, row_flops / (1e-3 * row_ms), expert_ms / row_ms, 1e-3 * rest_ms, residual)
 
 
-def stragglers(fit: Fit, number: int, seed: int) -> list[Table]:
+def stragglers(fit: Fit, number: int, seed: int) -> list[Comparison]:
     """Figures 5 and 6 in tokens, from the planners alone."""
-    table = Table("Figure 5: token straggler (before: fitted)")
-    sweep = Table("Figure 6: the token straggler on 8 ranks falls by %")
+    table = Comparison("figure_5_tokens", "Figure 5: token straggler (before: fitted)")
+    sweep = Comparison("figure_6", "Figure 6: the token straggler on 8 ranks falls by %")
     for case in CASES:
         loads = counts(case, seed, number, fit.copies)
         plans: dict[str, Callable[[np.ndarray], bench_feplb.Plans]] = {
@@ -166,10 +166,11 @@ def exchanges_s(report: Report) -> float:
     return sum(report.stages[stage].busy_s for stage in ("dispatch", "combine"))
 
 
-def overhead(fit: Fit, loads: np.ndarray) -> Table:
+def overhead(fit: Fit, loads: np.ndarray) -> Comparison:
     """What exchanges take beyond those of plain expert parallelism, and what phase 2 leaves uncovered."""
-    table = Table(
-        "Figure 4: dispatch and combine, on 8 ranks, forward, over those before, %; FEPLB's is published as <1"
+    table = Comparison(
+        "figure_4",
+        "Figure 4: dispatch and combine, on 8 ranks, forward, over those before, %; FEPLB's is published as <1",
     )
     before = exchanges_s(run(fit, SYSTEMS["before"], loads))
     uncovered = []
@@ -186,11 +187,11 @@ def overhead(fit: Fit, loads: np.ndarray) -> Table:
     return table
 
 
-def layers(fit: Fit, loads: dict[int, np.ndarray]) -> list[Table]:
+def layers(fit: Fit, loads: dict[int, np.ndarray]) -> list[Comparison]:
     """Table 2 and figure 5 in time, and our own systems."""
-    times = Table("Table 2: ms of an MoE layer (before: fitted)")
-    products = Table("Figure 5: straggler of the products, ms, forward (before: fitted)")
-    others = Table("Ours: ms of an MoE layer, forward; backward; weights on the critical path, forward")
+    times = Comparison("table_2", "Table 2: ms of an MoE layer (before: fitted)")
+    products = Comparison("figure_5_products", "Figure 5: straggler of the products, ms, forward (before: fitted)")
+    others = Comparison("ours", "Ours: ms of an MoE layer, forward; backward; weights on the critical path, forward")
     for ranks, given in loads.items():
         for name, system in SYSTEMS.items():
             report, label = run(fit, system, given), f"{ranks} ranks, {name}"
@@ -214,9 +215,9 @@ def layers(fit: Fit, loads: dict[int, np.ndarray]) -> list[Table]:
     return [times, products, others]
 
 
-def sensitivity(fits: list[Fit], number: int, seed: int) -> Table:
+def sensitivity(fits: list[Fit], number: int, seed: int) -> Comparison:
     """Of FEPLB's forward time on 8 ranks."""
-    table = Table("8 ranks, FEPLB, ms forward, under other assumptions")
+    table = Comparison("sensitivity", "8 ranks, FEPLB, ms forward, under other assumptions")
     best, known = fits[0], LAYER_MS[8]["FEPLB"][0]
     for rate in (180, 360, 450):
         machine, given = best.cluster(8, rate * 1e9), best.loads(number, seed)[8]
@@ -231,7 +232,7 @@ def sensitivity(fits: list[Fit], number: int, seed: int) -> Table:
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of Markdown")
+    results.out_option(parser)
     parser.add_argument("--number", type=int, default=60, help="microbatches that are simulated")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -239,7 +240,7 @@ def main() -> None:
     tables = layers(fits[0], fits[0].loads(options.number, options.seed))
     tables.append(overhead(fits[0], fits[0].loads(options.number, options.seed)[8]))
     tables += stragglers(fits[0], 2000, options.seed)
-    show([*tables, sensitivity(fits, options.number, options.seed)], options.json)
+    results.report(tables_of([*tables, sensitivity(fits, options.number, options.seed)]), options.out)
 
 
 if __name__ == "__main__":

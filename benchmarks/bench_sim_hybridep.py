@@ -1,6 +1,6 @@
 """HybridEP's paper (arXiv 2510.19470) in the simulator, published numbers beside simulated ones, and our own systems.
 
-    python -m benchmarks.bench_sim_hybridep [--json]
+    python -m benchmarks.bench_sim_hybridep [--out FILE.json]
 
 Two numbers are fitted, to the Tutel rows of Table V; see `hybridep_clusters.py` for them and for what is assumed.
 """
@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks import results
 from benchmarks.hybridep_clusters import (
     DATACENTERS,
     EXPERT_BYTES,
@@ -27,7 +28,7 @@ from benchmarks.hybridep_clusters import (
     step,
     under,
 )
-from benchmarks.published import Table, show
+from benchmarks.published import Comparison, tables_of
 from jax_moe_lb import systems
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Step, simulate_uniform
 from jax_moe_lb.sim.loads import skewed_counts
@@ -56,25 +57,30 @@ MANY = (200, 500, 1000)
 GBIT_PER_S = (1, 10, 40, 100)
 
 
-def table_v(setting: Setting, names: str = "ML") -> list[Table]:
+def table_v(setting: Setting, names: str = "ML") -> list[Comparison]:
     """The rows that were fitted, and those that follow, of these clusters."""
-    tutel = Table("Table V, Tutel: fitted, two numbers for twelve rows")
-    hybrid, shares = Table("Table V, HybridEP: predicted"), []
-    speedup = Table("Table V: speed-up of HybridEP over Tutel, of which Tutel's time was fitted")
-    returned = Table("Table V, HybridEP, if gradients of gathered experts went home uncompressed, as in this library")
+    tutel = Comparison("table_v_tutel", "Table V, Tutel: fitted, two numbers for twelve rows")
+    hybrid, shares = Comparison("table_v", "Table V, HybridEP: predicted"), []
+    speedup = Comparison(
+        "table_v_speedup", "Table V: speed-up of HybridEP over Tutel, of which Tutel's time was fitted"
+    )
+    returned = Comparison(
+        "table_v_gradients",
+        "Table V, HybridEP, if gradients of gathered experts went home uncompressed, as in this library",
+    )
     for name in names:
         machine = setting.cluster(DATACENTERS[name])
         for size, published_s in TUTEL[name].items():
             label, shape = f"{name}, {size} MB", setting.model(size * MIB, EXPERT_BYTES, EXPERTS, DATACENTERS[name])
             chosen = migration(shape, machine, SR)
             before_s, after_s = step(shape, machine).step_s, step(shape, machine, chosen).step_s
-            tutel.add(label, before_s, published_s, " s", fitted=True)
-            hybrid.add(f"{label}, domains of {chosen.domain_sizes}", after_s, HYBRIDEP[name][size], " s")
+            tutel.add(label, before_s, published_s, "s", fitted=True)
+            hybrid.add(f"{label}, domains of {chosen.domain_sizes}", after_s, HYBRIDEP[name][size], "s")
             speedup.add(label, before_s / after_s, published_s / HYBRIDEP[name][size], "x")
             shares.append(shape.other_s / after_s)
             if size in (6, 192):
                 home = Migration(chosen.domain_sizes, SR, mean_travels=False)
-                returned.add(label, step(shape, machine, home).step_s, HYBRIDEP[name][size], " s")
+                returned.add(label, step(shape, machine, home).step_s, HYBRIDEP[name][size], "s")
     tutel.notes.append(
         f"Fitted: {setting.line_bytes_per_s * 8e-9:.2f} Gbit/s on each line of 10, "
         f"{setting.reduced_bytes * 1e-9:.2f} GB all-reduced by every step beside the MoE layers. The published times "
@@ -91,9 +97,11 @@ def table_v(setting: Setting, names: str = "ML") -> list[Table]:
     return [tutel, hybrid, returned, speedup]
 
 
-def sensitivity() -> Table:
+def sensitivity() -> Comparison:
     """Of the prediction, to what is assumed: each time fitted anew."""
-    table = Table("Table V, HybridEP: mean of the absolute deviations in %, under other assumptions")
+    table = Comparison(
+        "table_v_sensitivity", "Table V, HybridEP: mean of the absolute deviations in %, under other assumptions"
+    )
     others = {
         "as assumed": Assumed(),
         "every block an MoE layer": Assumed(blocks_per_moe=1),
@@ -103,7 +111,7 @@ def sensitivity() -> Table:
         "half of PCIe": Assumed(pcie_bytes_per_s=Assumed().pcie_bytes_per_s / 2),
     }
 
-    def add(name: str, of: Table) -> None:
+    def add(name: str, of: Comparison) -> None:
         table.add(name, 0.0 if of.mean_deviation is None else of.mean_deviation)
 
     settings = {name: fitted(assumed) for name, assumed in others.items()}
@@ -131,9 +139,9 @@ def window_s(shape: ModelShape, machine: Cluster, sizes: tuple[int, ...]) -> tup
     return min(fits), max(fits)
 
 
-def table_vi(setting: Setting) -> Table:
+def table_vi(setting: Setting) -> Comparison:
     """Domains alone, then compression too; everything as fitted to Table V."""
-    table = Table("Table VI: domains alone, then with compression (nothing fitted)")
+    table = Comparison("table_vi", "Table VI: domains alone, then with compression (nothing fitted)")
     for (tokens, expert), rows in ABLATION.items():
         for name, (alone_s, both_s, sizes) in rows.items():
             machine = setting.cluster(DATACENTERS[name])
@@ -143,8 +151,8 @@ def table_vi(setting: Setting) -> Table:
             alone = step(shape, machine, migration(shape, machine, NO_CODEC, sizes)).step_s
             both = step(shape, machine, migration(shape, machine, SR)).step_s
             label = f"{name}, {tokens} & {expert} MB"
-            table.add(f"{label}, domains {sizes} (ours would be {chosen.domain_sizes})", alone, alone_s, " s")
-            table.add(f"{label}, compressed", both, both_s, " s")
+            table.add(f"{label}, domains {sizes} (ours would be {chosen.domain_sizes})", alone, alone_s, "s")
+            table.add(f"{label}, compressed", both, both_s, "s")
             table.add(f"{label}, ratio", alone / both, alone_s / both_s, "x")
             least_s, most_s = window_s(shape, machine, sizes)
             table.notes.append(
@@ -161,9 +169,9 @@ def table_vi(setting: Setting) -> Table:
     return table
 
 
-def table_iv() -> Table:
+def table_iv() -> Comparison:
     """The best domain size of four, on the simulator instead of the stream model."""
-    table = Table("Table IV and figure 12: domain size with the least time, of 1, 2, 4, 8")
+    table = Comparison("table_iv", "Table IV and figure 12: domain size with the least time, of 1, 2, 4, 8")
     for name, (token_bytes, expert_bytes, before_s, published) in TABLE_IV.items():
         machine = Cluster((Links("gpu", 8, 128e9),), AnalyticGemm(1e18, 0.0, 0.0))
         shape = ModelShape(1, 1, round(expert_bytes / 8), 8, 1, round(token_bytes / 4), 4, 4, False, before_s)
@@ -176,9 +184,11 @@ def table_iv() -> Table:
     return table
 
 
-def figure_13(setting: Setting) -> Table:
+def figure_13(setting: Setting) -> Comparison:
     """Speedup over plain expert parallelism, without compression."""
-    table = Table("Figure 13: speedup of HybridEP without compression, 16 MB of tokens, by size of an expert")
+    table = Comparison(
+        "figure_13", "Figure 13: speedup of HybridEP without compression, 16 MB of tokens, by size of an expert"
+    )
     speedups = {}
     for name in DATACENTERS:
         machine = setting.cluster(DATACENTERS[name])
@@ -198,11 +208,11 @@ def figure_13(setting: Setting) -> Table:
     return table
 
 
-def figure_17() -> list[Table]:
+def figure_17() -> list[Comparison]:
     """Up to 1,000 datacenters, in which nothing is fitted."""
-    fixed = Table("Figure 17a: speedup with domains of a fixed number of datacenters, at 1,000")
-    share = Table("Figure 17b: speedup with domains of a fixed share of all datacenters, at 1,000")
-    trend = Table("Figure 17: speedup by number of datacenters, 10 Gbit/s, inner width 768")
+    fixed = Comparison("figure_17a", "Figure 17a: speedup with domains of a fixed number of datacenters, at 1,000")
+    share = Comparison("figure_17b", "Figure 17b: speedup with domains of a fixed share of all datacenters, at 1,000")
+    trend = Comparison("figure_17", "Figure 17: speedup by number of datacenters, 10 Gbit/s, inner width 768")
     for inner in (3072, 768):
         for size in (50, 250, 500):
             found = [speedup(1000, size, rate, inner) for rate in GBIT_PER_S]
@@ -242,9 +252,11 @@ def speedup(datacenters: int, size: int, gbit_per_s: float, inner: int) -> float
     return step(shape, machine).step_s / step(shape, machine, chosen).step_s
 
 
-def figure_16(setting: Setting) -> Table:
+def figure_16(setting: Setting) -> Comparison:
     """What a step sends between datacenters."""
-    table = Table("Figure 16: GB between datacenters in a step, L, by MB of tokens (its values cannot be read)")
+    table = Comparison(
+        "figure_16", "Figure 16: GB between datacenters in a step, L, by MB of tokens (its values cannot be read)"
+    )
     machine = setting.cluster(4)
     for size in (6, 24, 96):
         shape = setting.model(size * MIB, EXPERT_BYTES, EXPERTS, 4)
@@ -253,9 +265,12 @@ def figure_16(setting: Setting) -> Table:
     return table
 
 
-def compositions(setting: Setting, imbalance: float) -> Table:
+def compositions(setting: Setting, imbalance: float) -> Comparison:
     """Uneven gates, which the paper leaves out: HybridEP with `Exact` inside and without."""
-    table = Table(f"Ours: L, 24 & 8 MB, gates with max/mean {imbalance:g}; seconds of a step's MoE blocks")
+    table = Comparison(
+        f"uneven_gates_{imbalance:g}",
+        f"Ours: L, 24 & 8 MB, gates with max/mean {imbalance:g}; seconds of a step's MoE blocks",
+    )
     setting = replace(setting, reduced_bytes=0.0)
     machine = setting.cluster(4)
     shape = setting.model(24 * MIB, 8 * MIB, EXPERTS, 4)
@@ -272,19 +287,19 @@ def compositions(setting: Setting, imbalance: float) -> Table:
             if way.domain_sizes == (4, 8) and balancer:
                 continue
             report = under(system, shape, machine, counts, way)
-            table.add(f"{name}{balancer}: max/mean {report.imbalance_after:.2f}", report.step_s, None, " s")
+            table.add(f"{name}{balancer}: max/mean {report.imbalance_after:.2f}", report.step_s, None, "s")
     return table
 
 
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of Markdown")
+    results.out_option(parser)
     options = parser.parse_args()
     setting = fitted()
     tables = [*table_v(setting), sensitivity(), table_vi(setting), table_iv(), figure_13(setting), *figure_17()]
     tables += [figure_16(setting), *(compositions(setting, imbalance) for imbalance in (2.0, 4.0))]
-    show(tables, options.json)
+    results.report(tables_of(tables), options.out)
 
 
 if __name__ == "__main__":

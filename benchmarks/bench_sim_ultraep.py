@@ -1,6 +1,6 @@
 """UltraEP's paper (arXiv 2606.04101) in the simulator, published numbers beside simulated ones, and our own systems.
 
-    python -m benchmarks.bench_sim_ultraep [--json] [--tokens 2048]
+    python -m benchmarks.bench_sim_ultraep [--out FILE.json] [--tokens 2048]
 
 What is fitted, once, and what is assumed says `ultraep_rack.py`. Loads are drawn for `--tokens` tokens and multiplied
 up to 8192, to be quick.
@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks import results
 from benchmarks.popular_ranks import CASES, TOKENS_PER_RANK, Case
-from benchmarks.published import Table, show
+from benchmarks.published import Comparison, tables_of
 from benchmarks.ultraep_rack import (
     FIGURE_11,
     FIGURE_12,
@@ -57,9 +58,11 @@ def parts(report: Report, layers: int, mark: str, whole_s: float) -> dict[str, f
     return {name: 1e3 * s / layers for name, s in (("MoE", moe), ("a2a", a2a), ("others", whole_s - moe - a2a))}
 
 
-def figure_13(cluster: Cluster, loads: np.ndarray) -> Table:
+def figure_13(cluster: Cluster, loads: np.ndarray) -> Comparison:
     """Parts of a layer; the ideal column is what was fitted."""
-    table = Table("Figure 13: ms of a layer, Qwen3 in training; the ideal one was fitted, in sums of both passes")
+    table = Comparison(
+        "figure_13", "Figure 13: ms of a layer, Qwen3 in training; the ideal one was fitted, in sums of both passes"
+    )
     forward = Step(backward=False)
     plain, ultraep = SYSTEMS["plain"], SYSTEMS["UltraEP"]
     runs = {
@@ -84,11 +87,11 @@ def figure_13(cluster: Cluster, loads: np.ndarray) -> Table:
     return table
 
 
-def figure_11(cluster: Cluster, tokens: int) -> list[Table]:
+def figure_11(cluster: Cluster, tokens: int) -> list[Comparison]:
     """Throughput in percent of the ideal, gains in it, and imbalance after."""
-    speed = Table("Figure 11: throughput in % of the ideal")
-    gain = Table("Figure 11: throughput gained by UltraEP, %")
-    level = Table("Figure 11: imbalance after balancing")
+    speed = Comparison("figure_11", "Figure 11: throughput in % of the ideal")
+    gain = Comparison("figure_11_gains", "Figure 11: throughput gained by UltraEP, %")
+    level = Comparison("figure_11_imbalance", "Figure 11: imbalance after balancing")
     names = ("plain", "EPLB+", "UltraEP")
     for model, training in FIGURE_11.items():
         loads = np.stack([drawn(training.case, seed, tokens) for seed in range(2)])
@@ -129,9 +132,9 @@ def moved(loads: np.ndarray, cluster: Cluster) -> np.ndarray:
     return np.stack([layer[:, places] for layer, places in zip(loads, order, strict=True)])
 
 
-def figure_12(cluster: Cluster, tokens: int) -> Table:
+def figure_12(cluster: Cluster, tokens: int) -> Comparison:
     """Imbalance in prefill."""
-    table = Table("Figure 12: imbalance after balancing, in prefill")
+    table = Comparison("figure_12", "Figure 12: imbalance after balancing, in prefill")
     for name, (case, eplb_plus, ultraep) in FIGURE_12.items():
         machine = replace(cluster, levels=(replace(cluster.levels[0], size=case.num_ranks),))
         loads = drawn(case, 0, tokens)
@@ -148,9 +151,12 @@ def figure_12(cluster: Cluster, tokens: int) -> Table:
     return table
 
 
-def simulations(cluster: Cluster, tokens: int) -> list[Table]:
+def simulations(cluster: Cluster, tokens: int) -> list[Comparison]:
     """The paper's own simulations of plans: Table 3 and figure 15."""
-    mean, figure = Table("Table 3: means over 15 cases"), Table("Figure 15: 128 experts, 1 slot")
+    mean, figure = (
+        Comparison("table_3", "Table 3: means over 15 cases"),
+        Comparison("figure_15", "Figure 15: 128 experts, 1 slot"),
+    )
     balancers = {"EPLB+": EPLBPlus(), "UltraEP": UltraEP(), "Exact": Exact(), "Exact, eps 0": Exact(eps=0.0)}
     found: dict[str, list[tuple[float, int, int]]] = {name: [] for name in balancers}
     for case in CASES:
@@ -171,10 +177,12 @@ def simulations(cluster: Cluster, tokens: int) -> list[Table]:
     return [mean, figure]
 
 
-def figure_16(cluster: Cluster, tokens: int) -> list[Table]:
+def figure_16(cluster: Cluster, tokens: int) -> list[Comparison]:
     """Weights alone."""
     what = "Figure 16: ms to distribute weights, 128 experts, 2 slots"
-    tables = {way: Table(f"{what}, {way}") for way in ("from home", "relays")}
+    tables = {
+        way: Comparison(f"figure_16_{way.replace(' ', '_')}", f"{what}, {way}") for way in ("from home", "relays")
+    }
     machine = replace(cluster, levels=(replace(cluster.levels[0], bytes_per_s=WEIGHTS_BYTES_PER_S),))
     for before, (home, relayed) in FIGURE_16.items():
         loads = drawn(Case(128, RANKS, 2, before), 0, tokens)
@@ -204,10 +212,11 @@ def num_relayed(plan: Plan) -> int:
     return len(np.unique(plan.placement[there]))
 
 
-def domains(loads: np.ndarray, cluster: Cluster) -> Table:
+def domains(loads: np.ndarray, cluster: Cluster) -> Comparison:
     """What no plan inside domains of 8 gets below, before and after moving homes."""
-    table = Table(
-        "Ours: domains of 8, Qwen3's loads: the busiest domain over the mean, below which no plan inside gets"
+    table = Comparison(
+        "domains",
+        "Ours: domains of 8, Qwen3's loads: the busiest domain over the mean, below which no plan inside gets",
     )
     machine = in_domains(cluster)
     stay = np.broadcast_to(np.arange(loads.shape[2]), (len(loads), loads.shape[2]))
@@ -216,7 +225,7 @@ def domains(loads: np.ndarray, cluster: Cluster) -> Table:
     return table
 
 
-def tables(tokens: int) -> list[Table]:
+def tables(tokens: int) -> list[Comparison]:
     """All of them."""
     cluster = fitted()
     loads = np.stack([drawn(FIGURE_11["Qwen3"].case, seed, tokens) for seed in range(2)])
@@ -233,12 +242,12 @@ def tables(tokens: int) -> list[Table]:
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of Markdown")
+    results.out_option(parser)
     parser.add_argument("--tokens", type=int, default=2048, help="drawn on each rank; a divisor of 8192")
     options = parser.parse_args()
     if TOKENS_PER_RANK % options.tokens:
         parser.error(f"--tokens is {options.tokens}; expected a divisor of {TOKENS_PER_RANK}")
-    show(tables(options.tokens), options.json)
+    results.report(tables_of(tables(options.tokens)), options.out)
 
 
 if __name__ == "__main__":

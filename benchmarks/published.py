@@ -1,8 +1,9 @@
-"""Tables of published numbers beside simulated ones."""
+"""Published numbers beside simulated ones."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+
+from benchmarks.results import Table, Value
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,15 @@ class Row:
 
 
 @dataclass
-class Table:
-    """Rows under a title, and what must be said about them."""
+class Comparison:
+    """Rows under a title, and what must be said about them.
 
+    Args:
+        name: what documents call its table.
+        title: what stands above it.
+    """
+
+    name: str
     title: str
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -50,37 +57,32 @@ class Table:
         known = [row for row in known if not row.fitted] or known
         return sum(abs(row.deviation or 0.0) for row in known) / len(known) if known else None
 
-    def __str__(self) -> str:
+    def table(self) -> Table:
+        """Its rows, and the mean deviation where something is published."""
+        units = {row.unit for row in self.rows}
+        unit = f", {units.pop()}" if len(units) == 1 and "" not in units else ""
+        rows: list[list[Value]] = [[_name(row, unit), row.published, row.simulated, row.deviation] for row in self.rows]
+        columns = {"": "", f"published{unit}": ".4g", f"simulated{unit}": ".4g", "deviation, %": "+.1f"}
         if self.mean_deviation is None:
-            head, lines = ["| | simulated |", "|---|---|"], [f"| {row.name} | {_number(row)} |" for row in self.rows]
+            columns = {"": "", f"simulated{unit}": ".4g"}
+            rows = [[name, simulated] for name, _, simulated, _ in rows]
         else:
-            head, lines = (
-                ["| | published | simulated | deviation % |", "|---|---|---|---|"],
-                list(map(_line, self.rows)),
-            )
             of = " of what was not fitted" if len({row.fitted for row in self.rows}) > 1 else ""
-            lines.append(f"| mean of the absolute deviations{of} | | | {self.mean_deviation:.1f} |")
-        lines = [f"**{self.title}**", "", *head, *lines]
-        return "\n".join([*lines, *("\n" + note for note in self.notes), ""])
+            rows.append([f"mean of the absolute deviations{of}", None, None, f"{self.mean_deviation:.1f}"])
+        return Table(columns, rows, self.title, tuple(self.notes))
 
 
-def _line(row: Row) -> str:
-    published = "" if row.published is None else f"{row.published:.4g}{row.unit}"
-    deviation = "" if row.deviation is None else f"{row.deviation:+.1f}"
-    return f"| {row.name} | {published} | {_number(row)} | {deviation} |"
+def _name(row: Row, unit: str) -> str:
+    return row.name + (f", {row.unit}" if row.unit and not unit else "")
 
 
-def _number(row: Row) -> str:
-    return f"{row.simulated:.4g}{row.unit}"
+def tables_of(comparisons: Sequence[Comparison]) -> dict[str, Table]:
+    """By name.
 
-
-def show(tables: Sequence[Table], as_json: bool) -> None:
-    """Prints all of them, as Markdown or as one JSON object."""
-    if not as_json:
-        print(*tables, sep="\n")
-        return
-    found = [asdict(table) for table in tables]
-    for table, rows in zip(tables, found, strict=True):
-        for row, line in zip(table.rows, rows["rows"], strict=True):
-            line["deviation_percent"] = row.deviation
-    print(json.dumps({"tables": found}, indent=1))
+    Raises:
+        ValueError: two have the same name.
+    """
+    tables = {one.name: one.table() for one in comparisons}
+    if len(tables) < len(comparisons):
+        raise ValueError(f"names of tables repeat: {[one.name for one in comparisons]}")
+    return tables

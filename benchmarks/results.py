@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import wrap
 
 import numpy as np
 
@@ -38,22 +39,30 @@ class Table:
     Args:
         columns: format of each column's numbers, by its title, as in `format(number, ".2f")`; `""`: as they are.
         rows: one value for each column.
+        title: what stands above it, where the name alone does not say what it is.
+        notes: what must be said about it, with numbers of the same run.
     """
 
     columns: Mapping[str, str]
     rows: Sequence[Sequence[Value]]
+    title: str = ""
+    notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for row in self.rows:
             if len(row) != len(self.columns):
                 raise ValueError(f"a row has {len(row)} values, expected {len(self.columns)}: {row!r}")
 
+    def cells(self) -> list[list[str]]:
+        """All rows as they are shown."""
+        forms = self.columns.values()
+        return [[cell(value, form) for value, form in zip(row, forms, strict=True)] for row in self.rows]
+
     def __str__(self) -> str:
         lines = [f"| {' | '.join(self.columns)} |", f"|{'---|' * len(self.columns)}"]
-        for row in self.rows:
-            cells = [cell(value, form) for value, form in zip(row, self.columns.values(), strict=True)]
-            lines.append(f"| {' | '.join(cells)} |")
-        return "\n".join(lines)
+        lines += [f"| {' | '.join(row)} |" for row in self.cells()]
+        title = [f"**{self.title}**", ""] if self.title else []
+        return "\n".join([*title, *lines, *(part for note in self.notes for part in ("", *wrap(note, 118)))])
 
 
 def cell(value: Value, form: str) -> str:
@@ -88,7 +97,7 @@ def report(tables: Mapping[str, Table], out: Path | None) -> None:
 
 def save(tables: Mapping[str, Table], out: Path) -> None:
     """Keeps tables with what one needs to make them again."""
-    kept = {name: {"columns": dict(table.columns), "rows": list(table.rows)} for name, table in tables.items()}
+    kept = {name: {key: value for key, value in vars(table).items() if value} for name, table in tables.items()}
     out.write_text(json.dumps({**circumstances(), "tables": kept}, indent=1) + "\n")
 
 

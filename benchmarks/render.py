@@ -1,0 +1,109 @@
+"""Writes what benchmarks found into the documents that show it, so that nobody types a number.
+
+    python -m benchmarks.render            # every document again, from benchmarks/results/*.json
+    python -m benchmarks.render --check    # fails if one is not what would be written; a test does the same
+
+A document says where a table goes and which, by file and name; what stands between the marks is replaced. Before the
+first table of a file stand its command, date and machine.
+
+    <!-- table: bench_systems/zipf -->
+    <!-- /table -->
+
+A number in a sentence is a cell: its table, then texts of other cells of its row that no other row has all of, then
+the title of its column.
+
+    <!-- value: bench_systems/zipf > exact > imbalance -->1.010<!-- /value -->
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.results import Table, load
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+TABLE = re.compile(r"<!-- table: (?P<name>\S+) -->\n.*?<!-- /table -->", re.DOTALL)
+VALUE = re.compile(r"<!-- value: (?P<path>[^\n]+?) -->.*?<!-- /value -->", re.DOTALL)
+
+
+def documents() -> list[Path]:
+    """All that may show results."""
+    return [ROOT / "README.md", *sorted((ROOT / "benchmarks").glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def rendered(text: str, results: Path = RESULTS) -> str:
+    """A document with all tables and values as they are in the results.
+
+    Raises:
+        KeyError: it names a file, table, row or column that there is not.
+    """
+    seen: set[str] = set()
+
+    def table(match: re.Match[str]) -> str:
+        file, name = match["name"].split("/")
+        head = "" if file in seen else made_by(results / f"{file}.json") + "\n\n"
+        seen.add(file)
+        return f"<!-- table: {file}/{name} -->\n{head}{table_of(results, file, name)}\n<!-- /table -->"
+
+    def value(match: re.Match[str]) -> str:
+        return f"<!-- value: {match['path']} -->{value_of(results, match['path'])}<!-- /value -->"
+
+    return VALUE.sub(value, TABLE.sub(table, text))
+
+
+def table_of(results: Path, file: str, name: str) -> Table:
+    """One table of one file."""
+    path = results / f"{file}.json"
+    tables = load(path) if path.exists() else {}
+    if name not in tables:
+        raise KeyError(f"no table {name!r} in {path}; it has {sorted(tables)}")
+    return tables[name]
+
+
+def value_of(results: Path, path: str) -> str:
+    """The cell that a path names."""
+    where, *row, column = (part.strip() for part in path.split(" > "))
+    table = table_of(results, *where.split("/"))
+    found = [cells for cells in table.cells() if set(row) <= set(cells)]
+    if len(found) != 1 or column not in table.columns:
+        raise KeyError(
+            f"{path!r} names {len(found)} rows of columns {list(table.columns)}; expected one row, one column"
+        )
+    return found[0][list(table.columns).index(column)]
+
+
+def made_by(path: Path) -> str:
+    """How a file was made."""
+    if not path.exists():
+        raise KeyError(f"no results in {path}")
+    made = json.loads(path.read_text())
+    return f"`{made['command']}`, {made['date']}; {made['machine']}; {made['software']}."
+
+
+def changed() -> Iterator[tuple[Path, str]]:
+    """Documents that are not what would be written, with what would be."""
+    for path in documents():
+        text = path.read_text()
+        wanted = rendered(text)
+        if wanted != text:
+            yield path, wanted
+
+
+def main() -> None:
+    """Writes all documents, or tells which are old."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if anything would be written")
+    given = parser.parse_args()
+    for path, wanted in changed():
+        if given.check:
+            sys.exit(f"{path.relative_to(ROOT)} is not what its results say; run python -m benchmarks.render")
+        path.write_text(wanted)
+        print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
