@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import popular_ranks
-from benchmarks.options import no_options
+from benchmarks.results import Table, out_alone, report
 from benchmarks.timing import interleaved_s
 from jax_moe_lb import LPLB, EPLBPlus, Topology, imbalance, load, plain_plan, rebalance_experts
 from jax_moe_lb.balancers.base import Balancer
@@ -43,8 +43,8 @@ def packed_afresh(case: popular_ranks.Case, counts: np.ndarray, distinct: bool) 
 
 
 def main() -> None:
-    """Prints the table."""
-    no_options(__doc__)
+    """Reports the table."""
+    out = out_alone(__doc__)
     rows: dict[str, list[tuple[float, ...]]] = {}
     for case in popular_ranks.CASES:
         counts = popular_ranks.counts(case, seed=0)
@@ -58,11 +58,10 @@ def main() -> None:
         }
         for name, row in results.items():
             rows.setdefault(name, []).append(row)
-    print("| balancer | imbalance | replicas | most of one expert | planner us |")
-    print("|---|---|---|---|---|")
-    for name, results_of in rows.items():
-        means = np.mean(results_of, axis=0)
-        print(f"| {name} | {means[0]:.3f} | {means[1]:.1f} | {means[2]:.2f} | {means[3]:.0f} |")
+    columns = {"balancer": "", "imbalance": ".3f", "replicas": ".1f", "most of one expert": ".2f", "planner us": ".0f"}
+    means = {name: np.mean(of_cases, axis=0).tolist() for name, of_cases in rows.items()}
+    table = Table(columns, [[name, *row[:3], None if np.isnan(row[3]) else row[3]] for name, row in means.items()])
+    report({"balancers": table}, out)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
-"""Does training bear encoded experts? `python -m benchmarks.bench_codec --steps 200 --out runs/codec`.
+"""Does training bear encoded experts? `python -m benchmarks.bench_codec --steps 200 --out FILE.json`.
 
 The tiny language model over 8 virtual devices in 2 domains of 4, so three of four experts that a rank serves
 are decoded ones: plain (ratio 1), and ratios 10 and 50 with the shared expert, without, and with what domains
 remember, each from several seeds.
 With `--upcycled` all experts of a layer start as copies of one, as when a dense model becomes a mixture of experts:
 they resemble each other more than experts that start as independent random numbers.
-Writes `codec.csv` (loss of every step), `codec.md` (final gaps) and `codec.png`.
+Final gaps are the table; `--plot FILE.png` draws the loss of every step.
 
 The mean and the encoding are those of the weights of the step. Encoding ahead, after the optimizer, gives the same bits
 (`tests/transport/test_codec.py`).
 """
 
 import argparse
-import csv
 import dataclasses
 import itertools
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import Codec, CodecBase, ExpertDomains, Migrate, Topology, hybrid_mesh, plain, use_virtual_cpu_devices
 from models.data import Corpus, default_corpus
 from models.parallel import make_mesh, place_batch
@@ -69,17 +69,18 @@ def train(
     return losses, float(np.mean([float(programs.evaluate(state, place_batch(batch, mesh))) for batch in batches]))
 
 
-def table(results: dict[tuple[str, int], tuple[list[float], float]], codecs: list[str], seeds: list[int]) -> str:
-    """Final losses, and gaps to ratio 1 seed by seed, as Markdown."""
-    lines = ["| codec | training loss | gap | validation loss | gap | largest gap |", "|---|---|---|---|---|---|"]
+def table(results: dict[tuple[str, int], tuple[list[float], float]], codecs: list[str], seeds: list[int]) -> Table:
+    """Final losses, and gaps to the reference seed by seed."""
+    columns = {"codec": "", "training loss": ".4f", "training gap": "+.4f"}
+    columns |= {"validation loss": ".4f", "validation gap": "+.4f", "largest gap": "+.4f"}
+    rows: list[list[Value]] = []
     ends = {key: (float(np.mean(losses[-AVERAGED_STEPS:])), last) for key, (losses, last) in results.items()}
     for name in codecs:
         mine = np.asarray([ends[name, seed] for seed in seeds])
         gaps = mine - np.asarray([ends[codecs[0], seed] for seed in seeds])
         (loss, validation), (gap, validation_gap) = mine.mean(0), gaps.mean(0)
-        numbers = f"{loss:.4f} | {gap:+.4f} | {validation:.4f} | {validation_gap:+.4f} | {gaps[:, 1].max():+.4f}"
-        lines.append(f"| {name} | {numbers} |")
-    return "\n".join(lines) + "\n"
+        rows.append([name, *map(float, (loss, gap, validation, validation_gap, gaps[:, 1].max()))])
+    return Table(columns, rows)
 
 
 def plot(results: dict[tuple[str, int], tuple[list[float], float]], codecs: list[str], path: Path) -> None:
@@ -107,7 +108,8 @@ def main() -> None:
     )
     parser.add_argument("--learning-rate", type=float, help="at its peak; the preset's by default")
     parser.add_argument("--upcycled", action="store_true", help="experts of a layer start as copies of one")
-    parser.add_argument("--out", type=Path, default=Path("runs/codec"))
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="losses of every step")
+    out_option(parser)
     given = parser.parse_args()
     use_virtual_cpu_devices(8)
     base = preset("tiny")
@@ -115,23 +117,15 @@ def main() -> None:
     mesh = hybrid_mesh(whole, {"expert": given.domain_size})
     domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(whole))
     corpus, results = default_corpus(base.max_corpus_bytes), {}
-    given.out.mkdir(parents=True, exist_ok=True)
-    with open(given.out / "codec.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["codec", "seed", "step", "loss"])
-        for seed, name in itertools.product(range(given.seeds), given.codecs):
-            rate = given.learning_rate or base.learning_rate
-            config = dataclasses.replace(base, steps=given.steps, seed=seed, learning_rate=rate)
-            losses, last = results[name, seed] = train(
-                config, mesh, Migrate(domains, CODECS[name]), corpus, given.upcycled
-            )
-            writer.writerows([name, seed, step, loss] for step, loss in enumerate(losses, 1))
-            file.flush()
-            print(f"{name}, seed {seed}: {losses[-1]:.4f}, validation {last:.4f}", flush=True)
-    text = table(results, given.codecs, list(range(given.seeds)))
-    (given.out / "codec.md").write_text(text)
-    print(text)
-    plot(results, given.codecs, given.out / "codec.png")
+    for seed, name in itertools.product(range(given.seeds), given.codecs):
+        rate = given.learning_rate or base.learning_rate
+        config = dataclasses.replace(base, steps=given.steps, seed=seed, learning_rate=rate)
+        migrate = Migrate(domains, CODECS[name])
+        losses, last = results[name, seed] = train(config, mesh, migrate, corpus, given.upcycled)
+        print(f"{name}, seed {seed}: {losses[-1]:.4f}, validation {last:.4f}", flush=True)
+    report({"codecs": table(results, given.codecs, list(range(given.seeds)))}, given.out)
+    if given.plot:
+        plot(results, given.codecs, given.plot)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ It needs their compilers: `jax_moe_lb[cuda,tpu]`, as `ci/accelerators.sh` instal
 
 from dataclasses import dataclass
 
-from benchmarks.options import no_options
+from benchmarks.results import Table, Value, out_alone, report
 from jax_moe_lb import Wire
 from jax_moe_lb.compiled import Report, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.compiler_options import IN_GRAPHS
@@ -71,23 +71,34 @@ ROWS = (
 )
 
 
+COLUMNS = {
+    "target": "",
+    "system": "",
+    "passes": "",
+    "program": "",
+    "temporary MB": ".0f",
+    "memory traffic GB": ".2f",
+    "host waits": "d",
+    "exchanges, beside": "",
+}
+
+
+def measured(row: Row) -> list[Value]:
+    """One row of the table."""
+    with quiet_stderr():
+        found = row.compile()
+    moving = [one for one in found.collectives if one.kind == "ragged-all-to-all"]
+    exchanges, beside = (sum(getattr(one, name) for one in moving) for name in ("count", "asynchronous"))
+    bytes_of = found.temp_bytes / 1e6, found.hbm_bytes / 1e9
+    what = f"`{row.target}`", row.system, "both" if row.train else "forward", row.what
+    return [*what, *bytes_of, found.host_waits, f"{exchanges}, {beside}"]
+
+
 def main() -> None:
-    """Prints the table."""
-    no_options(__doc__)
+    """Reports the table."""
+    out = out_alone(__doc__)
     use_no_accelerators()
-    print("| target | system | passes | program | temporary MB | memory traffic GB | host waits | exchanges, beside |")
-    print("|---|---|---|---|---|---|---|---|")
-    for row in ROWS:
-        with quiet_stderr():
-            report = row.compile()
-        moving = [one for one in report.collectives if one.kind == "ragged-all-to-all"]
-        exchanges, beside = (sum(getattr(one, name) for one in moving) for name in ("count", "asynchronous"))
-        print(
-            f"| `{row.target}` | {row.system} | {'both' if row.train else 'forward'} | {row.what} "
-            f"| {report.temp_bytes / 1e6:.0f} | {report.hbm_bytes / 1e9:.2f} | {report.host_waits} "
-            f"| {exchanges}, {beside} |",
-            flush=True,
-        )
+    report({"programs": Table(COLUMNS, [measured(row) for row in ROWS])}, out)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks import recorded
 from benchmarks.optimum import optimum
+from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import _planning
 
 # ranks, experts, replica slots
@@ -33,57 +34,55 @@ def plan(
     return imbalance, int((placement >= 0).sum()) - len(tokens), min(times_s) * 1e6
 
 
-def table(loads: recorded.Layers, eps: float) -> None:
-    print(f"eps = {eps}\n")
-    print("| ranks x experts | S - L | loads | mean | worst layer | replicas | us, median | us, most |")
-    print("|---|---|---|---|---|---|---|---|")
+def table(loads: recorded.Layers, eps: float) -> Table:
+    """What plans reach, and how long one takes."""
+    columns = {"ranks x experts": "", "S - L": "d", "loads": "", "mean": ".5f", "worst layer": ".5f", "replicas": ".1f"}
+    lines: list[list[Value]] = []
     for ranks, experts, slots in SHAPES:
         for name, layers in loads.items():
             rows = [plan(layer[:experts], ranks, slots, eps, repeats=5) for layer in layers]
             imbalance, replicas, us = np.array(rows).T
-            print(
-                f"| {ranks} x {experts} | {slots} | {name} | {imbalance.mean():.5f} | {imbalance.max():.5f} "
-                f"| {replicas.mean():.1f} | {np.median(us):.0f} | {us.max():.0f} |"
-            )
+            numbers = imbalance.mean(), imbalance.max(), replicas.mean(), np.median(us), us.max()
+            lines.append([f"{ranks} x {experts}", slots, name, *map(float, numbers)])
+    return Table(columns | {"us, median": ".0f", "us, most": ".0f"}, lines, f"eps = {eps}")
 
 
-def against_optimum(loads: recorded.Layers) -> None:
-    print("8 ranks, S = L + 2; the small layers are synthetic, 8 experts per rank, S = L + 1\n")
-    print("| loads | layers | plain | Exact | optimum | gap, mean | gap, worst | proven within |")
-    print("|---|---|---|---|---|---|---|---|")
+def against_optimum(loads: recorded.Layers) -> Table:
+    """Beside a mixed-integer program; the small layers are synthetic."""
+    columns = {"loads": "", "layers": "d"} | dict.fromkeys(("plain", "Exact", "optimum"), ".4f")
+    columns |= dict.fromkeys(("gap, mean, %", "gap, worst, %", "proven within, %"), ".2f")
     small = np.random.default_rng(0).lognormal(0, 0.8, (8, 8, 8)) * np.random.default_rng(1).lognormal(
         0, 0.8, (8, 8, 1)
     )
-    compare("8 small layers", (1e5 * small).astype(np.int32).reshape(8, 64), 1, candidates=8)
-    for name, layers in loads.items():
-        compare(name, layers, 2, candidates=16)
+    rows = [compare("8 small layers", (1e5 * small).astype(np.int32).reshape(8, 64), 1, candidates=8)]
+    rows += [compare(name, layers, 2, candidates=16) for name, layers in loads.items()]
+    return Table(columns, rows, "8 ranks, S = L + 2; the small layers have 8 experts per rank, S = L + 1")
 
 
-def compare(name: str, layers: np.ndarray, replica_slots: int, candidates: int) -> None:
+def compare(name: str, layers: np.ndarray, replica_slots: int, candidates: int) -> list[Value]:
     """A row: 8 ranks."""
     slots = layers.shape[1] // 8 + replica_slots
     ours = np.array([plan(layer, 8, replica_slots)[0] for layer in layers])
     best, bound = np.array([optimum(layer, 8, slots, candidates) for layer in layers]).T
     home = layers.reshape(len(layers), 8, -1).sum(2, dtype=np.int64)
     gap = 100 * (ours / best - 1)
-    print(
-        f"| {name} | {len(layers)} | {(home.max(1) / home.mean(1)).mean():.4f} | {ours.mean():.4f} | {best.mean():.4f} "
-        f"| {gap.mean():.2f} % | {gap.max():.2f} % | {100 * (ours / bound - 1).max():.2f} % |",
-        flush=True,
-    )
+    means = (home.max(1) / home.mean(1)).mean(), ours.mean(), best.mean()
+    return [name, len(layers), *map(float, (*means, gap.mean(), gap.max(), 100 * (ours / bound - 1).max()))]
 
 
 def main() -> None:
-    """Prints a table."""
+    """Reports a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("table", "optimum"))
     recorded.add_arguments(parser)
     parser.add_argument("--eps", type=float, default=0.0, help="of `table`")
+    out_option(parser)
     options = parser.parse_args()
     if options.what == "table":
-        table(recorded.read(options), options.eps)
+        found = table(recorded.read(options), options.eps)
     else:
-        against_optimum(recorded.read(options))
+        found = against_optimum(recorded.read(options))
+    report({options.what: found}, options.out)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import recorded
 from benchmarks.bench_exact import plan
+from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import Topology, _planning, plain_plan
 
 # ranks, replica slots
@@ -32,22 +33,23 @@ def ultraep(tokens: np.ndarray, num_ranks: int, slots: int, eps: float = 0.01) -
     return int(quota.sum(0).max()), int((placement >= 0).sum()) - len(tokens)
 
 
-def measure(layers: np.ndarray, ranks: int, slots: int) -> tuple[Points, Points]:
-    """The frontiers of `Exact` and of UltraEP; prints their rows."""
+def measure(layers: np.ndarray, ranks: int, slots: int) -> tuple[Points, Points, list[list[Value]]]:
+    """The frontiers of `Exact` and of UltraEP, and rows of the table."""
     means = layers.sum(1, dtype=np.int64) / ranks
     ours, theirs = [], []
+    rows: list[list[Value]] = []
     for eps in EPS:
         ours.append(np.mean([plan(layer, ranks, slots, eps)[:2] for layer in layers], axis=0))
-        print(f"| {ranks} | {slots} | Exact, eps = {eps} | {ours[-1][0]:.4f} | {ours[-1][1]:.1f} |")
+        rows.append([ranks, slots, f"Exact, eps = {eps}", *map(float, ours[-1])])
     for eps in ULTRAEP_EPS:
-        rows = np.array([ultraep(layer, ranks, slots, eps) for layer in layers])
-        theirs.append(((rows[:, 0] / means).mean(), rows[:, 1].mean()))
-        print(f"| {ranks} | {slots} | UltraEP, eps = {eps} | {theirs[-1][0]:.4f} | {theirs[-1][1]:.1f} |")
+        found = np.array([ultraep(layer, ranks, slots, eps) for layer in layers])
+        theirs.append(((found[:, 0] / means).mean(), found[:, 1].mean()))
+        rows.append([ranks, slots, f"UltraEP, eps = {eps}", *map(float, theirs[-1])])
     within = np.array([within_their_maximum(layer, ranks, slots) for layer in layers])
     imbalance, replicas = within[:, :2].mean(0)
-    print(f"| {ranks} | {slots} | Exact within UltraEP's maximum | {imbalance:.4f} | {replicas:.1f} |")
-    print(f"| {ranks} | {slots} | layers of {len(layers)} where that needs more | | {int(within[:, 2].sum())} |")
-    return np.array(ours), np.array(theirs)
+    rows.append([ranks, slots, "Exact within UltraEP's maximum", float(imbalance), float(replicas)])
+    rows.append([ranks, slots, f"layers of {len(layers)} where that needs more", None, float(within[:, 2].sum())])
+    return np.array(ours), np.array(theirs), rows
 
 
 def within_their_maximum(layer: np.ndarray, ranks: int, slots: int) -> tuple[float, int, bool]:
@@ -60,9 +62,9 @@ def within_their_maximum(layer: np.ndarray, ranks: int, slots: int) -> tuple[flo
     return imbalance, replicas, replicas > count
 
 
-def draw(frontiers: dict[tuple[int, int], tuple[Points, Points]], path: pathlib.Path) -> None:
+def draw(frontiers: dict[tuple[int, int], tuple[Points, Points, list]], path: pathlib.Path) -> None:
     figure = Figure(figsize=(2.6 * len(frontiers), 2.6), layout="constrained")
-    for axes, ((ranks, slots), (ours, theirs)) in zip(
+    for axes, ((ranks, slots), (ours, theirs, _)) in zip(
         figure.subplots(1, len(frontiers)), frontiers.items(), strict=True
     ):
         axes.plot(ours[:, 1], ours[:, 0], "o-", ms=3, lw=1, label="Exact, eps 0 to 0.1")
@@ -77,14 +79,16 @@ def draw(frontiers: dict[tuple[int, int], tuple[Points, Points]], path: pathlib.
 
 
 def main() -> None:
-    """Prints the table and writes the plot."""
+    """Reports the table and writes the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recorded.add_arguments(parser)
     parser.add_argument("--plot", type=pathlib.Path, help="where to write the plot, a PNG")
+    out_option(parser)
     options = parser.parse_args()
     layers = np.concatenate(list(recorded.read(options).values()))
-    print("| ranks | S - L | rule | max / mean load | replicas |\n|---|---|---|---|---|")
     frontiers = {shape: measure(layers, *shape) for shape in SHAPES}
+    columns = {"ranks": "d", "S - L": "d", "rule": "", "max / mean load": ".4f", "replicas": ".1f"}
+    report({"frontier": Table(columns, [row for *_, rows in frontiers.values() for row in rows])}, options.out)
     if options.plot is not None:
         draw(frontiers, options.plot)
 

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from benchmarks import recorded
+from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import _planning
 from jax_moe_lb.planners.exact_in_jax import exact_in_jax
 
@@ -45,28 +46,28 @@ def both(layers: np.ndarray, num_ranks: int, spare: int, eps: float, fan_out: in
 
 
 def main() -> None:
-    """Prints the table."""
+    """Reports the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recorded.add_arguments(parser)
     parser.add_argument(
         "--shape", type=int, nargs=2, action="append", metavar=("RANKS", "SLOTS"), help="instead of all"
     )
+    out_option(parser)
     options = parser.parse_args()
     layers = np.concatenate(list(recorded.read(options).values()))
-    print(f"{len(layers)} layers of {layers.shape[1]} experts\n")
-    print("| ranks | S - L | eps | max_fan_out | C++ | jnp | mean, % | worst, % | replicas, C++ | jnp |")
-    print(f"|{'---|' * 10}")
+    lines: list[list[Value]] = []
     ways = itertools.product(options.shape or SHAPES, (ANY, BINDING), (0.0, 0.01))
     for (num_ranks, spare), fan_out, eps in ways:
         rows = np.array(list(both(layers, num_ranks, spare, eps, fan_out)))
         theirs, their_number, ours, our_number = rows.T
         above = 100 * (ours / theirs - 1)
-        print(
-            f"| {num_ranks} | {spare} | {eps} | {'any' if fan_out == ANY else fan_out} | {theirs.mean():.5f} "
-            f"| {ours.mean():.5f} | {above.mean():+.3f} | {above.max():+.2f} "
-            f"| {their_number.mean():.1f} | {our_number.mean():.1f} |",
-            flush=True,
-        )
+        levels = theirs.mean(), ours.mean(), above.mean(), above.max()
+        replicas = their_number.mean(), our_number.mean()
+        bound = "any" if fan_out == ANY else str(fan_out)
+        lines.append([num_ranks, spare, eps, bound, *map(float, (*levels, *replicas))])
+    columns = {"ranks": "d", "S - L": "d", "eps": "", "max_fan_out": "", "C++": ".5f", "jnp": ".5f"}
+    columns |= {"mean, %": "+.3f", "worst, %": "+.2f", "replicas, C++": ".1f", "replicas, jnp": ".1f"}
+    report({"planners": Table(columns, lines, f"{len(layers)} layers of {layers.shape[1]} experts")}, options.out)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import recorded
+from benchmarks.results import Table, Value, out_option, report, spread
 from benchmarks.timing import interleaved_s
 from jax_moe_lb import _planning, rebalance_experts
 from jax_moe_lb.planners.exact import exact
@@ -22,7 +23,7 @@ from jax_moe_lb.planners.exact import exact
 NAMES = ("eps", "max_fan_out", "localize")
 # ranks, experts, replica slots
 SHAPES = ((8, 128, 4), (8, 256, 2), (64, 256, 2), (64, 256, 1), (256, 256, 2))
-AIMS_US = {(8, 128, 4): "20", (8, 256, 2): "500", (64, 256, 2): "60", (256, 256, 2): "400"}
+AIMS_US = {(8, 128, 4): 20, (8, 256, 2): 500, (64, 256, 2): 60, (256, 256, 2): 400}
 OPTIONS = {"eps = 0": (0.0, None, False), "eps = 0.01, localize": (0.01, None, True)}
 
 
@@ -67,28 +68,42 @@ def eplb_s(layers: np.ndarray, num_ranks: int, replica_slots: int) -> float:
     return time.thread_time() - start_s
 
 
+COLUMNS = {
+    "ranks x experts": "",
+    "S - L": "d",
+    "options": "",
+    "loads": "",
+    "C++": ".0f",
+    "aim": ".0f",
+    "C++, all layers in one call": ".0f",
+    "in jit": ".0f",
+    "all layers in one jitted program": ".0f",
+    "EPLB's Python, all layers, s": ".2f",
+}
+"""Times of single layers: median, least and most over layers."""
+
+
 def main() -> None:
-    """Prints the table."""
+    """Reports the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recorded.add_arguments(parser)
-    loads = recorded.read(parser.parse_args())
-    print("us per layer: median over layers (most)\n")
-    print(
-        "| ranks x experts | S - L | options | loads | C++ | aim | C++, all layers in one call | in jit "
-        "| all layers in one jitted program | EPLB's Python, all layers |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    out_option(parser)
+    given = parser.parse_args()
+    loads = recorded.read(given)
+    rows: list[list[Value]] = []
     for ranks, experts, slots in SHAPES:
-        aim = AIMS_US.get((ranks, experts, slots), "-")
+        aim = AIMS_US.get((ranks, experts, slots))
         for name, layers in loads.items():
             layers = layers[:, :experts]
-            theirs = f"{eplb_s(layers, ranks, slots):.2f} s"
+            theirs_s = eplb_s(layers, ranks, slots)
             for label, options in OPTIONS.items():
                 us = measure(layers, ranks, slots, options)
-                one = {way: f"{np.median(us[way]):.0f} ({us[way].max():.0f})" for way in ("C++", "jit")}
-                columns = f"{one['C++']} | {aim} | {us['C++ at once']:.0f} | {one['jit']} | {us['jit at once']:.0f}"
-                print(f"| {ranks} x {experts} | {slots} | {label} | {name} | {columns} | {theirs} |", flush=True)
-    print("\nUltraEP's planner on a GPU, as published: 56-111 us for a layer.")
+                cpp, jit = (spread(us[way]) for way in ("C++", "jit"))
+                at_once = (float(us[f"{way} at once"]) for way in ("C++", "jit"))
+                numbers = [cpp, aim, next(at_once), jit, next(at_once), theirs_s]
+                rows.append([f"{ranks} x {experts}", slots, label, name, *numbers])
+    title = "us for a layer; UltraEP's planner on a GPU, as published: 56-111 us"
+    report({"times": Table(COLUMNS, rows, title)}, given.out)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from benchmarks.options import no_options
-from benchmarks.timing import interleaved_s, summary
+from benchmarks.results import Table, Value, out_alone, report, spread
+from benchmarks.timing import interleaved_s
 from jax_moe_lb import use_virtual_cpu_devices
 from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
 from jax_moe_lb.ops.ragged_by_steps import padded_all_to_all
@@ -126,7 +126,7 @@ class InPlace:
         return self.rows
 
 
-def measure(name: str, sizes: np.ndarray) -> None:
+def measure(name: str, sizes: np.ndarray) -> list[Value]:
     """One row of the table."""
     operand = np.random.default_rng(0).normal(size=(RANKS, ROWS, WIDTH)).astype(np.float32)
     capacity, received = int(sizes.sum(0).max()), sizes.T.copy()
@@ -146,23 +146,24 @@ def measure(name: str, sizes: np.ndarray) -> None:
         },
         REPEATS,
     )
-    cells = [summary(times, 1e3, 0) for times in times_s.values()]
-    cells.append(f"{operand.nbytes / 1e9 / np.median(times_s['copy']):.1f}")
-    cells.append(summary(times_s["padded"] / times_s["exact"], digits=1))
-    cells += [summary(times_s[a] / times_s[b]) for a, b in (("exact", "floor"), ("in place", "copy"))]
-    print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    ratios = (("padded", "exact"), ("exact", "floor"), ("in place", "copy"))
+    return [
+        name,
+        *(spread(times * 1e3) for times in times_s.values()),
+        float(operand.nbytes / 1e9 / np.median(times_s["copy"])),
+        *(spread(times_s[a] / times_s[b]) for a, b in ratios),
+    ]
 
 
 def main() -> None:
-    """Prints the table."""
-    no_options(__doc__)
+    """Reports the table."""
+    out = out_alone(__doc__)
     use_virtual_cpu_devices(RANKS)
-    columns = ["sizes", "exact ms", "padded all_to_all ms", "padded steps ms", "floor ms", "in place ms", "copy ms"]
-    columns += ["copy GB/s", "padded / exact", "exact / floor", "in place / copy"]
-    print(f"| {' | '.join(columns)} |")
-    print("|" + "---|" * len(columns))
-    for name, sizes in (("uniform", uniform()), ("Zipf(1)", zipf())):
-        measure(name, sizes)
+    times = ("exact", "padded all_to_all", "padded steps", "floor", "in place", "copy")
+    columns = {"sizes": ""} | {f"{name} ms": ".0f" for name in times}
+    columns |= {"copy GB/s": ".1f", "padded / exact": ".1f", "exact / floor": ".2f", "in place / copy": ".2f"}
+    rows = [measure(name, sizes) for name, sizes in (("uniform", uniform()), ("Zipf(1)", zipf()))]
+    report({"exchange": Table(columns, rows)}, out)
 
 
 if __name__ == "__main__":

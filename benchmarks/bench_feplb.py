@@ -10,8 +10,9 @@ from functools import partial
 
 import numpy as np
 
+from benchmarks.results import Table, Value, out_option, report, spread
 from benchmarks.stragglers import CASES, Case, counts
-from benchmarks.timing import interleaved_s, summary
+from benchmarks.timing import interleaved_s
 from jax_moe_lb import FEPLB, FasterMoE, Topology, _planning
 
 SLOTS = 8
@@ -61,65 +62,64 @@ def replicas(plans: Plans) -> float:
     return float((plans[0] >= 0).sum((1, 2)).mean() - plans[1].shape[1])
 
 
-def published(case: Case) -> str:
-    """The paper's numbers in the columns of the first table."""
-    cut = [f"{100 * (1 - after / case.straggler):.1f}" for after in (case.fastermoe, case.feplb)]
-    return f"| {case.num_ranks}, published | {case.straggler} | {cut[0]} | {cut[1]} | | |"
-
-
-def by_ranks(loads: dict[Case, np.ndarray]) -> None:
-    """The first table."""
-    print("| ranks | straggler before | FasterMoE % less | FEPLB % less | FEPLB, skip | replicas, in this order |")
-    print("|---|---|---|---|---|---|")
+def by_ranks(loads: dict[Case, np.ndarray]) -> Table:
+    """The first table: by how much the mean straggler falls, each beside what is published."""
+    columns = {"ranks": "d", "": "", "straggler before": ".0f"}
+    columns |= dict.fromkeys(("FasterMoE, % less", "FEPLB, % less", "FEPLB, skip, % less"), ".1f")
+    columns |= {f"replicas of {name}": ".1f" for name in ("FasterMoE", "FEPLB", "FEPLB, skip")}
+    rows: list[list[Value]] = []
     for case, drawn in loads.items():
         before = plain(drawn)
         plans = [fastermoe(drawn), feplb(drawn), feplb(drawn, FEPLB(skip=True))]
-        cut = " | ".join(f"{reduction(plan, before):.1f}" for plan in plans)
-        used = ", ".join(f"{replicas(plan):.1f}" for plan in plans)
-        print(f"| {case.num_ranks} | {straggler(before).mean():.0f} | {cut} | {used} |")
-        print(published(case))
+        cut, used = [reduction(plan, before) for plan in plans], [replicas(plan) for plan in plans]
+        rows.append([case.num_ranks, "here", float(straggler(before).mean()), *cut, *used])
+        cut = [100 * (1 - after / case.straggler) for after in (case.fastermoe, case.feplb)]
+        rows.append([case.num_ranks, "published", case.straggler, *cut, None, None, None, None])
+    return Table(columns, rows)
 
 
-def sweep(name: str, loads: dict[Case, np.ndarray], plans: Mapping[str, Callable[[np.ndarray], Plans]]) -> None:
+def sweep(name: str, loads: dict[Case, np.ndarray], plans: Mapping[str, Callable[[np.ndarray], Plans]]) -> Table:
     """A table of reductions by ranks, one line for each choice."""
-    print(f"\n| {name} | {' | '.join(f'{case.num_ranks} ranks' for case in loads)} |")
-    print(f"|---|{'---|' * len(loads)}")
-    for choice, plan in plans.items():
-        cut = " | ".join(f"{reduction(plan(drawn), plain(drawn)):.1f}" for drawn in loads.values())
-        print(f"| {choice} | {cut} |")
+    columns = {name: ""} | {f"{case.num_ranks} ranks, % less": ".1f" for case in loads}
+    cuts = {way: [reduction(plan(drawn), plain(drawn)) for drawn in loads.values()] for way, plan in plans.items()}
+    return Table(columns, [[way, *cut] for way, cut in cuts.items()])
 
 
-def times(loads: dict[Case, np.ndarray]) -> None:
+def times(loads: dict[Case, np.ndarray]) -> Table:
     """Of one plan in C++, many planned in one call."""
-    print("\n| ranks | FEPLB us | FEPLB, skip us | FasterMoE us |\n|---|---|---|---|")
+    rows: list[list[Value]] = []
     for case, drawn in loads.items():
         start, ranks = plain(drawn), case.num_ranks
         ways: dict[str, Callable[[], object]] = {
-            "feplb": partial(_planning.feplb, *start, ranks),
-            "skip": partial(_planning.feplb, *start, ranks, skip=True),
-            "fastermoe": partial(_planning.fastermoe, *start, drawn, ranks, worth(FasterMoE())),
+            "FEPLB us": partial(_planning.feplb, *start, ranks),
+            "FEPLB, skip us": partial(_planning.feplb, *start, ranks, skip=True),
+            "FasterMoE us": partial(_planning.fastermoe, *start, drawn, ranks, worth(FasterMoE())),
         }
         times_s = interleaved_s(ways, 20)
-        print(f"| {ranks} | {' | '.join(summary(times_s[way] / len(drawn), 1e6, 1) for way in ways)} |")
+        rows.append([ranks, *(spread(times_s[way] / len(drawn) * 1e6) for way in ways)])
+    return Table({"ranks": "d"} | dict.fromkeys(ways, ".1f"), rows)
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Reports the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--number", type=int, default=2000, help="microbatches of each row")
     parser.add_argument("--seed", type=int, default=0)
+    out_option(parser)
     args = parser.parse_args()
     loads = {case: counts(case, args.seed, args.number) for case in CASES}
-    by_ranks(loads)
+    tables = {"ranks": by_ranks(loads)}
     for skip in (False, True):
         plans = {str(n): partial(feplb, balancer=FEPLB(num_dynamic=n, skip=skip)) for n in (2, 4, 8)}
-        sweep(f"dynamic experts{', skip' if skip else ''}", loads, plans)
+        mark = "_skip" * skip
+        tables[f"dynamic{mark}"] = sweep(f"dynamic experts{', skip' if skip else ''}", loads, plans)
     taus = (1, 1024, 1536, 2048, 2304, 2560, 3072)
-    sweep("tau", loads, {str(tau): partial(feplb, balancer=FEPLB(tau=tau)) for tau in taus})
+    tables["tau"] = sweep("tau", loads, {str(tau): partial(feplb, balancer=FEPLB(tau=tau)) for tau in taus})
     shadows = [FasterMoE(bytes_per_s=rate * 1e9) for rate in (450, 400, 360, 300, 200)]
     names = [f"{b.bytes_per_s / 1e9:.0f} (worth {worth(b)} tokens)" for b in shadows]
-    sweep("FasterMoE, GB/s", loads, {n: partial(fastermoe, balancer=b) for n, b in zip(names, shadows, strict=True)})
-    times(loads)
+    by_rate = {n: partial(fastermoe, balancer=b) for n, b in zip(names, shadows, strict=True)}
+    tables["fastermoe"] = sweep("FasterMoE, GB/s", loads, by_rate)
+    report(tables | {"times": times(loads)}, args.out)
 
 
 if __name__ == "__main__":

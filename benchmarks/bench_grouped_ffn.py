@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.options import no_options
-from benchmarks.timing import summary
+from benchmarks.results import Table, Value, out_alone, report, spread
 from jax_moe_lb import Experts
 from jax_moe_lb.ops.grouped_ffn import dense_ffn, grouped_ffn
 from jax_moe_lb.ops.grouped_matmul import grouped_matmul, grouped_outer
@@ -64,19 +63,19 @@ def interleaved_s(functions: dict[str, Callable[[], object]]) -> tuple[dict[str,
     return wall, processor
 
 
-def ratios(functions: dict[str, Callable[[], object]], pairs: dict[str, str], inverse: bool = False) -> str:
+def ratios(functions: dict[str, Callable[[], object]], pairs: dict[str, str], inverse: bool = False) -> list[Value]:
     """Cells of a table: the ratio of each pair in wall time, and in processor time."""
     wall_s, processor_s = interleaved_s(functions)
-    cells = []
+    cells: list[Value] = []
     for grouped, dense in pairs.items():
         top, bottom = (dense, grouped) if inverse else (grouped, dense)
         # Any moment's load counts for both: the quarter that was disturbed least says more than the median.
         processor = np.quantile(processor_s[top], 0.25) / np.quantile(processor_s[bottom], 0.25)
-        cells.append(f"{summary(wall_s[top] / wall_s[bottom])} | {processor:.2f}")
-    return " | ".join(cells)
+        cells += [spread(wall_s[top] / wall_s[bottom]), float(processor)]
+    return cells
 
 
-def measure_products(kind: str, num_groups: int, mean: int, width: int, inner: int, dtype: str) -> None:
+def measure_products(kind: str, num_groups: int, mean: int, width: int, inner: int, dtype: str) -> list[Value]:
     """One row of the first table."""
     rng = np.random.default_rng(0)
     sizes = sizes_of(kind, num_groups, mean)
@@ -104,11 +103,11 @@ def measure_products(kind: str, num_groups: int, mean: int, width: int, inner: i
         functions["batched"] = lambda: batched(*split)
         pairs["batched"] = "dense outer"
     cells = ratios(functions, pairs, inverse=True)
-    missing = "" if kind == "equal" else " | - | -"
-    print(f"| {dtype} | {num_groups} | {mean} {kind} | {width} x {inner} | {cells}{missing} |", flush=True)
+    missing = [] if kind == "equal" else [None, None]
+    return [dtype, num_groups, f"{mean} {kind}", f"{width} x {inner}", *cells, *missing]
 
 
-def measure_ffn(num_groups: int, rows_per_group: int, width: int, inner: int) -> None:
+def measure_ffn(num_groups: int, rows_per_group: int, width: int, inner: int) -> list[Value]:
     """One row of the second table: forward and both gradients."""
     rng = np.random.default_rng(0)
     num_rows = num_groups * rows_per_group
@@ -129,22 +128,29 @@ def measure_ffn(num_groups: int, rows_per_group: int, width: int, inner: int) ->
         },
         {"grouped": "dense", "grouped gradients": "dense gradients"},
     )
-    print(f"| {num_groups} | {rows_per_group} | {width} x {inner} | {cells} |", flush=True)
+    return [num_groups, rows_per_group, f"{width} x {inner}", *cells]
+
+
+def columns_of(first: tuple[str, ...], ratios: tuple[str, ...]) -> dict[str, str]:
+    """Each ratio stands twice: of wall times, and of the processor times of all threads."""
+    return dict.fromkeys(first, "") | {f"{name}{of}": ".2f" for name in ratios for of in ("", ", processor")}
 
 
 def main() -> None:
-    """Prints the tables."""
-    no_options(__doc__)
-    print("FLOP/s over those of the dense product\n")
-    columns = ("rows @ w", "processor", "rows @ w.T", "processor", "rows.T @ rows", "processor", "einsum", "processor")
-    print(f"| dtype | groups | rows each | width | {' | '.join(columns)} |\n|{'---|' * 12}")
-    for dtype in ("float32", "bfloat16"):
-        for sized in [("equal", *case) for case in CASES] + list(UNEVEN):
-            measure_products(*sized, dtype)
-    print("\nTime over that of the dense FFN\n")
-    print(f"| groups | rows each | expert | forward | processor | gradients | processor |\n|{'---|' * 7}")
-    for case in CASES:
-        measure_ffn(*case)
+    """Reports the tables."""
+    out = out_alone(__doc__)
+    sized = [("equal", *case) for case in CASES] + list(UNEVEN)
+    products = Table(
+        columns_of(("dtype", "groups", "rows each", "width"), ("rows @ w", "rows @ w.T", "outer", "einsum")),
+        [measure_products(*one, dtype) for dtype in ("float32", "bfloat16") for one in sized],
+        "FLOP/s over those of the dense product",
+    )
+    ffn = Table(
+        columns_of(("groups", "rows each", "expert"), ("forward", "gradients")),
+        [measure_ffn(*case) for case in CASES],
+        "Time over that of the dense FFN",
+    )
+    report({"products": products, "ffn": ffn}, out)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.options import no_options
-from benchmarks.timing import interleaved_s, summary
+from benchmarks.results import Table, Value, out_alone, report, spread
+from benchmarks.timing import interleaved_s
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Greedy, Topology, _planning, imbalance, load, nearest_first, plain_plan, traffic
 from jax_moe_lb.legality import ensure_legal
@@ -20,7 +20,7 @@ SHAPES = ((8, 128), (64, 256), (256, 256))
 LOGNORMAL = next(workload for workload in WORKLOADS if workload.name == "lognormal")
 
 
-def measure(num_ranks: int, num_experts: int) -> None:
+def measure(num_ranks: int, num_experts: int) -> list[Value]:
     """One row of the table."""
     topology = Topology.flat(num_ranks)
     slots = num_experts // num_ranks + 2
@@ -43,15 +43,15 @@ def measure(num_ranks: int, num_experts: int) -> None:
     )
     before, after = imbalance(load(plain_plan(counts, topology))), imbalance(load(planned))
     replicas = int(traffic(planned, counts).replicas)
-    columns = " | ".join(summary(times_s[name], 1e6, 0) for name in times_s)
-    print(f"| {num_ranks} x {num_experts} | {columns} | {float(before):.3f} -> {float(after):.3f} | {replicas} |")
+    times = [spread(of_name * 1e6) for of_name in times_s.values()]
+    return [f"{num_ranks} x {num_experts}", *times, float(before), float(after), replicas]
 
 
 LAYERS = 100
 """Planned in one call of `_planning`, so that the call itself costs nothing beside them."""
 
 
-def compare_calls(name: str, module: Callable, op: Callable, reference: Callable, *case: np.ndarray) -> None:
+def compare_calls(name: str, module: Callable, op: Callable, reference: Callable, *case: np.ndarray) -> list[Value]:
     """One row: the same plan by every way of calling the planner."""
     case = tuple(np.asarray(array) for array in case)
     layers = tuple(np.repeat(array[None], LAYERS, 0) for array in case)
@@ -74,16 +74,16 @@ def compare_calls(name: str, module: Callable, op: Callable, reference: Callable
         repeats=100,
     )
     times_s["C++"] /= LAYERS
-    print(f"| {name} | {' | '.join(summary(times_s[way], 1e6, 0) for way in times_s)} |")
+    return [name, *(spread(times * 1e6) for times in times_s.values())]
 
 
-def compare_all_calls(num_ranks: int = 64, num_experts: int = 256, slots: int = 6) -> None:
+def compare_all_calls(num_ranks: int = 64, num_experts: int = 256, slots: int = 6) -> Table:
     """The second table."""
     counts = LOGNORMAL.counts(0, num_ranks, 256, num_experts, 8)
     topology = Topology.flat(num_ranks)
     plan = plain_plan(counts, topology, slots)
     greedily = num_ranks, 1
-    compare_calls(
+    row = compare_calls(
         "greedy",
         lambda *case: _planning.greedy(*case, *greedily),
         lambda *case: greedy(*case, *greedily),
@@ -91,19 +91,19 @@ def compare_all_calls(num_ranks: int = 64, num_experts: int = 256, slots: int = 
         plan.placement,
         plan.quota,
     )
+    ways = ("C++", "empty jit", "custom call in jit", "jnp loop in jit", "pure_callback of the C++")
+    columns = {"planner": ""} | dict.fromkeys(ways, ".0f")
+    return Table(columns, [row], f"{num_ranks} ranks x {num_experts} experts, us")
 
 
 def main() -> None:
-    """Prints both tables."""
-    no_options(__doc__)
-    print("| ranks x experts | greedy us | legality us | split us | split, domains of 8, us | imbalance | replicas |")
-    print("|---|---|---|---|---|---|---|")
-    for shape in SHAPES:
-        measure(*shape)
-    print("\n64 ranks x 256 experts, us")
-    print("| planner | C++ | empty jit | custom call in jit | jnp loop in jit | pure_callback of the C++ |")
-    print("|---|---|---|---|---|---|")
-    compare_all_calls()
+    """Reports both tables."""
+    out = out_alone(__doc__)
+    times = ("greedy us", "legality us", "split us", "split, domains of 8, us")
+    columns = {"ranks x experts": ""} | dict.fromkeys(times, ".0f")
+    columns |= {"imbalance before": ".3f", "after": ".3f", "replicas": "d"}
+    parts = Table(columns, [measure(*shape) for shape in SHAPES])
+    report({"parts": parts, "calls": compare_all_calls()}, out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.options import no_options
+from benchmarks.results import Table, out_alone, report
 from jax_moe_lb.compiled import Target, compile_for, quiet_stderr, use_no_accelerators
 
 ROWS, WIDTH, INNER, GROUPS = 36_864, 2048, 768, 32
@@ -15,8 +15,8 @@ OPTIONS = (None, "xla_gpu_experimental_use_ragged_dot_fusion", "xla_gpu_experime
 
 
 def main() -> None:
-    """Prints a row for each of XLA's options."""
-    no_options(__doc__)
+    """Reports a row for each of XLA's options."""
+    out = out_alone(__doc__)
     use_no_accelerators()
     target = Target.parse("h100:1x8")
     mesh = target.mesh()
@@ -25,11 +25,10 @@ def main() -> None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     args = array(jnp.bfloat16, ROWS, WIDTH), array(jnp.bfloat16, GROUPS, WIDTH, INNER), array(jnp.int32, GROUPS)
-    print("| option | FLOPs over ideal | temporary MB |")
-    print("|---|---|---|")
+    rows = []
     for option in OPTIONS:
         with quiet_stderr():
-            report = compile_for(
+            found = compile_for(
                 target,
                 jax.jit(jax.lax.ragged_dot),
                 args,
@@ -37,7 +36,8 @@ def main() -> None:
                 ideal_flops=2 * ROWS * WIDTH * INNER,
                 options={option: True} if option else {},
             )
-        print(f"| {option or 'none'} | {report.flops_over_ideal:.1f} | {report.temp_bytes / 1e6:.0f} |", flush=True)
+        rows.append([option or "none", found.flops_over_ideal, found.temp_bytes / 1e6])
+    report({"options": Table({"option": "", "FLOPs over ideal": ".1f", "temporary MB": ".0f"}, rows)}, out)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import heapq
 
 import numpy as np
 
-from benchmarks.options import no_options
-from benchmarks.timing import interleaved_s, summary
+from benchmarks.results import Table, Value, out_alone, report, spread
+from benchmarks.timing import interleaved_s
 from jax_moe_lb.balancers.rails import ticks_of
 from jax_moe_lb.planners.spray import spray
 
@@ -168,13 +168,15 @@ def over_bound(plan, draw, members: int = MEMBERS) -> np.ndarray:
     return np.mean(ratios, 0)
 
 
-def table_of_plans() -> None:
-    """Prints how evenly NICs send and receive."""
-    print("Busiest NIC over the bound, sending / receiving; 8 nodes of 8, means of 5 seeds")
-    print(f"{'':22}" + "".join(f"{s:>14}" for s in (0, 0.8, 0.95)))
+def table_of_plans() -> Table:
+    """How evenly NICs send and receive."""
+    left_out = (0, 0.8, 0.95)
+    columns = {"plan": ""} | {f"{way}, {s:g} left out": ".2f" for s in left_out for way in ("sending", "receiving")}
+    rows: list[list[Value]] = []
     for name, plan in PLANS.items():
-        cells = [over_bound(plan, lambda rng, s=s: sparse(rng, s)) for s in (0, 0.8, 0.95)]
-        print(f"{name:22}" + "".join(f"{f'{a:.2f} / {b:.2f}':>14}" for a, b, _ in cells))
+        cells = [over_bound(plan, lambda rng, s=s: sparse(rng, s))[:2].tolist() for s in left_out]
+        rows.append([name, *(number for cell in cells for number in cell)])
+    return Table(columns, rows, "Busiest NIC over the bound; 8 nodes of 8, means of 5 seeds")
 
 
 WORKLOADS = {
@@ -190,31 +192,34 @@ WORKLOADS = {
 BASELINES = ("source's NIC", "receiver's NIC", "hashed")
 
 
-def table_of_times() -> None:
-    """Prints completion times against those of plans that do not balance."""
-    print("\nCompletion time of RailS, and bus bandwidth, against")
-    print(f"{'':18}" + "".join(f"{name:>22}" for name in BASELINES) + f"{'over the bound':>18}")
+def table_of_times() -> Table:
+    """Completion times against those of plans that do not balance."""
+    rows: list[list[Value]] = []
     for name, (draw, members) in WORKLOADS.items():
         ours = over_bound(rails_of, draw, members)[2]
         cells = [over_bound(PLANS[base], draw, members)[2] for base in BASELINES]
-        texts = [f"{100 * (ours / cell - 1):+.0f} %, {100 * (cell / ours - 1):+.0f} %" for cell in cells]
-        print(f"{name:18}" + "".join(f"{text:>22}" for text in texts) + f"{ours:>18.3f}")
+        changes = [100 * change for cell in cells for change in (ours / cell - 1, cell / ours - 1)]
+        rows.append([name, *map(float, changes), float(ours)])
+    against = [f"{what} against {base}, %" for base in BASELINES for what in ("time", "bandwidth")]
+    columns = {"traffic": ""} | dict.fromkeys(against, "+.0f") | {"time over the bound": ".3f"}
+    return Table(columns, rows, "Completion time and bus bandwidth of RailS against other plans")
 
 
-def table_of_chunks() -> None:
-    """Prints what more chunks cost and bring."""
+def table_of_chunks() -> Table:
+    """What more chunks cost and bring."""
     rows = sparse(np.random.default_rng(0), 0.8)
     small = (rows / 40).astype(np.int32)
     every = (1, 2, 4, 8, 16, 32, 64, 256)
     times = interleaved_s({chunks: (lambda c=chunks: rails_of(rows, MEMBERS, None, c)) for chunks in every}, repeats=9)
-    print("\nChunks of each pair of nodes on each rail; sparsity 0.8; planning in C++ for 64 ranks, us")
-    print(f"{'chunks':>8}{'time / bound':>16}{'100 rows a flow':>18}{'messages a NIC':>16}  us")
+    lines: list[list[Value]] = []
     for chunks in every:
         *_, time = over_bound(lambda *args, c=chunks: rails_of(*args, c), lambda rng: sparse(rng, 0.8))
         few = max(load.max() for load in loads(rails_of(small, MEMBERS, None, chunks), MEMBERS))
-        messages = _messages(rows, chunks)
         few /= bound(small, MEMBERS)
-        print(f"{chunks:>8}{time:>16.3f}{few:>18.3f}{messages:>16.0f}  {summary(times[chunks], 1e6)}")
+        lines.append([chunks, float(time), float(few), float(_messages(rows, chunks)), spread(times[chunks] * 1e6)])
+    columns = {"chunks": "d", "time over the bound": ".3f", "100 rows a flow": ".3f", "messages of a NIC": ".0f"}
+    title = "Chunks of each pair of nodes on each rail; sparsity 0.8; planning in C++ for 64 ranks"
+    return Table(columns | {"planning, us": ".0f"}, lines, title)
 
 
 def _messages(rows: np.ndarray, chunks: int) -> float:
@@ -224,9 +229,9 @@ def _messages(rows: np.ndarray, chunks: int) -> float:
     return (-(-blocks // chunk)).sum() / RANKS
 
 
-def table_of_rails() -> None:
-    """Prints what slow and dead rails do, with and without their speeds known."""
-    print("\nOne rail of eight slower: time over that of the best split, told / not told its speed")
+def table_of_rails() -> Table:
+    """What slow and dead rails do, with and without their speeds known."""
+    lines: list[list[Value]] = []
     rows = sparse(np.random.default_rng(0), 0.8)
     for name, speeds in (("half as fast", (2,) * 7 + (1,)), ("a tenth", (10,) * 7 + (1,)), ("dead", (1,) * 7 + (0,))):
         ticks = np.array(ticks_of(speeds), np.int32)
@@ -234,16 +239,17 @@ def table_of_rails() -> None:
         best = bound(rows, MEMBERS) * MEMBERS / sum(1 / seconds)
         told = [load * np.where(load > 0, seconds, 0) for load in loads(spray(rows, ticks, MEMBERS, 16), MEMBERS)]
         even = [load * seconds for load in loads(rails_of(rows, MEMBERS, None), MEMBERS)]
-        print(f"{name:14} {max(t.max() for t in told) / best:.3f} / {max(e.max() for e in even) / best:.3f}")
+        reached = [float(max(load.max() for load in loads_s)) for loads_s in (told, even)]
+        lines.append([name, *(time / best if np.isfinite(time) else "never ends" for time in reached)])
+    columns = {"rail": "", "told its speed": ".3f", "not told": ".3f"}
+    return Table(columns, lines, "One rail of eight slower: time over that of the best split")
 
 
 def main() -> None:
-    """Prints all tables."""
-    no_options(__doc__)
-    table_of_plans()
-    table_of_times()
-    table_of_chunks()
-    table_of_rails()
+    """Reports all tables."""
+    out = out_alone(__doc__)
+    plans, times, chunks, rails = table_of_plans(), table_of_times(), table_of_chunks(), table_of_rails()
+    report({"plans": plans, "times": times, "chunks": chunks, "rails": rails}, out)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 
+from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import Topology, _planning, domain_floor, homes_after, plan_relocation
 
 TOPOLOGY = Topology.flat(64, 8)
@@ -35,44 +36,52 @@ def stay(shape: tuple[int, int]) -> np.ndarray:
     return np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
 
 
-def judged(name: str, tokens: np.ndarray, homes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    floor, reached = domain_floor(tokens, homes, TOPOLOGY), result(tokens, homes)
-    show(name, floor, reached)
-    return floor, reached
+def judged(tokens: np.ndarray, homes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Floor and result of each layer."""
+    return domain_floor(tokens, homes, TOPOLOGY), result(tokens, homes)
 
 
-def show(name: str, floor: np.ndarray, reached: np.ndarray) -> None:
+COLUMNS = {
+    "homes from": "",
+    "loads": "",
+    "floor": ".4f",
+    "floor, worst": ".3f",
+    "result": ".4f",
+    "result, worst": ".3f",
+    "over the floor, %": ".3f",
+    "over the floor, worst, %": ".2f",
+}
+
+
+def row_of(homes: str, loads: str, floor: np.ndarray, reached: np.ndarray) -> list[Value]:
     gap = 100 * (reached / floor - 1)
-    print(
-        f"| {name} | {floor.mean():.4f} | {floor.max():.3f} | {reached.mean():.4f} | {reached.max():.3f} "
-        f"| {gap.mean():.3f} % | {gap.max():.2f} % |",
-        flush=True,
-    )
+    numbers = floor.mean(), floor.max(), reached.mean(), reached.max(), gap.mean(), gap.max()
+    return [homes, loads, *map(float, numbers)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loads", type=pathlib.Path, required=True)
     parser.add_argument("--groups", type=int, default=1, help="groups that the router limited tokens to")
+    out_option(parser)
     options = parser.parse_args()
     files = {path.stem: np.load(path) for path in sorted(options.loads.glob("*.npy"))}
-    print("| homes from -> loads | floor | worst | result | worst | over floor | worst |")
-    print("|---|---|---|---|---|---|---|")
-    for name, tokens in files.items():
-        judged(f"contiguous -> {name}", tokens, stay(tokens.shape))
+    rows = [row_of("order", name, *judged(tokens, stay(tokens.shape))) for name, tokens in files.items()]
     homes, seconds = {}, []
     for name, tokens in files.items():
         started_s = time.perf_counter()
         permutation = plan_relocation(tokens, TOPOLOGY, num_groups=options.groups)
         seconds.append(time.perf_counter() - started_s)
         homes[name] = homes_after(stay(tokens.shape), permutation)
-    pairs = [judged(f"{a} -> {b}", files[b], homes[a]) for a, b in itertools.permutations(files, 2)]
-    show(f"all {len(pairs)} pairs", *np.stack(pairs, 1))
+    pairs = {(a, b): judged(files[b], homes[a]) for a, b in itertools.permutations(files, 2)}
+    rows += [row_of(a, b, *found) for (a, b), found in pairs.items()]
+    rows.append(row_of("another recording", f"all {len(pairs)} pairs", *np.stack([*pairs.values()], 1)))
     for name, tokens in files.items():
         others = np.stack([files[other] / files[other].sum() for other in files if other != name])
         permutation = plan_relocation(others, TOPOLOGY, num_groups=options.groups)
-        judged(f"all others -> {name}", tokens, homes_after(stay(tokens.shape), permutation))
-    print(f"\nplanning homes of {len(tokens)} layers: {np.median(seconds):.2f} s, median")
+        rows.append(row_of("all others", name, *judged(tokens, homes_after(stay(tokens.shape), permutation))))
+    note = f"Planning homes of {len(tokens)} layers takes {np.median(seconds):.2f} s, median."
+    report({"homes": Table(COLUMNS, rows, notes=(note,))}, options.out)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.bench_feplb import SLOTS, fastermoe, feplb, plain
+from benchmarks.results import Table, Value, out_option, report
 from benchmarks.stragglers import CASES, Case, counts
 from jax_moe_lb import FEPLB, _planning
 from jax_moe_lb.ops.grouped_matmul import grouped_matmul
@@ -105,31 +106,33 @@ def _straggler(by_rank: np.ndarray) -> float:
     return float((by_rank.max(1) - by_rank.mean(1)).mean())
 
 
-def table(case: Case, seed: int, number: int, turns: int) -> None:
+def table(case: Case, seed: int, number: int, turns: int) -> Table:
     """One number of ranks."""
     loads = counts(case, seed, number)
     found = stragglers({name: plan(loads) for name, plan in SYSTEMS.items()}, turns)
-    print(f"\n| {case.num_ranks} ranks | tokens | less by % | products ms | less by % | published | mean ms |")
-    print("|---|---|---|---|---|---|---|")
+    columns = {f"{case.num_ranks} ranks": "", "tokens": ".0f", "tokens, % less": ".0f", "products ms": ".2f"}
+    columns |= {"products, % less": ".0f", "published, % less": ".0f", "mean ms": ".1f"}
+    rows: list[list[Value]] = []
     before = found["before"]
     published = dict(zip(("FasterMoE", "FEPLB"), PUBLISHED[case.num_ranks], strict=True))
     for name, (tokens, time_ms, mean_ms) in found.items():
-        cut = [f"{100 * (1 - after / first):.0f}" for after, first in zip((tokens, time_ms), before[:2], strict=True)]
-        row = f"{tokens:.0f} | {cut[0]} | {time_ms:.2f} | {cut[1]} | {published.get(name, '')} | {mean_ms:.1f}"
-        print(f"| {name} | {row} |", flush=True)
+        cut = [100 * (1 - after / first) for after, first in zip((tokens, time_ms), before[:2], strict=True)]
+        rows.append([name, tokens, cut[0], time_ms, cut[1], published.get(name), mean_ms])
+    return Table(columns, rows)
 
 
 def main() -> None:
-    """Prints a table for each number of ranks."""
+    """Reports a table for each number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--number", type=int, default=3, help="microbatches")
     parser.add_argument("--turns", type=int, default=12, help="the least time of so many counts")
     parser.add_argument("--seed", type=int, default=0)
+    out_option(parser)
     args = parser.parse_args()
     # Before the backend starts its threads.
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    for case in CASES:
-        table(case, args.seed, args.number, args.turns)
+    tables = {f"{case.num_ranks}_ranks": table(case, args.seed, args.number, args.turns) for case in CASES}
+    report(tables, args.out)
 
 
 if __name__ == "__main__":

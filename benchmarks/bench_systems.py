@@ -6,6 +6,10 @@ force-balanced routing.
 
 Virtual devices share the cores of the machine: the time of a straggler does not show here, only that of what a system
 does besides. `bench_two_ranks` measures the former.
+
+Means are over the last of the microbatches. Tokens moved: to the experts, forward. A step goes this way five times:
+outputs return, backward tokens and gradients of outputs go, gradients of tokens return. Weights moved: forward; a step
+does it three times.
 """
 
 import functools
@@ -16,10 +20,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.stages import Compiled
 
-from benchmarks.options import no_options
 from benchmarks.popular_ranks import Case, popularity
+from benchmarks.results import Table, out_alone, report, spread
 from benchmarks.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
-from benchmarks.timing import interleaved_s, summary
+from benchmarks.timing import interleaved_s
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import ForceBalanced, Stats, System, plain, use_virtual_cpu_devices
 from jax_moe_lb.routing import Router
@@ -34,17 +38,17 @@ SETTLING = 3
 """The first so many count for nothing: a history is empty at first."""
 
 BOUND = "plain, force-balanced routing"
-COLUMNS = (
-    "system",
-    "imbalance",
-    "straggler, tokens",
-    "rounds",
-    "tokens moved MB",
-    "weights moved MB",
-    "temporary MB per rank",
-    "step ms",
-    "over plain",
-)
+COLUMNS = {
+    "system": "",
+    "imbalance": ".3f",
+    "straggler, tokens": ".0f",
+    "rounds": ".1f",
+    "tokens moved MB": ".1f",
+    "weights moved MB": ".1f",
+    "temporary MB per rank": ".1f",
+    "step ms": ".0f",
+    "over plain": ".2f",
+}
 
 
 def configurations() -> dict[str, tuple[System, Router]]:
@@ -88,8 +92,8 @@ def _first_state(system: System) -> State:
     return system.balancer.init((SIZES.num_ranks, SIZES.num_experts))
 
 
-def measure(mesh: Mesh, steps: dict[str, Compiled], logits: Callable[[int], np.ndarray]) -> None:
-    """Prints one table."""
+def measure(mesh: Mesh, steps: dict[str, Compiled], logits: Callable[[int], np.ndarray]) -> Table:
+    """One table."""
     batches = [tokens_of(mesh, SIZES, logits(seed)) for seed in range(BATCHES)]
     weights, stats = weights_of(mesh, SIZES), {}
     calls: dict[str, Callable[[], object]] = {}
@@ -97,19 +101,15 @@ def measure(mesh: Mesh, steps: dict[str, Compiled], logits: Callable[[int], np.n
         stats[name], state = run_batches(steps[name], system, batches, weights)
         calls[name] = functools.partial(steps[name], state, batches[-1], *weights)
     times_s = interleaved_s(calls, repeats=7)
-    before = stats["plain"]
-    print(
-        f"\nBefore: imbalance {before.imbalance_before.mean():.3f}, straggler {before.straggler_before.mean():.0f}.\n"
-    )
-    print(f"| {' | '.join(COLUMNS)} |")
-    print("|" + "---|" * len(COLUMNS))
+    rows = []
     for name, of in stats.items():
-        cells = [name, f"{of.imbalance_after.mean():.3f}", f"{of.straggler_after.mean():.0f}"]
-        cells += [f"{of.rounds.mean():.1f}", f"{of.rows_moved.mean() * SIZES.width * 4 / 1e6:.1f}"]
-        cells += [f"{of.weight_bytes_moved.mean() / 1e6:.1f}"]
-        cells += [f"{_temporary_bytes(steps[name]) / 1e6:.1f}"]
-        cells += [summary(times_s[name], 1e3, 0), summary(times_s[name] / times_s["plain"])]
-        print(f"| {' | '.join(cells)} |", flush=True)
+        moved_mb = of.rows_moved.mean() * SIZES.width * 4 / 1e6, of.weight_bytes_moved.mean() / 1e6
+        numbers = of.imbalance_after.mean(), of.straggler_after.mean(), of.rounds.mean(), *moved_mb
+        times = spread(times_s[name] * 1e3), spread(times_s[name] / times_s["plain"])
+        rows.append([name, *map(float, numbers), _temporary_bytes(steps[name]) / 1e6, *times])
+    before = stats["plain"]
+    title = f"Before: imbalance {before.imbalance_before.mean():.3f}, straggler {before.straggler_before.mean():.0f}"
+    return Table(COLUMNS, rows, title)
 
 
 def _temporary_bytes(step: Compiled) -> int:
@@ -121,21 +121,12 @@ def _temporary_bytes(step: Compiled) -> int:
 
 
 def main() -> None:
-    """Prints the tables."""
-    no_options(__doc__)
+    """Reports the tables."""
+    out = out_alone(__doc__)
     use_virtual_cpu_devices(SIZES.num_ranks)
     mesh = jax.make_mesh((SIZES.num_ranks,), ("expert",), axis_types=(AxisType.Auto,))
-    print(f"{SIZES}, float32; means over {BATCHES - SETTLING} microbatches; an expert is ", end="")
-    print(f"{SIZES.expert_bytes / 1e6:.1f} MB, the mean load {SIZES.num_tokens * SIZES.per_tok} token copies.")
     steps = compiled(mesh)
-    for logits in (zipf, popular_ranks):
-        print(f"\n{logits.__name__}")
-        measure(mesh, steps, logits)
-    print(
-        "\nTokens moved: to the experts, forward. A step goes this way five times: outputs return, backward tokens and"
-    )
-    print("gradients of outputs go, gradients of tokens return. Weights moved: forward; a step does it three times.")
-    print("Virtual devices share one pool of threads: a straggler does not show in these times.")
+    report({logits.__name__: measure(mesh, steps, logits) for logits in (zipf, popular_ranks)}, out)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.timing import summary
+from benchmarks.results import Table, out_option, report, spread
 from jax_moe_lb import System, Wire, use_virtual_cpu_devices
 from jax_moe_lb.systems import system_named, system_names
 from models.data import Corpus, default_corpus
@@ -50,35 +50,47 @@ def train(config: TrainConfig, corpus: Corpus, system: str) -> dict[str, np.ndar
     return dict(zip(names, np.asarray(rows, np.float64).T, strict=True)) | {"counts": np.stack(counts)}
 
 
+COLUMNS = {
+    "system": "",
+    "last loss": ".6f",
+    "steps within 1e-6": "d",
+    "with the same counts": "d",
+    "largest difference": ".1e",
+    "imbalance before": ".2f",
+    "after": ".2f",
+    "most rounds": ".0f",
+    "step ms": ".0f",
+}
+"""Of the table; systems run one after the other."""
+
+
 def steps_before(wrong: np.ndarray) -> int:
     """How many steps come before the first that is wrong."""
     return int(np.argmax(np.append(wrong, True)))
 
 
 def main() -> None:
-    """Prints the table."""
+    """Reports the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--systems", nargs="+", default=[*system_names(), *(f"exact, {wire}" for wire in WIRES)])
+    out_option(parser)
     args = parser.parse_args()
     config = dataclasses.replace(preset("tiny"), steps=args.steps)
     use_virtual_cpu_devices(config.parallel.num_shards)
     corpus = default_corpus(config.max_corpus_bytes)
     plain = train(config, corpus, "plain")
-    print("| system | last loss | steps within 1e-6 | with the same counts | largest difference ", end="")
-    print("| imbalance | most rounds | step ms |")
-    print("|---|---|---|---|---|---|---|---|")
+    rows = []
     for name in ["plain", *(name for name in args.systems if name != "plain")]:
         run = plain if name == "plain" else train(config, corpus, name)
         apart = np.abs(run["loss"] / plain["loss"] - 1)
         other = (run["counts"] != plain["counts"]).reshape(len(apart), -1).any(1)
-        cells = [name, f"{run['loss'][-1]:.6f}", str(steps_before(apart > 1e-6)), str(steps_before(other))]
-        cells.append(f"{apart.max():.1e}")
-        cells += [f"{run['before'].mean():.2f} -> {run['after'].mean():.2f}", f"{run['rounds'].max():.0f}"]
+        alike = steps_before(apart > 1e-6), steps_before(other)
+        level = run["before"].mean(), run["after"].mean(), run["rounds"].max()
         # The first step compiles.
-        cells.append(summary(run["step_s"][1:], 1e3, 0))
-        print(f"| {' | '.join(cells)} |", flush=True)
-    print("\nSystems ran one after the other, on virtual devices that share one pool of threads.")
+        times_ms = spread(run["step_s"][1:] * 1e3)
+        rows.append([name, float(run["loss"][-1]), *alike, float(apart.max()), *map(float, level), times_ms])
+    report({"systems": Table(COLUMNS, rows)}, args.out)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType
 
 from benchmarks.popular_ranks import Case, popularity
+from benchmarks.results import Table, out_option, report, spread
 from benchmarks.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
-from benchmarks.timing import summary
 from jax_moe_lb import ForceBalanced, Stats, plain, ultraep, use_virtual_cpu_devices
 
 SIZES = Sizes(num_ranks=2, num_tokens=16384, width=256, inner=1024, num_experts=8, per_tok=2)
@@ -180,32 +180,43 @@ def _wait(ranks: list[subprocess.Popen], limit_s: float, folder: Path) -> None:
         raise RuntimeError(f"ranks ended with {codes} (None: still running); expected 0 within {limit_s:.0f} s\n{logs}")
 
 
-def show(reports: list[dict]) -> None:
-    """Prints the table."""
-    columns = ["system", "imbalance", "rounds", "rows moved", "weights moved MB"]
-    columns += ["step ms", "over force-balanced", "CPU ms of rank 0", "of rank 1"]
-    print(f"| {' | '.join(columns)} |")
-    print("|" + "---|" * len(columns))
+COLUMNS = {
+    "system": "",
+    "imbalance": ".3f",
+    "rounds": "d",
+    "rows moved": "d",
+    "weights moved MB": ".1f",
+    "step ms": ".0f",
+    "over force-balanced": ".3f",
+    "CPU ms of rank 0": ".0f",
+    "of rank 1": ".0f",
+}
+
+
+def table_of(reports: list[dict]) -> Table:
+    """One row for each system."""
+    rows = []
     wall_s = {name: _of_ranks(reports, name, "wall_s").max(0) for name in reports[0]["rows"]}
     for name, row in reports[0]["rows"].items():
-        cells = [name, f"{row['imbalance']:.3f}", str(row["rounds"]), str(row["rows_moved"])]
-        cells += [f"{row['weight_bytes_moved'] / 1e6:.1f}", summary(wall_s[name], 1e3, 0)]
-        cells.append(summary(wall_s[name] / wall_s[BOUND], digits=3))
-        cells += [f"{np.median(cpu_s) * 1e3:.0f}" for cpu_s in _of_ranks(reports, name, "cpu_s")]
-        print(f"| {' | '.join(cells)} |")
-    dense = min(report["dense_flops_per_s"] for report in reports)
+        counts = [row["imbalance"], row["rounds"], row["rows_moved"], row["weight_bytes_moved"] / 1e6]
+        times = [spread(wall_s[name] * 1e3), spread(wall_s[name] / wall_s[BOUND])]
+        cpu_ms = [float(np.median(cpu_s) * 1e3) for cpu_s in _of_ranks(reports, name, "cpu_s")]
+        rows.append([name, *counts, *times, *cpu_ms])
+    dense = min(one["dense_flops_per_s"] for one in reports)
     floor_s = SIZES.flops_per_rank / dense
-    print(f"\nCores: {[report['cores'] for report in reports]}; load averages at the end: {os.getloadavg()}.")
-    print(
+    loads = ", ".join(f"{load:.1f}" for load in os.getloadavg())
+    notes = (
+        f"Cores: {[one['cores'] for one in reports]}; load averages at the end: {loads}.",
         f"The experts' products are {SIZES.flops_per_rank / 1e9:.0f} GFLOP per rank and step at the mean load, "
         f"{floor_s * 1e3:.0f} ms at the {dense / 1e9:.0f} GFLOP/s of a dense product on one core: "
-        f"{floor_s / np.median(wall_s[BOUND]):.0%} of the force-balanced step."
+        f"{floor_s / np.median(wall_s[BOUND]):.0%} of the force-balanced step.",
     )
+    return Table(COLUMNS, rows, notes=notes)
 
 
 def _of_ranks(reports: list[dict], name: str, key: str) -> np.ndarray:
     """`[R, repeats]` seconds."""
-    return np.asarray([report["rows"][name][key] for report in reports])
+    return np.asarray([one["rows"][name][key] for one in reports])
 
 
 def main() -> None:
@@ -215,11 +226,12 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    out_option(parser)
     args = parser.parse_args()
     if args.rank is None:
         # Or the ranks would outlive a parent that is told to stop.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-        show(measure(args.repeats))
+        report({"steps": table_of(measure(args.repeats))}, args.out)
     else:
         run_rank(args.rank, args.address, args.repeats, args.folder)
 

@@ -87,6 +87,17 @@ def out_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="keep the tables there, as JSON; replaces the file")
 
 
+def out_alone(what: str | None) -> Path | None:
+    """Reads `--out` for a benchmark that has nothing else to choose; refuses anything else, before it begins.
+
+    Args:
+        what: the docstring of its module.
+    """
+    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out_option(parser)
+    return parser.parse_args().out
+
+
 def report(tables: Mapping[str, Table], out: Path | None) -> None:
     """Prints all tables, and keeps them where `out` is given."""
     for name, table in tables.items():
