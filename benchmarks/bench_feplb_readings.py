@@ -1,6 +1,6 @@
 """Which reading of FEPLB's scheduler comes nearest to all token stragglers that its paper publishes.
 
-    python -m benchmarks.bench_feplb_readings [--number 400] [--all]
+    python -m benchmarks.bench_feplb_readings [--number 400] [--all] [--out FILE.json]
 
 Six points, in percent by which the token straggler falls: figure 5 (2, 4 and 8 ranks) and figure 6 (8 ranks with 2, 4
 and 8 dynamic experts). The loads of all readings are the same and are fitted to rows of no system: to the column
@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.bench_feplb import fastermoe, plain, reduction, straggler
 from benchmarks.feplb_readings import Reading, readings, straggler_after
+from benchmarks.results import Table, Value, out_option, report
 from benchmarks.stragglers import CASES, DYNAMIC, Shape, counts, lognormal, zipf
 
 KINDS: dict[str, tuple[Shape, int]] = {
@@ -64,9 +65,10 @@ class Found:
         """Whether the straggler falls by more on more ranks, as published."""
         return bool((np.diff(self.points[0, :3]) > 0).all())
 
-    def __str__(self) -> str:
-        ends = zip(self.points[0], self.points[1:].min(0), self.points[1:].max(0), strict=True)
-        return " | ".join(f"{mean:.1f} ({low:.0f}-{high:.0f})" for mean, low, high in ends)
+    @property
+    def ranges(self) -> list[list[float]]:
+        """Of each point: all microbatches, the least and the most of the fifths."""
+        return np.stack([self.points[0], self.points[1:].min(0), self.points[1:].max(0)], axis=1).tolist()
 
 
 class Loads:
@@ -117,59 +119,68 @@ def distinct(ranked: Iterable[Reading], found: dict[Reading, list[Found]], numbe
     return list(first.values())[:number]
 
 
-def show_baseline(kinds: dict[str, Loads]) -> None:
+def baseline(kinds: dict[str, Loads]) -> Table:
     """FasterMoE's rows of figure 5."""
     known = np.array([100 * (1 - case.fastermoe / case.straggler) for case in CASES])
-    print("| FasterMoE, % less | 2 ranks | 4 ranks | 8 ranks | error |\n|---|---|---|---|---|")
-    print(f"| published | {' | '.join(f'{percent:.1f}' for percent in known)} | |")
+    rows: list[list[Value]] = [["published", *known.tolist(), None]]
     for name, kind in kinds.items():
         cut = np.array([reduction(fastermoe(loads), plain(loads)) for loads in kind.loads.values()])
-        print(f"| {name} | {' | '.join(f'{x:.1f}' for x in cut)} | {np.sqrt(np.mean((cut - known) ** 2)):.1f} |")
+        rows.append([name, *cut.tolist(), float(np.sqrt(np.mean((cut - known) ** 2)))])
+    columns = ("2 ranks", "4 ranks", "8 ranks", "error")
+    return Table({"FasterMoE, % less": ""} | dict.fromkeys(columns, ".1f"), rows)
 
 
-HEAD = "dynamic | useful | else | tau | budget | main dyn"
+HEAD = ("dynamic", "useful", "else", "tau", "budget", "main dyn")
 
 
-def show_errors(title: str, lines: list[Reading], found: dict[Reading, list[Found]], kinds: Iterable[str]) -> None:
-    """One line a reading: its error on each kind of loads, and whether its trend there is the published one."""
-    print(f"\n**{title}**\n\n| {HEAD} | {' | '.join(kinds)} | all |\n|{'---|' * (7 + len(KINDS))}")
+def errors(title: str, lines: list[Reading], found: dict[Reading, list[Found]], kinds: Iterable[str]) -> Table:
+    """One line a reading: its error on each kind of loads, and the kinds on which its trend is the published one."""
+    names = list(kinds)
+    rows: list[list[Value]] = []
     for reading in lines:
-        cells = [f"{one.error:.1f} {'+' if one.rises else '-'}" for one in found[reading]]
-        print(f"| {reading} | {' | '.join(cells)} | {error_over(found[reading]):.1f} |")
+        rises = "; ".join(name for name, one in zip(names, found[reading], strict=True) if one.rises)
+        of_kinds = [one.error for one in found[reading]]
+        rows.append([*str(reading).split(" | "), *of_kinds, error_over(found[reading]), rises or "none"])
+    columns = dict.fromkeys(HEAD, "") | dict.fromkeys((*names, "all"), ".1f") | {"rises on": ""}
+    return Table(columns, rows, title)
 
 
-def show_points(name: str, rows: dict[str, Found]) -> None:
+def points(name: str, rows: dict[str, Found]) -> Table:
     """One line a reading: the six points, with ranges."""
-    print(f"\n**{name}: % less**\n")
-    print("| | 2 ranks | 4 ranks | 8 ranks | 8, dyn 2 | 8, dyn 4 | 8, dyn 8 | error |")
-    print(f"|{'---|' * 8}")
-    print(f"| published | {' | '.join(f'{percent:.1f}' for percent in PUBLISHED)} | |")
-    for label, found in rows.items():
-        print(f"| {label} | {found} | {found.error:.1f} |")
+    columns = ("2 ranks", "4 ranks", "8 ranks", "8, dyn 2", "8, dyn 4", "8, dyn 8", "error")
+    lines: list[list[Value]] = [["published", *PUBLISHED.tolist(), None]]
+    lines += [[label, *found.ranges, found.error] for label, found in rows.items()]
+    return Table({"reading": ""} | dict.fromkeys(columns, ".1f"), lines, f"{name}: % less")
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Reports the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=400, help="microbatches of each point")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--best", type=int, default=8, help="readings in the tables of the best")
-    parser.add_argument("--all", action="store_true", help="print the errors of every reading, too")
+    parser.add_argument("--all", action="store_true", help="report the errors of every reading, too")
+    out_option(parser)
     options = parser.parse_args()
     kinds = {name: Loads(kind, options.seed, options.number) for name, kind in KINDS.items()}
-    show_baseline(kinds)
     found = {reading: [kind.find(reading) for kind in kinds.values()] for reading in readings()}
     ranked = sorted(found, key=lambda reading: error_over(found[reading]))
     bare = [reading for reading in ranked if reading.tau == 1]
-    show_errors("The default, and one rule changed", one_changed(Reading()), found, kinds)
-    show_errors("The best over all loads", distinct(ranked, found, options.best), found, kinds)
-    show_errors("The best without a threshold", distinct(bare, found, options.best), found, kinds)
+    best = distinct(ranked, found, options.best), distinct(bare, found, options.best)
+    tables = {
+        "fastermoe": baseline(kinds),
+        "one_changed": errors("The default, and one rule changed", one_changed(Reading()), found, kinds),
+        "best": errors("The best over all loads", best[0], found, kinds),
+        "best_without_tau": errors("The best without a threshold", best[1], found, kinds),
+    }
     for column, name in enumerate(kinds):
         here = sorted(found, key=lambda reading: found[reading][column].error)
-        best = {str(reading).replace(" | ", "; "): reading for reading in distinct(here, found, 3)}
-        show_points(name, {label: found[reading][column] for label, reading in (NAMED | best).items()})
+        nearest = {str(reading).replace(" | ", "; "): reading for reading in distinct(here, found, 3)}
+        rows = {label: found[reading][column] for label, reading in (NAMED | nearest).items()}
+        tables[f"points_{name.replace(', ', '_')}"] = points(name, rows)
     if options.all:
-        show_errors(f"Every reading: {len(ranked)}", ranked, found, kinds)
+        tables["every"] = errors(f"Every reading: {len(ranked)}", ranked, found, kinds)
+    report(tables, options.out)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ Run it with `python -m benchmarks.bench_sim_networks`. It reads what two benchma
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from benchmarks.network.bench_rails import NODE_ROWS
 from benchmarks.network.rail_cases import NODES, RAILS, cases, scaled, sprayed
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.ways import ROW_BYTES
+from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import Codec, plain
 from jax_moe_lb.plan import rows_between
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, simulate
@@ -63,7 +64,7 @@ class Point:
     """One measured row beside the simulated one.
 
     Args:
-        row: rate and sizes.
+        row: rate in Mbit/s, and MB of tokens and of experts.
         column: domain sizes and ratio.
         encoded: whether experts travelled encoded.
         measured_s: median.
@@ -72,7 +73,7 @@ class Point:
         simulated_bytes: likewise.
     """
 
-    row: str
+    row: tuple[float, float, float]
     column: str
     encoded: bool
     measured_s: float
@@ -94,9 +95,8 @@ class Point:
 def point_of(row: dict[str, Any]) -> Point:
     """Measured and simulated."""
     report, domains = simulated(row), " x ".join(map(str, row["domain_sizes"]))
-    megabytes = " | ".join(f"{row[key] / 1e6:.2f}" for key in ("token_bytes", "expert_bytes"))
     return Point(
-        row=f"{row['wan_bits_per_s'] / 1e6:.0f} | {megabytes}",
+        row=(row["wan_bits_per_s"] / 1e6, row["token_bytes"] / 1e6, row["expert_bytes"] / 1e6),
         column=domains + (f", CR {row['ratio']:.0f}" if row["domain_sizes"] != [1, 1] else ""),
         encoded=row["ratio"] > 1,
         measured_s=float(np.median(row["measured_s"])),
@@ -109,19 +109,20 @@ def point_of(row: dict[str, Any]) -> Point:
 SECONDS_OFF, BYTES_OFF = OFF = attrgetter("seconds_off"), attrgetter("bytes_off")
 
 
-def matrix(points: list[Point], off: Callable[[Point], float]) -> str:
+def matrix(title: str, points: list[Point], off: Callable[[Point], float]) -> Table:
     """Deviations of all points in percent."""
     columns = list(dict.fromkeys(point.column for point in points))
-    lines = ["| Mbit/s | tokens MB | experts MB | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
+    rows: list[list[Value]] = []
     for row in dict.fromkeys(point.row for point in points):
-        cells = {point.column: f"{off(point):+.0f}" for point in points if point.row == row}
-        lines.append(f"| {row} | " + " | ".join(cells[column] for column in columns) + " |")
-    return "\n".join(lines)
+        cells = {point.column: off(point) for point in points if point.row == row}
+        rows.append([*row, *(cells[column] for column in columns)])
+    first = {"Mbit/s": ".0f", "tokens MB": ".2f", "experts MB": ".2f"}
+    return Table(first | dict.fromkeys(columns, "+.0f"), rows, title)
 
 
-def summary(points: list[Point]) -> str:
+def summary(points: list[Point]) -> Table:
     """Medians and ranges, of long steps and of all, as they are and encoded."""
-    lines = ["| | points | seconds % | bytes % |", "|---|---|---|---|"]
+    rows: list[list[Value]] = []
     for encoded in (False, True):
         for least_s in (0.4, 0.0):
             some = [point for point in points if point.encoded == encoded and point.measured_s >= least_s]
@@ -129,8 +130,8 @@ def summary(points: list[Point]) -> str:
                 f", steps of {least_s} s or more" if least_s else ""
             )
             cells = [_spread([off(point) for point in some]) for off in OFF]
-            lines.append(f"| {name} | {len(some)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            rows.append([name, len(some), *cells])
+    return Table({"": "", "points": "d", "seconds %": "", "bytes %": ""}, rows)
 
 
 def _spread(values: list[float]) -> str:
@@ -184,32 +185,32 @@ def rail_points(measured: dict[str, Any]) -> list[RailPoint]:
     return points
 
 
-def rail_table(points: list[RailPoint]) -> str:
+def rail_table(points: list[RailPoint]) -> Table:
     """Measured and simulated seconds, and the deviation in percent."""
-    ways = list(dict.fromkeys(point.way for point in points))
-    lines = ["| case | " + " | ".join(ways) + " |", "|---" * (1 + len(ways)) + "|"]
+    columns = {"case": ""}
+    for way in dict.fromkeys(point.way for point in points):
+        columns |= {f"{way}: measured s": ".3f", f"{way}: simulated s": ".3f", f"{way}: deviation, %": "+.1f"}
+    rows: list[list[Value]] = []
     for case in dict.fromkeys(point.case for point in points):
-        some = [point for point in points if point.case == case]
-        off = [100 * (point.simulated_s / point.measured_s - 1) for point in some]
-        cells = [f"{p.measured_s:.3f}, {p.simulated_s:.3f} ({x:+.1f})" for p, x in zip(some, off, strict=True)]
-        lines.append(f"| {case} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        some = [(point.measured_s, point.simulated_s) for point in points if point.case == case]
+        rows.append([case, *(number for m, s in some for number in (m, s, 100 * (s / m - 1)))])
+    return Table(columns, rows, "All-to-alls between NICs")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder with both files")
-    parser.add_argument("--json", action="store_true", help="every point, in full")
+    out_option(parser)
     given = parser.parse_args()
     points = [point_of(row) for row in json.loads((given.results / "two_datacenters.json").read_text())]
     by_rail = rail_points(json.loads((given.results / "two_nodes_of_rails.json").read_text()))
-    if given.json:
-        print(json.dumps([asdict(point) for point in (*points, *by_rail)], indent=1))
-        return
-    print("Simulated less measured seconds, %\n\n" + matrix(points, SECONDS_OFF))
-    print("\nSimulated less counted bytes, %\n\n" + matrix(points, BYTES_OFF))
-    print("\n" + summary(points))
-    print("\nAll-to-alls between NICs, seconds: measured, simulated (deviation in %)\n\n" + rail_table(by_rail))
+    tables = {
+        "seconds": matrix("Simulated less measured seconds, %", points, SECONDS_OFF),
+        "bytes": matrix("Simulated less counted bytes, %", points, BYTES_OFF),
+        "summary": summary(points),
+        "rails": rail_table(by_rail),
+    }
+    report(tables, given.out)
 
 
 if __name__ == "__main__":

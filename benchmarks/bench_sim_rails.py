@@ -1,7 +1,6 @@
 """RailS beside other ways over a fabric with rails, flow by flow: completion time, bus bandwidth, Mixtral's layer.
 
-    python -m benchmarks.bench_sim_rails            # tables in Markdown
-    python -m benchmarks.bench_sim_rails --json     # the same numbers
+    python -m benchmarks.bench_sim_rails --out FILE.json
 
 The fabric has NICs of 50 GB/s, 8 in a node, 450 GB/s between GPUs of a node, and leaf and spine switches that do
 not block. Every GPU has 4096 tokens with two copies of 8192 bytes each, whatever the traffic is like. ECMP and the
@@ -9,7 +8,6 @@ transports that react choose the spine between fixed NICs; a table of its own le
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,6 +16,7 @@ import numpy as np
 from benchmarks.fabric.flows import Flows, Policy, simulate
 from benchmarks.fabric.paths import Fabric, PathsOf, rail_paths, spine_paths
 from benchmarks.fabric.policies import MinRtt, Recycle, Rehash, hashed_flows, planned_flows
+from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import RailS, plain_plan
 from jax_moe_lb.plan import rows_between
 
@@ -190,64 +189,68 @@ def layer_s(busiest_rows: np.ndarray, utilisation: float) -> np.ndarray:
 # ---- tables --------------------------------------------------------------------------------
 
 
-def spread(values: np.ndarray, scale: float, digits: int = 2) -> str:
+def spread(values: np.ndarray, scale: float) -> list[float]:
     """Mean and range."""
-    low, mean, high = (scale * x for x in (values.min(), values.mean(), values.max()))
-    return f"{mean:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+    return [float(scale * x) for x in (values.mean(), values.min(), values.max())]
 
 
-def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    print(f"\n{title}\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    for row in rows:
-        print(f"| {' | '.join(row)} |")
+def times(title: str, cases: dict[str, Results], floor: bool = False) -> Table:
+    """Completion times of all ways; with or without what none gets below."""
+    ways = list(next(iter(cases.values())).seconds)
+    rows: list[list[Value]] = []
+    for name, results in cases.items():
+        first = [spread(results.floor_s, 1e3)] if floor else []
+        rows.append([name, *first, *(spread(results.seconds[way], 1e3) for way in ways)])
+    columns = {"traffic": ""} | dict.fromkeys((*(["floor"] if floor else []), *ways), ".2f")
+    return Table(columns, rows, f"{title}: completion time, ms; mean and range of the seeds")
 
 
-def change(results: Results, way: str) -> str:
-    """Of time and bus bandwidth with RailS, against another way: means of the seeds."""
-    ratio = results.seconds[RAILS] / results.seconds[way]
-    return f"{100 * (ratio.mean() - 1):+.0f} / {100 * ((1 / ratio).mean() - 1):+.0f}"
-
-
-def show_nodes(num_nodes: int, all_results: dict[str, Results]) -> None:
-    ways = list(next(iter(all_results.values())).seconds)
-    times, changes = [], []
+def changes(num_nodes: int, all_results: dict[str, Results]) -> Table:
+    """Of time and bus bandwidth with RailS, against other ways: means of the seeds."""
+    others = [way for way in next(iter(all_results.values())).seconds if way != RAILS]
+    rows: list[list[Value]] = []
     for name, results in all_results.items():
-        floor = spread(results.floor_s, 1e3)
-        times.append([name, floor, *(spread(results.seconds[way], 1e3) for way in ways)])
+        ratios = [results.seconds[RAILS] / results.seconds[way] for way in others]
+        both = [100 * (mean - 1) for ratio in ratios for mean in (ratio.mean(), (1 / ratio).mean())]
         over = (results.seconds[RAILS] / results.floor_s).max()
-        bus = spread(results.bus_bytes_per_s(RAILS), 1e-9, 1)
-        changes.append([name, *(change(results, way) for way in ways if way != RAILS), f"{over:.3f}", bus])
-    table(f"{num_nodes} domains: completion time, ms", ["traffic", "floor", *ways], times)
-    columns = ["traffic", *(way for way in ways if way != RAILS), "time over the floor, worst seed", "bus GB/s"]
-    table(f"{num_nodes} domains: RailS against others, time / bus bandwidth, %", columns, changes)
+        bus = spread(results.bus_bytes_per_s(RAILS), 1e-9)
+        rows.append([name, *map(float, both), float(over), bus])
+    columns = {"traffic": ""} | {f"{what}, {way}": "+.0f" for way in others for what in ("time", "bus")}
+    columns |= {"time over the floor, worst seed": ".3f", "bus GB/s": ".1f"}
+    return Table(columns, rows, f"{num_nodes} domains: RailS against others, time and bus bandwidth, %")
 
 
-def show_layer(all_results: dict[int, dict[str, Results]]) -> None:
-    rows = []
+def layer(all_results: dict[int, dict[str, Results]]) -> Table:
+    """Mixtral's layer, for three rates of computing."""
+    utilisations = UTILISATION / 2, UTILISATION, 2 * UTILISATION
+    rows: list[list[Value]] = []
     for num_nodes, by_traffic in all_results.items():
         for name in MIXTRAL:
             results = by_traffic[name]
-            cells = [f"{num_nodes}, {name}"]
-            for utilisation in (UTILISATION / 2, UTILISATION, 2 * UTILISATION):
+            cells: list[Value] = [f"{num_nodes}, {name}"]
+            for utilisation in utilisations:
                 compute = layer_s(results.busiest_rows, utilisation)
                 ours, theirs = (compute + 4 * results.seconds[way] for way in (RAILS, ECMP))
-                part = (4 * results.seconds[ECMP] / theirs).mean()
-                cells.append(f"{100 * ((ours / theirs).mean() - 1):+.1f} ({100 * part:.0f})")
+                cells += [float(100 * ((ours / theirs).mean() - 1))]
+                cells += [float(100 * (4 * results.seconds[ECMP] / theirs).mean())]
             saved = 1 - (results.seconds[RAILS] / results.seconds[ECMP]).mean()
-            cells.append(" to ".join(f"{-wanted / saved:.0f}" for wanted in PUBLISHED_ITERATION))
-            rows.append(cells)
-    shares = [f"{100 * x * UTILISATION:.0f} % of peak" for x in (0.5, 1, 2)]
-    columns = ["domains, traffic", *shares, "exchanges would have to be, for -18 to -40, %"]
-    table("Mixtral's layer, RailS against ECMP: time, % (exchanges are so much of it with ECMP, %)", columns, rows)
+            rows.append([*cells, *(float(-wanted / saved) for wanted in PUBLISHED_ITERATION)])
+    columns = {"domains, traffic": ""}
+    for share in utilisations:
+        columns |= {f"time, %, {100 * share:.0f} % of peak": "+.1f", f"exchanges, %, {100 * share:.0f} %": ".0f"}
+    least, most = PUBLISHED_ITERATION
+    columns |= {f"exchanges for {least} %": ".0f", f"for {most} %": ".0f"}
+    title = "Mixtral's layer, RailS against ECMP, and how much of it exchanges are with ECMP or would have to be, %"
+    return Table(columns, rows, title)
 
 
-def show_published(all_results: dict[int, dict[str, Results]]) -> None:
+def published(all_results: dict[int, dict[str, Results]]) -> Table:
     """All rows of the first tables together, against the transports; the receiver's rail is not among the paper's.
 
     Deviations are those of the two ends from the published ones, in points: above 0 where less is gained here in time,
     or more in bandwidth.
     """
-    rows = []
+    rows: list[list[Value]] = []
     for kind in ("sparsity", "Zipf", "Mixtral"):
         cells = [
             (results.seconds[RAILS] / seconds).mean()
@@ -259,18 +262,12 @@ def show_published(all_results: dict[int, dict[str, Results]]) -> None:
         slow, fast = max(cells), min(cells)
         time, bus = (100 * (slow - 1), 100 * (fast - 1)), (100 * (1 / slow - 1), 100 * (1 / fast - 1))
         inside = np.mean([1 + PUBLISHED_TIME[1] / 100 <= cell <= 1 + PUBLISHED_TIME[0] / 100 for cell in cells])
-        rows.append([kind, *_beside(time, PUBLISHED_TIME), *_beside(bus, PUBLISHED_BUS), f"{100 * inside:.0f} %"])
-    published = [f"{low:+d} to {high:+d}" for low, high in (PUBLISHED_TIME, PUBLISHED_BUS)]
-    rows.append(["published, all", published[0], "", published[1], "", ""])
-    columns = [
-        "traffic",
-        "time, %",
-        "deviation",
-        "bus bandwidth, %",
-        "deviation",
-        "cells in the published range of time",
-    ]
-    table("All domains: RailS against ECMP, PLB-like, MinRTT and REPS-like", columns, rows)
+        rows.append([kind, *_beside(time, PUBLISHED_TIME), *_beside(bus, PUBLISHED_BUS), float(100 * inside)])
+    ends = [f"{low:+d} to {high:+d}" for low, high in (PUBLISHED_TIME, PUBLISHED_BUS)]
+    rows.append(["published, all", ends[0], "", ends[1], "", None])
+    columns = dict.fromkeys(("traffic", "time, %", "deviation of time", "bus bandwidth, %", "deviation of bus"), "")
+    columns |= {"cells in the published range of time, %": ".0f"}
+    return Table(columns, rows, "All domains: RailS against ECMP, PLB-like, MinRTT and REPS-like")
 
 
 def _beside(ours: tuple[float, float], published: tuple[int, int]) -> list[str]:
@@ -278,61 +275,40 @@ def _beside(ours: tuple[float, float], published: tuple[int, int]) -> list[str]:
     return [f"{ours[0]:+.0f} to {ours[1]:+.0f}", " and ".join(apart)]
 
 
-def show_ways(title: str, cases: dict[str, Results]) -> None:
-    ways = list(next(iter(cases.values())).seconds)
-    rows = [[name, *(spread(results.seconds[way], 1e3) for way in ways)] for name, results in cases.items()]
-    table(f"{title}: completion time, ms", ["", *ways], rows)
-
-
 # ---- the command line ----------------------------------------------------------------------
 
 
-def measure(domains: list[int], seeds: int) -> dict:
+def measure(domains: list[int], seeds: int) -> dict[str, Table]:
     """Everything, by table."""
     spines, rails = PLANNED | transports(spine_paths), PLANNED | transports(rail_paths, LANES_BY_RAIL)
     by_rail = {f"{name}, by rail": rails[name] for name in transports(rail_paths)}
     middle = 8
     one = TRAFFIC["sparsity 0.8"]
-    return {
-        "domains": {
-            d: {name: run(draw, spines, fabric_of(d), seeds) for name, draw in TRAFFIC.items()} for d in domains
-        },
-        "rails": {name: run(TRAFFIC[name], rails, fabric_of(middle), seeds) for name in BY_RAIL},
-        "over_subscribed": {f"{k}:1": run(one, spines, fabric_of(middle, k), seeds) for k in (1, 2, 4)},
-        "round_us": {f"{us} us": run(one, spines | by_rail, fabric_of(4), seeds, us * 1e-6) for us in (20, 40, 80)},
+    found = {d: {name: run(draw, spines, fabric_of(d), seeds) for name, draw in TRAFFIC.items()} for d in domains}
+    tables = {}
+    for num_nodes, all_results in found.items():
+        tables[f"times_{num_nodes}"] = times(f"{num_nodes} domains", all_results, floor=True)
+        tables[f"changes_{num_nodes}"] = changes(num_nodes, all_results)
+    by_ways = {name: run(TRAFFIC[name], rails, fabric_of(middle), seeds) for name in BY_RAIL}
+    narrow = {f"{k}:1": run(one, spines, fabric_of(middle, k), seeds) for k in (1, 2, 4)}
+    rounds = {f"{us} us": run(one, spines | by_rail, fabric_of(4), seeds, us * 1e-6) for us in (20, 40, 80)}
+    return tables | {
+        "published": published(found),
+        "layer": layer(found),
+        "by_rail": times("8 domains, transports that choose the rail", by_ways),
+        "over_subscribed": times("8 domains, sparsity 0.8, links to the spines too slow by", narrow),
+        "rounds": times("4 domains, sparsity 0.8, by the length of a round", rounds),
     }
 
 
-def as_json(value: object) -> object:
-    if isinstance(value, Results):
-        return {
-            "floor_s": value.floor_s.tolist(),
-            "sent_bytes_per_gpu": value.sent_bytes.tolist(),
-            "busiest_rows": value.busiest_rows.tolist(),
-            "seconds": {way: seconds.tolist() for way, seconds in value.seconds.items()},
-        }
-    assert isinstance(value, dict)
-    return {name: as_json(inner) for name, inner in value.items()}
-
-
 def main() -> None:
-    """All tables."""
+    """Reports all tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--domains", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="seconds of every seed instead of tables")
+    out_option(parser)
     args = parser.parse_args()
-    measured = measure(args.domains, args.seeds)
-    if args.json:
-        print(json.dumps(as_json(measured)))
-        return
-    for num_nodes, all_results in measured["domains"].items():
-        show_nodes(num_nodes, all_results)
-    show_published(measured["domains"])
-    show_layer(measured["domains"])
-    show_ways("8 domains, transports that choose the rail", measured["rails"])
-    show_ways("8 domains, sparsity 0.8, links to the spines too slow by", measured["over_subscribed"])
-    show_ways("4 domains, sparsity 0.8, by the length of a round", measured["round_us"])
+    report(measure(args.domains, args.seeds), args.out)
 
 
 if __name__ == "__main__":

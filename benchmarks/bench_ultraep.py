@@ -12,10 +12,13 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.popular_ranks import CASES, TOKENS_PER_RANK, Case, counts
-from benchmarks.timing import interleaved_s, summary
+from benchmarks.results import Table, Value, out_option, report, spread
+from benchmarks.timing import interleaved_s
 from jax_moe_lb import Plan, Relay, Split, Topology, _planning, imbalance, load, nearest_first, plain_plan, traffic
 
-PUBLISHED = "| mean, published | | 1.03 | 45 | 6.8 | 96.0 | 98.4 |"
+PUBLISHED = (1.03, 45, 6.8, 96.0, 98.4)
+"""Means over the cases: imbalance, replicas, most of one expert, remote rows in percent, without locality."""
+
 PROPORTIONAL = Split("proportional")
 EXPERT_BYTES = 37.7e6
 """Of Qwen3-235B in bfloat16; 710 GB/s per rank fit the times that the authors measured without relays."""
@@ -48,54 +51,72 @@ def fewest_sent(plan: Plan) -> int:
     return max(at_home, -(-(replicas >= 0).sum() // plan.num_ranks))
 
 
-def movement(shape: str, plan: Plan, loads: np.ndarray) -> str:
+def movement(plan: Plan, loads: np.ndarray) -> list[Value]:
     """A line of the second table."""
     pairs = [largest_pair(replace(plan, split=split), loads) for split in (Split(), PROPORTIONAL)]
     relayed = Relay().plan(plan)
     home = plan.placement // plan.num_home
     forwarded = np.unique(plan.placement[(plan.placement >= 0) & (relayed.relay != home)])
     fan_out, sent = (traffic(one, loads).fan_out.max() for one in (plan, relayed))
-    times = [f"{1e3 * copies * EXPERT_BYTES / BYTES_PER_S:.3f}" for copies in (fan_out, sent)]
-    numbers = (*pairs, fan_out, sent, fewest_sent(plan), len(forwarded), *times)
-    return f"| {shape} | " + " | ".join(map(str, numbers)) + " |"
+    times_ms = [float(1e3 * copies * EXPERT_BYTES / BYTES_PER_S) for copies in (fan_out, sent)]
+    return [*map(int, (*pairs, fan_out, sent, fewest_sent(plan), len(forwarded))), *times_ms]
+
+
+SHAPE = {"experts": "d", "ranks": "d", "replica slots": "d", "imbalance before": ".2f"}
+PLANNED = {
+    "imbalance": ".3f",
+    "replicas": ".1f",
+    "of one expert": ".1f",
+    "remote rows, %": ".1f",
+    "without locality, %": ".1f",
+}
+MOVED = {
+    "rows of the largest pair, nearest": "d",
+    "proportional": "d",
+    "copies sent from home": "d",
+    "with relays": "d",
+    "at least": "d",
+    "experts with relays": "d",
+    "ms from home at 710 GB/s": ".3f",
+    "ms with relays": ".3f",
+}
+
+
+def planned_row(after: Plan, loads: np.ndarray) -> list[float]:
+    """In the order of `PLANNED`."""
+    replicas = after.placement[:, after.num_home :]
+    copies = np.bincount(replicas[replicas >= 0], minlength=after.num_experts)
+    anywhere = replace(after, split=Split("proportional", locality=False))
+    remote, without = (100 * traffic(plan, loads).rows / loads.sum() for plan in (after, anywhere))
+    return [*map(float, (imbalance(load(after)), copies.sum(), copies.max(), remote, without))]
 
 
 def main() -> None:
-    """Prints the table."""
+    """Reports the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=TOKENS_PER_RANK, help="tokens on each rank")
     parser.add_argument("--seed", type=int, default=0)
+    out_option(parser)
     args = parser.parse_args()
-    print(
-        "| experts, ranks, replica slots | before | after | replicas | of one expert | remote rows % "
-        "| without locality | planning us |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    rows, moved = [], []
+    rows: list[list[Value]] = []
+    moved: list[list[Value]] = []
+    results = []
     for case in CASES:
         loads = counts(case, args.seed, args.tokens)
         before, after = planned(case, loads)
-        copies = np.bincount(after.placement[:, after.num_home :].reshape(-1) + 1, minlength=case.num_experts + 1)[1:]
-        anywhere = replace(after, split=Split("proportional", locality=False))
-        remote, without = (100 * traffic(plan, loads).rows / loads.sum() for plan in (after, anywhere))
-        results = (imbalance(load(after)), copies.sum(), copies.max(), remote, without)
-        time_s = interleaved_s({"plan": lambda case=case, loads=loads: planned(case, loads)}, 30)["plan"]
-        rows.append(results)
-        shape = f"{case.num_experts}, {case.num_ranks}, {case.replica_slots}"
-        columns = (
-            f"{results[0]:.3f} | {results[1]} | {results[2]} | {remote:.1f} | {without:.1f} | {summary(time_s, 1e6, 0)}"
-        )
-        print(f"| {shape} | {imbalance(load(before)):.2f} | {columns} |")
-        moved.append(movement(f"{shape}, {imbalance(load(before)):.2f}", after, loads))
-    mean = np.mean(rows, axis=0)
-    print(f"| mean | | {mean[0]:.3f} | {mean[1]:.1f} | {mean[2]:.1f} | {mean[3]:.1f} | {mean[4]:.1f} | |")
-    print(PUBLISHED + " 111 (on a GPU) |")
-    print()
-    print(
-        "| experts, ranks, replica slots, before | rows of the largest pair, nearest | proportional "
-        "| copies sent from home | with relays | at least | experts with relays | ms at 710 GB/s | with relays |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|", *moved, sep="\n")
+        times_s = interleaved_s({"plan": lambda case=case, loads=loads: planned(case, loads)}, 30)["plan"]
+        shape = [case.num_experts, case.num_ranks, case.replica_slots, float(imbalance(load(before)))]
+        results.append(planned_row(after, loads))
+        rows.append([*shape, *results[-1], spread(times_s * 1e6)])
+        moved.append([*shape, *movement(after, loads)])
+    here = np.mean(results, axis=0).tolist()
+    means: list[list[Value]] = [[name, *pair] for name, *pair in zip(PLANNED, here, PUBLISHED, strict=True)]
+    tables = {
+        "means": Table({f"mean over {len(rows)} loads": "", "here": ".4g", "published": ""}, means),
+        "cases": Table(SHAPE | PLANNED | {"planning us": ".0f"}, rows),
+        "movement": Table(SHAPE | MOVED, moved),
+    }
+    report(tables, args.out)
 
 
 if __name__ == "__main__":
