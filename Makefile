@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # Directories too: their times change when a file is added or removed.
 NATIVE := CMakeLists.txt $(shell find ffi)
 
-.PHONY: train check test lint clean
+.PHONY: train check test lint reproduce clean
 train: $(VENV)/.installed
 	$(BIN)/python -m models.train --preset tiny $(ARGS)
 # A file at a time, so that what its tests share is made once, and in order: the slowest files are not the last.
@@ -18,6 +18,9 @@ check: lint
 	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
 test: $(VENV)/.installed
 	$(PYTEST) $(ARGS)
+# Every number and plot of the documents; ARGS=--quick for a look at smaller ones.
+reproduce: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.reproduce $(ARGS)
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -1,33 +1,28 @@
 """What copies of expert weights, and plans for them, cost a GEMM that runs beside: copy engines against kernels.
 
-    python -m benchmarks.bench_copy_engine            # needs a GPU; writes benchmarks/results/copy_engine_<date>.json
-    python -m benchmarks.bench_copy_engine --smoke    # tiny sizes on whatever there is; prints only
+    python -m benchmarks.bench_copy_engine            # needs a GPU
+    python -m benchmarks.bench_copy_engine --smoke    # tiny sizes on whatever there is
 
 The ranks are simulated: one device holds the arrays of all of them, so the numbers are those
 of the device's own memory, not of a link between devices. Not run on a GPU yet.
 """
 
 import argparse
-import datetime
-import json
-import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 
+from benchmarks.results import Table, out_option, report
 from jax_moe_lb.ops._peer import Route
 from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join, start
 from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.planners.greedy import greedy, greedy_planner
 
 RANKS = 8
-RESULTS = Path(__file__).parent / "results"
 
 
 def seconds(function: Callable, *args: jax.Array, repeats: int) -> float:
@@ -117,32 +112,34 @@ def measure_all(width: int, inner: int, rows: int, slots: int, repeats: int) -> 
     return {**measure(width, inner, rows, slots, repeats), **measure_planned(width, inner, rows, slots, repeats)}
 
 
-def machine() -> dict[str, str]:
+def gpu() -> str:
     """What the numbers belong to."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        gpu = "none"
-    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "python": platform.python_version()}
-    return {"gpu": gpu, "date": datetime.date.today().isoformat(), **versions}
+        return "none"
+
+
+def table(found: dict[str, dict[str, float]]) -> Table:
+    """One row for each quantity, one column for each case."""
+    names = next(iter(found.values()))
+    rows = [[name, *(of_case[name] for of_case in found.values())] for name in names]
+    return Table({"": ""} | dict.fromkeys(found, ".4g"), rows, f"{RANKS} ranks on one device; GPU: {gpu()}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on whatever there is; prints only")
-    smoke = parser.parse_args().smoke
-    if smoke:
-        print(json.dumps({**machine(), "smoke": measure_all(64, 32, 16, 1, repeats=2)}, indent=2))
-        return
-    if jax.default_backend() != "gpu":
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on whatever there is")
+    out_option(parser)
+    given = parser.parse_args()
+    if given.smoke:
+        found = {"smoke": measure_all(64, 32, 16, 1, repeats=2)}
+    elif jax.default_backend() == "gpu":
+        found = {f"{slots} slots": measure_all(6144, 2048, 4096, slots, repeats=20) for slots in (1, 2, 4)}
+    else:
         sys.exit(f"bench_copy_engine needs a GPU; this is {jax.default_backend()}. Try --smoke.")
-    results = {f"slots_{slots}": measure_all(6144, 2048, 4096, slots, repeats=20) for slots in (1, 2, 4)}
-    report = {**machine(), "ranks_on_one_device": RANKS, **results}
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"copy_engine_{report['date']}.json"
-    path.write_text(json.dumps(report, indent=2) + "\n")
-    print(path, json.dumps(report, indent=2), sep="\n")
+    report({"copies": table(found)}, given.out)
 
 
 if __name__ == "__main__":

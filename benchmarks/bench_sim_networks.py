@@ -197,20 +197,28 @@ def rail_table(points: list[RailPoint]) -> Table:
     return Table(columns, rows, "All-to-alls between NICs")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder with both files")
-    out_option(parser)
-    given = parser.parse_args()
-    points = [point_of(row) for row in json.loads((given.results / "two_datacenters.json").read_text())]
-    by_rail = rail_points(json.loads((given.results / "two_nodes_of_rails.json").read_text()))
-    tables = {
+def tables(results: Path) -> dict[str, Table]:
+    """All of them.
+
+    Args:
+        results: the folder with both files.
+    """
+    points = [point_of(row) for row in json.loads((results / "two_datacenters.json").read_text())]
+    by_rail = rail_points(json.loads((results / "two_nodes_of_rails.json").read_text()))
+    return {
         "seconds": matrix("Simulated less measured seconds, %", points, SECONDS_OFF),
         "bytes": matrix("Simulated less counted bytes, %", points, BYTES_OFF),
         "summary": summary(points),
         "rails": rail_table(by_rail),
     }
-    report(tables, given.out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder with both files")
+    out_option(parser)
+    given = parser.parse_args()
+    report(tables(given.results), given.out)
 
 
 if __name__ == "__main__":

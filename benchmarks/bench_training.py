@@ -3,7 +3,7 @@
 Run it with `python -m benchmarks.bench_training`. Plain expert parallelism and forced balance, the ideal, are beside
 all others: the first of what a system is to beat in tokens per second, the second of what it can reach, and the losses
 of plain are those that it shall have. Systems take turns, so that what else a machine does slows all of them alike.
-It writes JSON after every step, and the loss curves laid over each other as PNG.
+Every so many steps it writes all rows as JSON, and the loss curves laid over each other as PNG.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from matplotlib.figure import Figure
 
+from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import raise_fault, use_virtual_cpu_devices
 from jax_moe_lb.systems import system_names
 from models.data import default_corpus
@@ -124,13 +125,33 @@ def written(trainings: dict[str, Training], config: TrainConfig, path: Path) -> 
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
+COLUMNS = {
+    "tokens/s": ("tokens_per_s", ",.0f"),
+    "over plain": ("over_plain", ".2f"),
+    "of forced balance": ("of_ideal", ".2f"),
+    "last loss": ("last_loss", ".4f"),
+    "largest difference": ("largest_difference", ".1e"),
+    "imbalance before": ("before", ".2f"),
+    "after": ("after", ".2f"),
+}
+"""Titles of what was summed up, and how it is written."""
+
+
+def table_of(summary: dict[str, dict[str, float]], steps: int) -> Table:
+    """One row for each system."""
+    rows: list[list[Value]] = [[name, *(found[key] for key, _ in COLUMNS.values())] for name, found in summary.items()]
+    columns = {"system": ""} | {title: form for title, (_, form) in COLUMNS.items()}
+    return Table(columns, rows, f"{steps} steps of each system, in turn")
+
+
 def main() -> None:
-    """Trains all systems, and prints the table."""
+    """Trains all systems, and reports the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--preset", default="small")
     parser.add_argument("--systems", nargs="+", default=list(system_names()), choices=system_names())
-    parser.add_argument("--out", type=Path, default=Path("training.json"), help="the PNG goes beside it")
+    parser.add_argument("--rows", type=Path, default=Path("training.json"), help="every step; the PNG goes beside it")
+    out_option(parser)
     given = parser.parse_args()
     config = dataclasses.replace(preset(given.preset), steps=given.steps)
     use_virtual_cpu_devices(config.parallel.num_shards)
@@ -148,14 +169,9 @@ def main() -> None:
             left_s = (config.steps - step) * (time.perf_counter() - began)
             print(f"about {left_s / 60:.0f} minutes to go", flush=True)
         if step > WARM_STEPS and (step % 10 == 0 or step == config.steps):
-            written(trainings, config, given.out)
-            draw(trainings, given.out.with_suffix(".png"))
-    print("| system | tokens/s | over plain | of forced balance | last loss | largest difference | imbalance |")
-    print("|---|---|---|---|---|---|---|")
-    for name, row in summarised(trainings, config).items():
-        cells = [name, f"{row['tokens_per_s']:,.0f}", f"{row['over_plain']:.2f}", f"{row['of_ideal']:.2f}"]
-        cells += [f"{row['last_loss']:.4f}", f"{row['largest_difference']:.1e}"]
-        print(f"| {' | '.join(cells)} | {row['before']:.2f} -> {row['after']:.2f} |")
+            written(trainings, config, given.rows)
+            draw(trainings, given.rows.with_suffix(".png"))
+    report({"systems": table_of(summarised(trainings, config), given.steps)}, given.out)
 
 
 if __name__ == "__main__":

@@ -93,16 +93,22 @@ def changed() -> Iterator[tuple[Path, str]]:
             yield path, wanted
 
 
+def write_documents() -> None:
+    """Writes all that changed, and says which."""
+    for path, wanted in changed():
+        path.write_text(wanted)
+        print(path.relative_to(ROOT))
+
+
 def main() -> None:
     """Writes all documents, or tells which are old."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if anything would be written")
     given = parser.parse_args()
-    for path, wanted in changed():
-        if given.check:
-            sys.exit(f"{path.relative_to(ROOT)} is not what its results say; run python -m benchmarks.render")
-        path.write_text(wanted)
-        print(path.relative_to(ROOT))
+    if not given.check:
+        write_documents()
+    elif old := [str(path.relative_to(ROOT)) for path, _ in changed()]:
+        sys.exit(f"{', '.join(old)}: not what the results say; run python -m benchmarks.render")
 
 
 if __name__ == "__main__":

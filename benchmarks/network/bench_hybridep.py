@@ -21,6 +21,7 @@ from benchmarks.network import sandbox
 from benchmarks.network.launch import Rank
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.topologies import TwoDatacenters
+from benchmarks.results import Table, Value, out_option, report, spread
 
 RATES_BITS_PER_S = (100e6, 300e6, 1000e6)
 
@@ -164,33 +165,28 @@ def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return points
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]]) -> Table:
     """Predicted and measured seconds of plain expert parallelism and of domains across the datacenters."""
     from benchmarks.network.layer import RATIOS
 
-    heads = ["1 x 1", *(f"2 x 1, CR {ratio:.0f}" for ratio in RATIOS)]
-    lines = [
-        "| Mbit/s | tokens MB | experts MB | " + " | ".join(heads) + " | fastest of all |",
-        "|---|---|---|" + "---|" * 5,
-    ]
+    columns = {"Mbit/s": ".0f", "tokens MB": ".2f", "experts MB": ".2f"}
+    for head in ("1 x 1", *(f"2 x 1, CR {ratio:.0f}" for ratio in RATIOS)):
+        columns |= {f"{head}: predicted s": ".2f", f"{head}: measured s": ".2f"}
+    lines: list[list[Value]] = []
     for first in (row for row in rows if row["domain_sizes"] == [1, 1]):
         alike = [row for row in rows if all(row[key] == first[key] for key in ("wan_bits_per_s", "sizes"))]
         across = [row for row in alike if row["domain_sizes"] == [2, 1]]
-        cells = [
-            f"{first['wan_bits_per_s'] / 1e6:.0f}",
-            *(f"{first[key] / 1e6:.2f}" for key in ("token_bytes", "expert_bytes")),
-        ]
+        cells: list[Value] = [first[key] / 1e6 for key in ("wan_bits_per_s", "token_bytes", "expert_bytes")]
         for row in (first, *across):
-            low, median, high = np.quantile(row["measured_s"], [0, 0.5, 1])
-            cells.append(f"{row['predicted_s']:.2f}: {median:.2f} ({low:.2f}-{high:.2f})")
+            cells += [row["predicted_s"], spread(np.array(row["measured_s"]))]
         best = min(alike, key=lambda row: np.median(row["measured_s"]))
         gain = np.median(first["measured_s"]) / np.median(best["measured_s"])
         name = " x ".join(map(str, best["domain_sizes"])) + f", CR {best['ratio']:.0f}" * (best is not first)
-        lines.append("| " + " | ".join([*cells, f"{name}: {gain:.1f}"]) + " |")
-    return "\n".join(lines)
+        lines.append([*cells, name, float(gain)])
+    return Table(columns | {"fastest of all": "", "plain's time over its": ".1f"}, lines, notes=summary(rows))
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
+def summary(rows: list[dict[str, Any]]) -> list[str]:
     """How far bytes and seconds are from the predictions, and how often the model chose the fastest."""
     bytes_off = [
         (row["predicted_bytes"], counted / row["predicted_bytes"] - 1)
@@ -202,6 +198,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     found = winners(rows)
     points = [point for point in found if point["clear"]]
     hits = [point for point in points if point["model"] == point["measured"][0]]
+    decisions = {(row["token_bytes"], row["expert_bytes"], point["model"]) for point in found for row in [point["row"]]}
     lines = [
         *(
             f"bytes counted over predicted, steps of at least {least / 1e6:.0f} MB: "
@@ -212,7 +209,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
         f"seconds measured over predicted: median {np.median(seconds_off):+.1%}, "
         f"{min(seconds_off):+.1%} to {max(seconds_off):+.1%}",
         f"the model's domain size across datacenters is that of the fastest in {len(hits)} of the {len(points)} clear "
-        f"points, of {len(found)}",
+        f"points, of {len(found)}; these are {len(decisions)} decisions, as neither rate nor ratio changes any other",
     ]
     for point in points:
         if point not in hits:
@@ -222,15 +219,15 @@ def summary(rows: list[dict[str, Any]]) -> str:
                 f"experts {row['expert_bytes'] / 1e6:.2f} MB, CR {point['ratio']:.0f}: "
                 f"the model says {point['model']}, fastest was {point['measured']}"
             )
-    lines.append(f"largest speed-up over plain: {max(point['speedup'] for point in found):.2f}")
-    return "\n".join(lines)
+    return [*lines, f"largest speed-up over plain: {max(point['speedup'] for point in found):.2f}"]
 
 
 def main() -> None:
     sandbox.enter()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="where rows are written to")
+    parser.add_argument("--json", type=Path, help="where all that was measured is written to")
+    out_option(parser)
     given = parser.parse_args()
     load, start_s = os.getloadavg()[0], time.monotonic()
     rows: list[dict[str, Any]] = []
@@ -238,7 +235,7 @@ def main() -> None:
         rows += measure(num_tokens, inner, given.repeats)
         if given.json:
             given.json.write_text(json.dumps(rows, indent=1))
-    print(f"\n{table(rows)}\n\n{summary(rows)}")
+    report({"points": table(rows)}, given.out)
     print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after; {time.monotonic() - start_s:.0f} s")
 
 

@@ -34,7 +34,7 @@ from benchmarks.network.rail_cases import NODES, RAILS, RANKS, busiest_node, by_
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.topologies import Multipath, Rails
 from benchmarks.network.ways import ROW_BYTES, Ways, contents, expected
-from benchmarks.timing import summary
+from benchmarks.results import Table, Value, out_option, report, spread
 
 NIC_BITS_PER_S = 50e6
 NODE_ROWS = 6000
@@ -228,25 +228,30 @@ def floor_s(counts: np.ndarray, bits_per_s: float) -> float:
 # ---- tables --------------------------------------------------------------------------------
 
 
-def print_tables(floors_s: dict[str, float], results: dict[Key, Result]) -> None:
-    """Seconds of all ways; then what spraying saves."""
-    print(f"\n| case | floor | {' | '.join(WAYS)} | sprayed over the floor |\n|---|---|{'---|' * len(WAYS)}---|")
+def seconds_table(floors_s: dict[str, float], results: dict[Key, Result]) -> Table:
+    """Seconds of all ways."""
+    rows: list[list[Value]] = []
     for case, floor in floors_s.items():
-        cells = [summary(results[case, way].seconds, digits=3) for way in WAYS]
         over_floor = 100 * (results[case, "sprayed"].median_s / floor - 1)
-        print(f"| {case} | {floor:.3f} | {' | '.join(cells)} | {over_floor:+.1f} % |")
-    print("\nCompletion time (bus bandwidth) of sprayed; time over that of the busiest NIC alone; NICs off plan\n")
-    against = " | ".join(f"against {way}" for way in WAYS[:-1])
-    print(f"| case | {against} | over its NIC: {', '.join(WAYS)} | off plan |")
-    print(f"|---|{'---|' * (len(WAYS) - 1)}---|---|")
+        rows.append([case, floor, *(spread(results[case, way].seconds) for way in WAYS), over_floor])
+    columns = {"case": ""} | dict.fromkeys(("floor", *WAYS), ".3f") | {"sprayed over the floor, %": "+.1f"}
+    return Table(columns, rows)
+
+
+def saved_table(floors_s: dict[str, float], results: dict[Key, Result]) -> Table:
+    """What spraying saves, and what a NIC's counters say beside the plan."""
+    rows: list[list[Value]] = []
     for case in floors_s:
         ours = results[case, "sprayed"].median_s
         others = [results[case, way].median_s for way in WAYS[:-1]]
-        gains = [(100 * (ours / other - 1), 100 * (other / ours - 1)) for other in others]
-        over = [100 * np.median(results[case, way].seconds / results[case, way].predicted_s - 1) for way in WAYS]
+        gains = [100 * (ratio - 1) for other in others for ratio in (ours / other, other / ours)]
+        over = [float(100 * np.median(results[case, way].seconds / results[case, way].predicted_s - 1)) for way in WAYS]
         off = max(results[case, way].off_plan for way in WAYS)
-        cells = [f"{time:+.0f} % ({bandwidth:+.0f} %)" for time, bandwidth in gains]
-        print(f"| {case} | {' | '.join(cells)} | {', '.join(f'{o:+.1f}' for o in over)} % | {100 * off:.1f} % |")
+        rows.append([case, *gains, *over, 100 * off])
+    against = [f"{what} against {way}, %" for way in WAYS[:-1] for what in ("time", "bandwidth")]
+    columns = {"case": ""} | dict.fromkeys(against, "+.0f")
+    columns |= {f"{way} over its busiest NIC, %": "+.1f" for way in WAYS} | {"NICs off plan, %": ".1f"}
+    return Table(columns, rows)
 
 
 def main() -> None:
@@ -254,6 +259,7 @@ def main() -> None:
     sandbox.enter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write bytes and seconds, predicted and measured")
+    out_option(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the workloads that are drawn")
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
@@ -261,7 +267,8 @@ def main() -> None:
     traffic = {name: scaled(weights, NODE_ROWS) for name, weights in cases(arguments.seed).items()}
     results = run_all(traffic, NIC_BITS_PER_S, REPEATS)
     floors_s = {name: floor_s(counts, NIC_BITS_PER_S) for name, counts in traffic.items()}
-    print_tables(floors_s, results)
+    tables = {"seconds": seconds_table(floors_s, results), "saved": saved_table(floors_s, results)}
+    report(tables, arguments.out)
     print(f"\nload {os.getloadavg()[0]:.1f}")
     if arguments.json:
         written = {

@@ -6,10 +6,8 @@ domains across the datacenters, experts as they are and encoded. Same seed, same
 
 import argparse
 import dataclasses
-import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from benchmarks.network import sandbox
 from benchmarks.network.launch import Rank
 from benchmarks.network.shaping import check_rate
 from benchmarks.network.topologies import TwoDatacenters
+from benchmarks.results import Table, Value, out_option, report
 
 RUNS = {"plain": (1, 1.0), "HybridEP, CR 1": (2, 1.0), "HybridEP, CR 50": (2, 50.0)}
 """Members of a domain along the datacenters, and the ratio of the codec."""
@@ -75,18 +74,17 @@ def body(rank: Rank, steps: int) -> dict[str, Any]:
     return results
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
+def table(results: dict[str, dict[str, Any]]) -> Table:
     """Losses and speeds side by side."""
     reference = np.asarray(results["plain"]["losses"])
-    lines = ["| | last loss | largest difference | MB per step | tokens/s | times plain |", "|---|---|---|---|---|---|"]
+    rows: list[list[Value]] = []
     for name, result in results.items():
-        difference = np.abs(np.asarray(result["losses"]) - reference).max()
+        difference = float(np.abs(np.asarray(result["losses"]) - reference).max())
         gain = result["tokens_per_s"] / results["plain"]["tokens_per_s"]
-        lines.append(
-            f"| {name} | {result['losses'][-1]:.6f} | {difference:.1g} | {result['sent_bytes_per_step'] / 1e6:.1f} "
-            f"| {result['tokens_per_s']:.0f} | {gain:.2f} |"
-        )
-    return "\n".join(lines)
+        sent_mb, speed = result["sent_bytes_per_step"] / 1e6, result["tokens_per_s"]
+        rows.append([name, result["losses"][-1], difference, sent_mb, speed, gain])
+    columns = {"": "", "last loss": ".6f", "largest difference": ".1g", "MB per step": ".1f"}
+    return Table(columns | {"tokens/s": ".0f", "times plain": ".2f"}, rows)
 
 
 def main() -> None:
@@ -94,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--wan-bits-per-s", type=float, default=100e6)
-    parser.add_argument("--json", type=Path, help="where losses and times are written to")
+    out_option(parser)
     given = parser.parse_args()
     check_rate("--wan-bits-per-s", given.wan_bits_per_s)
     if given.steps <= WARMUP_STEPS:
@@ -107,9 +105,8 @@ def main() -> None:
         ranks = launch_jax(
             network, lambda rank: body(rank, given.steps), devices_per_process=DEVICES_PER_PROCESS, deadline_s=600
         )
-    print(f"\n{table(ranks[0])}\n\nload average {load:.1f} before, {os.getloadavg()[0]:.1f} after")
-    if given.json:
-        given.json.write_text(json.dumps(ranks[0], indent=1))
+    report({"training": table(ranks[0])}, given.out)
+    print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after")
 
 
 if __name__ == "__main__":

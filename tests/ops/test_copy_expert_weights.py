@@ -1,7 +1,6 @@
 """The expected copies and sums are NumPy's; everything runs on the custom calls unless it says otherwise."""
 
 import functools
-import json
 import resource
 import threading
 
@@ -12,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks import bench_copy_engine
+from benchmarks.results import load
 from jax_moe_lb._custom_calls import is_built
 from jax_moe_lb.ops import arrivals, fetch
 from jax_moe_lb.ops import copy_expert_weights as copies
@@ -537,10 +537,10 @@ def test_lowering_for_processes_of_one_machine():
 
 
 @pytest.mark.slow
-def test_the_benchmark_runs_in_its_smallest_form(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["bench_copy_engine", "--smoke"])
+def test_the_benchmark_runs_in_its_smallest_form(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench_copy_engine", "--smoke", "--out", str(tmp_path / "found.json")])
     bench_copy_engine.main()
-    assert json.loads(capsys.readouterr().out)["smoke"]["copied_bytes"] == 2 * RANKS * 64 * 32
+    assert dict(load(tmp_path / "found.json")["copies"].rows)["copied_bytes"] == 2 * RANKS * 64 * 32
     monkeypatch.setattr("sys.argv", ["bench_copy_engine"])
     with pytest.raises(SystemExit, match="needs a GPU"):
         bench_copy_engine.main()

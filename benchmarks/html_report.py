@@ -1,0 +1,61 @@
+"""One HTML file with all results and plots of them, which needs nothing else."""
+
+import html
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.plots import plots_of
+from benchmarks.results import Table, load
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: auto; padding: 1rem; color: #222; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
+td, th { border-bottom: 1px solid #ddd; padding: 2px 8px; text-align: right; }
+td:first-child, th:first-child { text-align: left; }
+.wide { overflow-x: auto; margin: 1rem 0; } .made { color: #666; font-size: 13px; }
+svg { max-width: 100%; height: auto; } nav a { margin-right: 1em; white-space: nowrap; }
+"""
+
+
+def write_report(results: Path, path: Path, ended: Mapping[str, str]) -> Path:
+    """Writes a report.
+
+    Args:
+        results: folder of what benchmarks kept.
+        path: where to.
+        ended: how each benchmark of this run ended, or why it was left out.
+    """
+    files = [file for file in sorted(results.glob("*.json")) if _is_tables(file)]
+    links = " ".join(f'<a href="#{file.stem}">{file.stem}</a>' for file in files)
+    how = Table({"benchmark": "", "of this run": ""}, list(ended.items()))
+    head = f"<h1>Results</h1><nav>{links}</nav><h2>This run</h2>{table_html(how)}"
+    body = "".join(map(section, files))
+    page = (
+        f"<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+        f"<title>Results</title><style>{STYLE}</style>{head}{body}"
+    )
+    path.write_text(page)
+    return path
+
+
+def _is_tables(file: Path) -> bool:
+    found = json.loads(file.read_text())
+    return isinstance(found, dict) and "tables" in found
+
+
+def section(file: Path) -> str:
+    """All of one benchmark: how it was made, plots, tables."""
+    made, tables = json.loads(file.read_text()), load(file)
+    keys = ("command", "date", "commit", "machine", "software")
+    said = "; ".join(html.escape(made[key]) for key in keys)
+    shown = "".join(f"<h3>{html.escape(table.title or name)}</h3>{table_html(table)}" for name, table in tables.items())
+    return f'<h2 id="{file.stem}">{file.stem}</h2><p class=made>{said}</p>{plots_of(file.stem, tables)}{shown}'
+
+
+def table_html(table: Table) -> str:
+    """One table and its notes."""
+    head = "".join(f"<th>{html.escape(title)}" for title in table.columns)
+    rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}" for cell in row) for row in table.cells())
+    notes = "".join(f"<p>{html.escape(note)}" for note in table.notes)
+    return f"<div class=wide><table><tr>{head}{rows}</table></div>{notes}"

@@ -1,0 +1,117 @@
+"""Plots of results, as SVG inside HTML."""
+
+import io
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.results import Table, Value
+
+BARS = {
+    "bench_systems": (("zipf", "imbalance"), ("zipf", "step ms"), ("popular_ranks", "imbalance")),
+    "bench_two_ranks": (("steps", "over force-balanced"),),
+    "bench_training_losses": (("systems", "step ms"),),
+    "bench_memory": (("memory", "temporary MB per rank"),),
+    "bench_codec": (("codecs", "training gap"),),
+    "bench_baselines": (("balancers", "imbalance"),),
+    "bench_exchange": (("exchange", "exact ms"),),
+}
+"""Columns that are drawn as bars, of which table."""
+
+
+def plots_of(name: str, tables: Mapping[str, Table]) -> str:
+    """All plots of one benchmark's tables; nothing where there are none."""
+    figures = [bars(tables[of], column) for of, column in BARS.get(name, ()) if _has(tables, of, column)]
+    if compared := [table for table in tables.values() if _published(table)]:
+        figures.append(deviations(compared))
+    if "frontier" in tables:
+        figures.append(frontier(tables["frontier"]))
+    return "".join(map(svg, figures))
+
+
+def _has(tables: Mapping[str, Table], of: str, column: str) -> bool:
+    return of in tables and column in tables[of].columns
+
+
+def svg(figure: Figure) -> str:
+    """The figure as an element of HTML."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
+    return text[text.index("<svg") :]
+
+
+def middle(value: Value) -> tuple[float, float, float]:
+    """Value, least and most."""
+    if isinstance(value, (int, float)):
+        return value, value, value
+    if value is None or isinstance(value, str):
+        raise TypeError(f"{value!r} is no number and no median with a range")
+    first, low, high = map(float, value)
+    return first, low, high
+
+
+def bars(table: Table, column: str) -> Figure:
+    """One bar for each row, with its range."""
+    at = list(table.columns).index(column)
+    rows = [row for row in table.rows if row[at] is not None]
+    values, low, high = np.array([middle(row[at]) for row in rows]).T
+    figure = Figure(figsize=(7, 0.6 + 0.28 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh([str(row[0]) for row in rows], values, xerr=[values - low, high - values], color="C0", alpha=0.8)
+    axes.invert_yaxis()
+    axes.set_xlabel(column)
+    _plain(axes)
+    return figure
+
+
+def _published(table: Table) -> list[tuple[float, float]]:
+    """Published and simulated numbers of a comparison."""
+    titles = list(table.columns)
+    at = [i for i, title in enumerate(titles) if title.startswith(("published", "simulated"))]
+    if len(at) != 2 or "deviation, %" not in titles:
+        return []
+    pairs = [(row[at[0]], row[at[1]]) for row in table.rows]
+    return [(a, b) for a, b in pairs if isinstance(a, (int, float)) and isinstance(b, (int, float)) and a > 0 < b]
+
+
+def deviations(tables: Sequence[Table]) -> Figure:
+    """Every simulated number over its published one."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for number, table in enumerate(tables):
+        published, simulated = np.array(_published(table)).T
+        label = table.title if len(table.title) < 60 else f"{table.title[:57]}..."
+        marker = "osD^v*XP"[number // 10 % 8]
+        axes.plot(published, simulated / published, marker, ms=5, alpha=0.7, color=f"C{number % 10}", label=label)
+    axes.axhline(1, color="0.5", lw=1)
+    axes.axhspan(0.9, 1.1, color="0.9", zorder=0)
+    axes.set(xscale="log", yscale="log", xlabel="published", ylabel="simulated / published")
+    axes.legend(fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    _plain(axes)
+    return figure
+
+
+def frontier(table: Table) -> Figure:
+    """Imbalance against replicas, by ranks and slots."""
+    shapes = list(dict.fromkeys((row[0], row[1]) for row in table.rows))
+    figure = Figure(figsize=(2.4 * len(shapes), 2.6), layout="constrained")
+    every = figure.subplots(1, len(shapes), squeeze=False)[0]
+    for axes, shape in zip(every, shapes, strict=True):
+        for rule, mark in (("Exact, eps", "o-"), ("UltraEP, eps", "s--")):
+            points = [row[3:5] for row in table.rows if (row[0], row[1]) == shape and str(row[2]).startswith(rule)]
+            level, replicas = np.array(points, float).T
+            axes.plot(replicas, level, mark, ms=3, lw=1, label=rule.split(",")[0])
+        axes.set_title(f"{shape[0]} ranks, S = L + {shape[1]}", fontsize=9)
+        axes.set_xlabel("replicas", fontsize=8)
+        axes.tick_params(labelsize=7)
+        _plain(axes)
+    every[0].set_ylabel("max / mean load", fontsize=8)
+    every[0].legend(fontsize=7, frameon=False)
+    return figure
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,199 @@
+"""Runs every benchmark that can run here, keeps what each found, and writes the documents and a report from it.
+
+    make reproduce                                # all of them, one after the other
+    make reproduce ARGS="--loads DIR"             # also those of recorded expert loads: .npy files [layers, experts]
+    make reproduce ARGS=--quick                   # smaller, into a folder of its own; documents stay as they are
+    python -m benchmarks.reproduce --only bench_ultraep bench_rails
+
+What cannot run here is listed with the reason; its last results stay where they are, with their own date.
+"""
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.html_report import write_report
+from benchmarks.network import sandbox
+from benchmarks.render import RESULTS, ROOT, write_documents
+
+LIMIT_S = 3600
+"""No benchmark takes longer, but for those that say so."""
+
+Refusal = Callable[[argparse.Namespace], str | None]
+"""Why something cannot run here, or nothing."""
+
+
+def _loads(given: argparse.Namespace) -> str | None:
+    return None if given.loads else "recorded loads are not in the tree; --loads names their folder"
+
+
+def _compilers(given: argparse.Namespace) -> str | None:
+    found = importlib.util.find_spec("tokamax") and importlib.util.find_spec("libtpu")
+    return None if found else "compilers of accelerators are not installed; ci/accelerators.sh does"
+
+
+def _network(given: argparse.Namespace) -> str | None:
+    return sandbox.missing()
+
+
+def _gpu(given: argparse.Namespace) -> str | None:
+    return None if Path("/dev/nvidia0").exists() else "there is no GPU"
+
+
+def _long(given: argparse.Namespace) -> str | None:
+    return "takes an hour or more; --only runs it"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One benchmark.
+
+    Args:
+        module: under `benchmarks`.
+        options: of its command line; `LOADS` and `DIR` stand for the recorded loads, as files and as their folder.
+        quick: its options where it shall be quick; `None`: it cannot be.
+        refusal: why it may not run.
+        result: the name of what it keeps; that of the module by default.
+    """
+
+    module: str
+    options: tuple[str, ...] = ()
+    quick: tuple[str, ...] | None = None
+    refusal: Refusal = field(default=lambda given: None)
+    result: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the file of its results."""
+        return self.result or self.module.removeprefix("network.")
+
+    def why_not(self, given: argparse.Namespace) -> str | None:
+        """Nothing if it shall run."""
+        if self.refusal is not _long and (why_not := self.refusal(given)):
+            return why_not
+        if given.only:
+            return None
+        return "not in --quick" if given.quick and self.quick is None else self.refusal(given)
+
+    def command(self, given: argparse.Namespace) -> list[str]:
+        """All but where results are kept."""
+        chosen = self.quick if given.quick and self.quick is not None else self.options
+        files = sorted(map(str, given.loads.glob("*.npy"))) if given.loads else []
+        expanded = [
+            part for option in chosen for part in {"LOADS": files, "DIR": [str(given.loads)]}.get(option, [option])
+        ]
+        return [sys.executable, "-m", f"benchmarks.{self.module}", *expanded]
+
+
+CODECS = ("ratio 50, remembered", "ratio 50, shared")
+RUNS = (
+    Run("bench_ultraep", quick=("--tokens", "512")),
+    Run("bench_feplb", quick=("--number", "200")),
+    Run("bench_feplb_readings", quick=("--number", "20")),
+    Run("bench_baselines"),
+    Run("bench_rails", quick=()),
+    Run("bench_sim_hybridep", quick=()),
+    Run("bench_sim_ultraep", quick=("--tokens", "512")),
+    Run("bench_sim_feplb", quick=("--number", "10")),
+    Run("bench_sim_networks", quick=()),
+    Run("bench_sim_rails", quick=("--domains", "4", "--seeds", "1")),
+    Run("bench_exact", ("table", "--loads", "LOADS"), ("table", "--step", "8"), _loads, "bench_exact_quality"),
+    Run("bench_exact", ("optimum", "--loads", "LOADS", "--step", "4"), None, _loads, "bench_exact_optimum"),
+    Run("bench_exact_frontier", ("--loads", "LOADS"), ("--step", "16"), _loads),
+    Run("bench_exact_in_jax", ("--loads", "LOADS", "--step", "16"), ("--step", "29", "--shape", "8", "2"), _loads),
+    Run("bench_exact_time", ("--loads", "LOADS"), None, _loads),
+    Run("bench_relocation", ("--loads", "DIR", "--groups", "8"), None, _loads),
+    Run("bench_relocation", ("--loads", "DIR"), None, _loads, "bench_relocation_no_groups"),
+    Run("bench_planning", quick=()),
+    Run("bench_exchange", quick=()),
+    Run("bench_memory", quick=()),
+    Run("bench_grouped_ffn"),
+    Run("bench_two_ranks", quick=("--repeats", "3")),
+    Run("bench_systems"),
+    Run("bench_training_losses"),
+    Run("bench_codec", ("--steps", "200"), None, _long),
+    Run(
+        "bench_codec",
+        ("--steps", "200", "--upcycled", "--codecs", "ratio 1", *CODECS),
+        None,
+        _long,
+        "bench_codec_upcycled",
+    ),
+    Run(
+        "bench_codec",
+        ("--steps", "800", "--seeds", "2", "--codecs", "ratio 1", *CODECS),
+        None,
+        _long,
+        "bench_codec_long",
+    ),
+    Run("bench_straggler", ("--number", "50"), None, _long),
+    Run("bench_training", (), None, _long),
+    Run("bench_compiled", refusal=_compilers),
+    Run("bench_ragged_dot", refusal=_compilers),
+    Run("bench_copy_engine", refusal=_gpu),
+    Run(
+        "network.bench_hybridep",
+        ("--json", "benchmarks/results/two_datacenters.json"),
+        None,
+        _network,
+        "network_hybridep",
+    ),
+    Run(
+        "network.bench_rails", ("--json", "benchmarks/results/two_nodes_of_rails.json"), None, _network, "network_rails"
+    ),
+    Run("network.train_across", ("--wan-bits-per-s", "300e6"), None, _network, "network_train_across"),
+)
+
+
+def run(one: Run, given: argparse.Namespace, folder: Path) -> str:
+    """Runs it, and says how that ended; results are replaced only if it ended well."""
+    log, found = folder / "logs" / f"{one.name}.log", folder / "logs" / f"{one.name}.json"
+    start_s = time.monotonic()
+    with log.open("w") as file:
+        command = [*one.command(given), "--out", str(found)]
+        try:
+            code = subprocess.run(command, cwd=ROOT, stdout=file, stderr=file, timeout=LIMIT_S).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+    seconds = f"{time.monotonic() - start_s:.0f} s"
+    if code:
+        return f"FAILED with {code} after {seconds}: {log}"
+    found.replace((folder if given.quick else RESULTS) / f"{one.name}.json")
+    return seconds
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="smaller, and apart from what documents show")
+    parser.add_argument("--loads", type=Path, help="folder of recorded loads")
+    parser.add_argument("--only", nargs="+", default=[], choices=[one.name for one in RUNS], metavar="NAME")
+    parser.add_argument("--folder", type=Path, help="for logs and the report; runs/reproduce by default")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs all of them; ends with 1 if one failed."""
+    given = options()
+    folder = (given.folder or ROOT / "runs" / ("reproduce-quick" if given.quick else "reproduce")).resolve()
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    ended = {}
+    for one in RUNS:
+        if given.only and one.name not in given.only:
+            continue
+        why_not = one.why_not(given)
+        ended[one.name] = f"left out: {why_not}" if why_not else run(one, given, folder)
+        print(f"{one.name}: {ended[one.name]}", flush=True)
+    if not given.quick:
+        write_documents()
+    print(write_report(folder if given.quick else RESULTS, folder / "report.html", ended))
+    sys.exit(any(how.startswith("FAILED") for how in ended.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Counts in results are exact: what is cheap of them is counted again, and must be what documents show."""
+
+import pytest
+
+from benchmarks import bench_feplb, bench_rails, bench_sim_hybridep, bench_sim_networks, bench_ultraep
+from benchmarks.popular_ranks import CASES
+from benchmarks.popular_ranks import counts as ultraep_counts
+from benchmarks.render import RESULTS
+from benchmarks.results import load
+from benchmarks.stragglers import CASES as STRAGGLERS
+from benchmarks.stragglers import counts as straggler_counts
+
+
+def kept(name, table, *first):
+    """The row of a kept table that begins so."""
+    (row,) = (row for row in load(RESULTS / f"{name}.json")[table].rows if tuple(row[: len(first)]) == first)
+    return row[len(first) :]
+
+
+def counted(*values):
+    return pytest.approx(values, rel=1e-9)
+
+
+@pytest.mark.parametrize("number", [0, 14])
+def test_ultraeps_imbalance_replicas_and_remote_rows(number):
+    loads = ultraep_counts(CASES[number], 0)
+    _, after = bench_ultraep.planned(CASES[number], loads)
+    of_cases = load(RESULTS / "bench_ultraep.json")["cases"].rows
+    assert of_cases[number][4:9] == counted(*bench_ultraep.planned_row(after, loads))
+
+
+def test_feplbs_and_fastermoes_token_stragglers_on_8_ranks():
+    loads = straggler_counts(STRAGGLERS[-1], 0, 2000)
+    before = bench_feplb.plain(loads)
+    plans = bench_feplb.fastermoe(loads), bench_feplb.feplb(loads)
+    cuts = [bench_feplb.reduction(plan, before) for plan in plans]
+    assert kept("bench_feplb", "ranks", 8, "here")[1:3] == counted(*cuts)
+
+
+def test_how_even_rails_are():
+    found = [
+        bench_rails.over_bound(bench_rails.rails_of, lambda rng, s=s: bench_rails.sparse(rng, s)) for s in (0, 0.8)
+    ]
+    assert kept("bench_rails", "plans", "RailS")[:4] == counted(*(number for one in found for number in one[:2]))
+
+
+def test_simulated_bytes_of_the_measured_networks():
+    again = bench_sim_networks.tables(bench_sim_networks.RESULTS)
+    for name, table in load(RESULTS / "bench_sim_networks.json").items():
+        assert table.cells() == again[name].cells()
+
+
+def test_simulated_domain_sizes_of_table_iv():
+    again = bench_sim_hybridep.table_iv().table()
+    assert load(RESULTS / "bench_sim_hybridep.json")["table_iv"].cells() == again.cells()

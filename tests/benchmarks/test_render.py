@@ -1,0 +1,53 @@
+"""Documents show what results say."""
+
+import pytest
+
+from benchmarks.render import RESULTS, TABLE, VALUE, changed, documents, rendered
+from benchmarks.results import Table, save
+
+
+@pytest.fixture
+def results(tmp_path):
+    rows = [["plain", "forward", 2.509], ["exact", "forward", 1.01], ["exact", "both", 1.02]]
+    save({"zipf": Table({"system": "", "passes": "", "imbalance": ".2f"}, rows)}, tmp_path / "bench.json")
+    return tmp_path
+
+
+def test_documents_are_what_would_be_rendered():
+    assert [str(path) for path, _ in changed()] == []
+
+
+def test_every_result_is_shown_somewhere():
+    text = "".join(path.read_text() for path in documents())
+    shown = {match["name"].split("/")[0] for match in TABLE.finditer(text)}
+    kept = {path.stem for path in RESULTS.glob("*.json")} - {"two_datacenters", "two_nodes_of_rails"}
+    assert shown == kept
+
+
+def test_claims_are_values():
+    assert len(list(VALUE.finditer((RESULTS.parent / "RESULTS.md").read_text()))) > 20
+
+
+def test_a_table_replaces_what_stood_between_its_marks(results):
+    text = "<!-- table: bench/zipf -->\nold\n<!-- /table -->\nafter"
+    once = rendered(text, results)
+    assert "| plain | forward | 2.51 |" in once
+    assert "old" not in once
+    assert once.endswith("after")
+    assert rendered(once, results) == once
+
+
+def test_a_value_is_the_cell_of_the_one_row_that_has_all_texts(results):
+    text = "<!-- value: bench/zipf > exact > both > imbalance --><!-- /value -->"
+    assert "-->1.02<!--" in rendered(text, results)
+
+
+@pytest.mark.parametrize("path", ["exact > imbalance", "greedy > imbalance", "exact > both > rounds"])
+def test_a_value_that_is_not_one_cell_is_refused(results, path):
+    with pytest.raises(KeyError, match="expected one row, one column"):
+        rendered(f"<!-- value: bench/zipf > {path} --><!-- /value -->", results)
+
+
+def test_a_table_that_is_not_there_is_refused(results):
+    with pytest.raises(KeyError, match="no table 'even'"):
+        rendered("<!-- table: bench/even -->\n<!-- /table -->", results)
