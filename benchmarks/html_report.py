@@ -48,7 +48,7 @@ def section(file: Path) -> str:
     """All of one benchmark: how it was made, plots, tables."""
     made, tables = json.loads(file.read_text()), load(file)
     keys = ("command", "date", "commit", "machine", "software")
-    said = "; ".join(html.escape(made[key]) for key in keys)
+    said = html.escape("; ".join(f"commit {made[key]}" if key == "commit" else made[key] for key in keys))
     shown = "".join(f"<h3>{html.escape(table.title or name)}</h3>{table_html(table)}" for name, table in tables.items())
     return f'<h2 id="{file.stem}">{file.stem}</h2><p class=made>{said}</p>{plots_of(file.stem, tables)}{shown}'
 

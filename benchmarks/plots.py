@@ -4,6 +4,7 @@ import io
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -38,7 +39,8 @@ def _has(tables: Mapping[str, Table], of: str, column: str) -> bool:
 def svg(figure: Figure) -> str:
     """The figure as an element of HTML."""
     file = io.StringIO()
-    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    with rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     text = file.getvalue()
     return text[text.index("<svg") :]
 
@@ -78,17 +80,17 @@ def _published(table: Table) -> list[tuple[float, float]]:
 
 
 def deviations(tables: Sequence[Table]) -> Figure:
-    """Every simulated number over its published one."""
+    """How far every simulated number is from its published one; 10 % are shaded."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for number, table in enumerate(tables):
         published, simulated = np.array(_published(table)).T
         label = table.title if len(table.title) < 60 else f"{table.title[:57]}..."
         marker = "osD^v*XP"[number // 10 % 8]
-        axes.plot(published, simulated / published, marker, ms=5, alpha=0.7, color=f"C{number % 10}", label=label)
-    axes.axhline(1, color="0.5", lw=1)
-    axes.axhspan(0.9, 1.1, color="0.9", zorder=0)
-    axes.set(xscale="log", yscale="log", xlabel="published", ylabel="simulated / published")
+        axes.plot(published, 100 * (simulated / published - 1), marker, ms=5, alpha=0.7, color=f"C{number % 10}", label=label)
+    axes.axhline(0, color="0.5", lw=1)
+    axes.axhspan(-10, 10, color="0.9", zorder=0)
+    axes.set(xscale="log", xlabel="published", ylabel="deviation of the simulated number, %")
     axes.legend(fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     _plain(axes)
     return figure

@@ -125,7 +125,8 @@ def circumstances() -> dict[str, str]:
         "command": command,
         "commit": _commit(),
         "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}; no accelerator used",
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, "
+        f"load average {os.getloadavg()[0]:.1f}; no accelerator used",
         "software": f"Python {platform.python_version()}, jax {version('jax')}",
     }
 

@@ -21,12 +21,12 @@ def counted(*values):
     return pytest.approx(values, rel=1e-9)
 
 
-@pytest.mark.parametrize("number", [0, 14])
-def test_ultraeps_imbalance_replicas_and_remote_rows(number):
-    loads = ultraep_counts(CASES[number], 0)
-    _, after = bench_ultraep.planned(CASES[number], loads)
-    of_cases = load(RESULTS / "bench_ultraep.json")["cases"].rows
-    assert of_cases[number][4:9] == counted(*bench_ultraep.planned_row(after, loads))
+@pytest.mark.slow
+def test_ultraeps_imbalance_replicas_and_remote_rows():
+    loads = ultraep_counts(CASES[-1], 0)
+    _, after = bench_ultraep.planned(CASES[-1], loads)
+    last = load(RESULTS / "bench_ultraep.json")["cases"].rows[-1]
+    assert last[4:9] == counted(*bench_ultraep.planned_row(after, loads))
 
 
 def test_feplbs_and_fastermoes_token_stragglers_on_8_ranks():
@@ -44,6 +44,7 @@ def test_how_even_rails_are():
     assert kept("bench_rails", "plans", "RailS")[:4] == counted(*(number for one in found for number in one[:2]))
 
 
+@pytest.mark.slow
 def test_simulated_bytes_of_the_measured_networks():
     again = bench_sim_networks.tables(bench_sim_networks.RESULTS)
     for name, table in load(RESULTS / "bench_sim_networks.json").items():
