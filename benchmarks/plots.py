@@ -87,7 +87,8 @@ def deviations(tables: Sequence[Table]) -> Figure:
         published, simulated = np.array(_published(table)).T
         label = table.title if len(table.title) < 60 else f"{table.title[:57]}..."
         marker = "osD^v*XP"[number // 10 % 8]
-        axes.plot(published, 100 * (simulated / published - 1), marker, ms=5, alpha=0.7, color=f"C{number % 10}", label=label)
+        off = 100 * (simulated / published - 1)
+        axes.plot(published, off, marker, ms=5, alpha=0.7, color=f"C{number % 10}", label=label)
     axes.axhline(0, color="0.5", lw=1)
     axes.axhspan(-10, 10, color="0.9", zorder=0)
     axes.set(xscale="log", xlabel="published", ylabel="deviation of the simulated number, %")
