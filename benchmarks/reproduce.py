@@ -2,7 +2,7 @@
 
     make reproduce                                # all of them, one after the other
     make reproduce ARGS="--loads DIR"             # also those of recorded expert loads: .npy files [layers, experts]
-    make reproduce ARGS=--quick                   # smaller, into a folder of its own; documents stay as they are
+    make reproduce ARGS=--quick                   # smaller, on drawn loads, into a folder of its own, not the documents
     python -m benchmarks.reproduce --only bench_ultraep bench_rails
 
 What cannot run here is listed with the reason; its last results stay where they are, with their own date.
@@ -29,7 +29,7 @@ Refusal = Callable[[argparse.Namespace], str | None]
 
 
 def _loads(given: argparse.Namespace) -> str | None:
-    return None if given.loads else "recorded loads are not in the tree; --loads names their folder"
+    return None if given.loads or given.quick else "recorded loads are not in the tree; --loads names their folder"
 
 
 def _compilers(given: argparse.Namespace) -> str | None:
@@ -45,10 +45,6 @@ def _gpu(given: argparse.Namespace) -> str | None:
     return None if Path("/dev/nvidia0").exists() else "there is no GPU"
 
 
-def _long(given: argparse.Namespace) -> str | None:
-    return "takes an hour or more; --only runs it"
-
-
 @dataclass(frozen=True)
 class Run:
     """One benchmark.
@@ -57,7 +53,8 @@ class Run:
         module: under `benchmarks`.
         options: of its command line; `LOADS` and `DIR` stand for the recorded loads, as files and as their folder.
         quick: its options where it shall be quick; `None`: it cannot be.
-        refusal: why it may not run.
+        refusal: why it cannot run.
+        aside: why it does not run unless it is named.
         result: the name of what it keeps; that of the module by default.
     """
 
@@ -66,6 +63,7 @@ class Run:
     quick: tuple[str, ...] | None = None
     refusal: Refusal = field(default=lambda given: None)
     result: str = ""
+    aside: str = ""
 
     @property
     def name(self) -> str:
@@ -74,15 +72,16 @@ class Run:
 
     def why_not(self, given: argparse.Namespace) -> str | None:
         """Nothing if it shall run."""
-        if self.refusal is not _long and (why_not := self.refusal(given)):
+        if why_not := self.refusal(given):
             return why_not
-        if given.only:
-            return None
-        return "not in --quick" if given.quick and self.quick is None else self.refusal(given)
+        if given.quick and self.quick is None:
+            return "not in --quick"
+        return f"{self.aside}; --only runs it" if self.aside and not given.only else None
 
     def command(self, given: argparse.Namespace) -> list[str]:
         """All but where results are kept."""
-        chosen = self.quick if given.quick and self.quick is not None else self.options
+        chosen = self.quick if given.quick else self.options
+        assert chosen is not None, self.name
         files = sorted(map(str, given.loads.glob("*.npy"))) if given.loads else []
         expanded = [
             part for option in chosen for part in {"LOADS": files, "DIR": [str(given.loads)]}.get(option, [option])
@@ -90,6 +89,8 @@ class Run:
         return [sys.executable, "-m", f"benchmarks.{self.module}", *expanded]
 
 
+LONG = "takes an hour or more"
+MEASURED = "stays as it was measured"
 CODECS = ("ratio 50, remembered", "ratio 50, shared")
 RUNS = (
     Run("bench_ultraep", quick=("--tokens", "512")),
@@ -116,37 +117,45 @@ RUNS = (
     Run("bench_two_ranks", quick=("--repeats", "3")),
     Run("bench_systems"),
     Run("bench_training_losses"),
-    Run("bench_codec", ("--steps", "200"), None, _long),
+    Run("bench_codec", ("--steps", "200"), aside=LONG),
     Run(
         "bench_codec",
         ("--steps", "200", "--upcycled", "--codecs", "ratio 1", *CODECS),
-        None,
-        _long,
-        "bench_codec_upcycled",
+        result="bench_codec_upcycled",
+        aside=LONG,
     ),
     Run(
         "bench_codec",
         ("--steps", "800", "--seeds", "2", "--codecs", "ratio 1", *CODECS),
-        None,
-        _long,
-        "bench_codec_long",
+        result="bench_codec_long",
+        aside=LONG,
     ),
-    Run("bench_straggler", ("--number", "50"), None, _long),
-    Run("bench_training", (), None, _long),
+    Run("bench_straggler", ("--number", "50"), aside=LONG),
+    Run("bench_training", aside=LONG),
     Run("bench_compiled", refusal=_compilers),
     Run("bench_ragged_dot", refusal=_compilers),
     Run("bench_copy_engine", refusal=_gpu),
     Run(
         "network.bench_hybridep",
         ("--json", "benchmarks/results/two_datacenters.json"),
-        None,
-        _network,
-        "network_hybridep",
+        refusal=_network,
+        result="network_hybridep",
+        aside=MEASURED,
     ),
     Run(
-        "network.bench_rails", ("--json", "benchmarks/results/two_nodes_of_rails.json"), None, _network, "network_rails"
+        "network.bench_rails",
+        ("--json", "benchmarks/results/two_nodes_of_rails.json"),
+        refusal=_network,
+        result="network_rails",
+        aside=MEASURED,
     ),
-    Run("network.train_across", ("--wan-bits-per-s", "300e6"), None, _network, "network_train_across"),
+    Run(
+        "network.train_across",
+        ("--wan-bits-per-s", "300e6"),
+        refusal=_network,
+        result="network_train_across",
+        aside=MEASURED,
+    ),
 )
 
 

@@ -1,0 +1,55 @@
+"""One command runs every benchmark, or says why not."""
+
+import argparse
+from pathlib import Path
+
+import benchmarks
+from benchmarks.html_report import write_report
+from benchmarks.reproduce import RUNS
+from benchmarks.results import Table, save
+
+HERE = Path(benchmarks.__file__).parent
+PLAIN = argparse.Namespace(quick=False, loads=None, only=[])
+
+
+def test_every_benchmark_is_in_the_list():
+    found = {path.stem for path in HERE.glob("bench_*.py")} | {
+        f"network.{p.stem}" for p in HERE.glob("network/bench_*")
+    }
+    assert {one.module for one in RUNS} >= found
+
+
+def test_no_two_results_have_one_name():
+    names = [one.name for one in RUNS]
+    assert len(names) == len(set(names))
+
+
+def test_recorded_loads_are_asked_for():
+    (relocation,) = (one for one in RUNS if one.name == "bench_relocation")
+    assert "--loads" in relocation.why_not(PLAIN)
+    given = argparse.Namespace(quick=False, loads=Path("there"), only=[])
+    assert relocation.why_not(given) is None
+    assert relocation.command(given)[-4:] == ["--loads", "there", "--groups", "8"]
+
+
+def test_what_takes_long_runs_if_it_is_named():
+    (codec,) = (one for one in RUNS if one.name == "bench_codec")
+    assert "--only" in codec.why_not(PLAIN)
+    assert codec.why_not(argparse.Namespace(quick=False, loads=None, only=["bench_codec"])) is None
+
+
+def test_the_report_has_tables_plots_and_what_was_left_out(tmp_path):
+    rows = [["a", 2.0, 2.2, 10.0], ["b", 4.0, 3.0, -25.0]]
+    columns = {"": "", "published, s": ".4g", "simulated, s": ".4g", "deviation, %": "+.1f"}
+    save(
+        {"one": Table(columns, rows, "A & B"), "zipf": Table({"system": "", "imbalance": ".2f"}, [["x", [1.5, 1, 2]]])},
+        tmp_path / "bench_systems.json",
+    )
+    page = write_report(tmp_path, tmp_path / "report.html", {"bench_y": "left out: there is no GPU"}).read_text()
+    assert page.count("<svg") == 2
+    assert "A &amp; B" in page
+    assert "left out: there is no GPU" in page
+    assert "1.50 (1.00-2.00)" in page
+    assert "http" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    )
