@@ -201,25 +201,25 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     decisions = {(row["token_bytes"], row["expert_bytes"], point["model"]) for point in found for row in [point["row"]]}
     lines = [
         *(
-            f"bytes counted over predicted, steps of at least {least / 1e6:.0f} MB: "
+            f"Bytes counted over predicted, steps of at least {least / 1e6:.0f} MB: "
             f"{min(off for size, off in bytes_off if size >= least):+.1%} to "
-            f"{max(off for size, off in bytes_off if size >= least):+.1%}"
+            f"{max(off for size, off in bytes_off if size >= least):+.1%}."
             for least in (0, 2e6)
         ),
-        f"seconds measured over predicted: median {np.median(seconds_off):+.1%}, "
-        f"{min(seconds_off):+.1%} to {max(seconds_off):+.1%}",
-        f"the model's domain size across datacenters is that of the fastest in {len(hits)} of the {len(points)} clear "
-        f"points, of {len(found)}; these are {len(decisions)} decisions, as neither rate nor ratio changes any other",
+        f"Seconds measured over predicted: median {np.median(seconds_off):+.1%}, "
+        f"{min(seconds_off):+.1%} to {max(seconds_off):+.1%}.",
+        f"The model's domain size across datacenters is that of the fastest in {len(hits)} of the {len(points)} clear "
+        f"points, of {len(found)}; these are {len(decisions)} decisions, as neither rate nor ratio changes any other.",
     ]
     for point in points:
         if point not in hits:
             row = point["row"]
             lines.append(
-                f"missed: {row['wan_bits_per_s'] / 1e6:.0f} Mbit/s, tokens {row['token_bytes'] / 1e6:.2f} MB, "
+                f"Missed: {row['wan_bits_per_s'] / 1e6:.0f} Mbit/s, tokens {row['token_bytes'] / 1e6:.2f} MB, "
                 f"experts {row['expert_bytes'] / 1e6:.2f} MB, CR {point['ratio']:.0f}: "
-                f"the model says {point['model']}, fastest was {point['measured']}"
+                f"the model says {point['model']}, fastest was {point['measured']}."
             )
-    return [*lines, f"largest speed-up over plain: {max(point['speedup'] for point in found):.2f}"]
+    return [*lines, f"Largest speed-up over plain: {max(point['speedup'] for point in found):.2f}."]
 
 
 def main() -> None:
