@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.plots import plots_of
+from benchmarks.plots import figures_of, svg
 from benchmarks.results import Table, load
 
 STYLE = """
@@ -49,8 +49,9 @@ def section(file: Path) -> str:
     made, tables = json.loads(file.read_text()), load(file)
     keys = ("command", "date", "commit", "machine", "software")
     said = html.escape("; ".join(f"commit {made[key]}" if key == "commit" else made[key] for key in keys))
+    plots = "".join(map(svg, figures_of(file.stem, tables).values()))
     shown = "".join(f"<h3>{html.escape(table.title or name)}</h3>{table_html(table)}" for name, table in tables.items())
-    return f'<h2 id="{file.stem}">{file.stem}</h2><p class=made>{said}</p>{plots_of(file.stem, tables)}{shown}'
+    return f'<h2 id="{file.stem}">{file.stem}</h2><p class=made>{said}</p>{plots}{shown}'
 
 
 def table_html(table: Table) -> str:

@@ -1,4 +1,4 @@
-"""Plots of results, as SVG inside HTML."""
+"""Plots of results, as SVG: inside HTML, and as files that documents show."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,15 @@ BARS = {
 """Columns that are drawn as bars, of which table."""
 
 
-def plots_of(name: str, tables: Mapping[str, Table]) -> str:
-    """All plots of one benchmark's tables; nothing where there are none."""
-    figures = [bars(tables[of], column) for of, column in BARS.get(name, ()) if _has(tables, of, column)]
+def figures_of(name: str, tables: Mapping[str, Table]) -> dict[str, Figure]:
+    """All plots of one benchmark's tables, by what they show; nothing where there are none."""
+    shown = [(of, column) for of, column in BARS.get(name, ()) if _has(tables, of, column)]
+    figures = {f"{of}-{column.replace(' ', '-')}": bars(tables[of], column) for of, column in shown}
     if compared := [table for table in tables.values() if _published(table)]:
-        figures.append(deviations(compared))
+        figures["deviations"] = deviations(compared)
     if "frontier" in tables:
-        figures.append(frontier(tables["frontier"]))
-    return "".join(map(svg, figures))
+        figures["frontier"] = frontier(tables["frontier"])
+    return figures
 
 
 def _has(tables: Mapping[str, Table], of: str, column: str) -> bool:
@@ -39,7 +40,7 @@ def _has(tables: Mapping[str, Table], of: str, column: str) -> bool:
 def svg(figure: Figure) -> str:
     """The figure as an element of HTML."""
     file = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "results"}):
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     text = file.getvalue()
     return text[text.index("<svg") :]

@@ -13,9 +13,13 @@ A number in a sentence is a cell: its table, then texts of other cells of its ro
 the title of its column.
 
     <!-- value: bench_systems/zipf > exact > imbalance -->1.010<!-- /value -->
+
+A plot is a file, `docs/results/plots/FILE.PLOT.svg` with one of `benchmarks.plots.figures_of`, which is drawn if a
+document links to it. Its first line says what values it was drawn from.
 """
 
 import argparse
+import hashlib
 import json
 import re
 import sys
@@ -26,6 +30,8 @@ from benchmarks.results import Table, load
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PLOTS = ROOT / "docs" / "results" / "plots"
+PLOT = re.compile(r"plots/(?P<name>[\w-]+)\.(?P<plot>[\w-]+)\.svg")
 TABLE = re.compile(r"<!-- table: (?P<name>\S+) -->\n.*?<!-- /table -->", re.DOTALL)
 VALUE = re.compile(r"<!-- value: (?P<path>[^\n]+?) -->.*?<!-- /value -->", re.DOTALL)
 
@@ -93,10 +99,33 @@ def changed() -> Iterator[tuple[Path, str]]:
             yield path, wanted
 
 
+def old_plots() -> Iterator[tuple[Path, str]]:
+    """Plots that documents link to and that were not drawn from these results, with the line that says so."""
+    text = "".join(path.read_text() for path in documents())
+    for match in sorted({match.group() for match in PLOT.finditer(text)}):
+        path = PLOTS / Path(match).name
+        values = (RESULTS / f"{path.name.split('.')[0]}.json").read_bytes()
+        drawn = f"<!-- of {hashlib.sha256(values).hexdigest()} -->"
+        if not path.exists() or path.read_text().split("\n", 1)[0] != drawn:
+            yield path, drawn
+
+
+def draw(path: Path, drawn: str) -> None:
+    """Writes one plot."""
+    from benchmarks.plots import figures_of, svg
+
+    name, plot, _ = path.name.split(".")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"{drawn}\n{svg(figures_of(name, load(RESULTS / f'{name}.json'))[plot])}")
+
+
 def write_documents() -> None:
     """Writes all that changed, and says which."""
     for path, wanted in changed():
         path.write_text(wanted)
+        print(path.relative_to(ROOT))
+    for path, drawn in old_plots():
+        draw(path, drawn)
         print(path.relative_to(ROOT))
 
 
@@ -107,7 +136,7 @@ def main() -> None:
     given = parser.parse_args()
     if not given.check:
         write_documents()
-    elif old := [str(path.relative_to(ROOT)) for path, _ in changed()]:
+    elif old := [str(path.relative_to(ROOT)) for path, _ in (*changed(), *old_plots())]:
         sys.exit(f"{', '.join(old)}: not what the results say; run python -m benchmarks.render")
 
 

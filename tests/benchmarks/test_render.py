@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.render import RESULTS, TABLE, VALUE, changed, documents, rendered
+from benchmarks.render import RESULTS, TABLE, VALUE, changed, documents, old_plots, rendered
 from benchmarks.results import Table, save
 
 
@@ -15,6 +15,10 @@ def results(tmp_path):
 
 def test_documents_are_what_would_be_rendered():
     assert [str(path) for path, _ in changed()] == []
+
+
+def test_plots_are_of_these_results():
+    assert [str(path) for path, _ in old_plots()] == []
 
 
 def test_every_result_is_shown_somewhere():
