@@ -82,17 +82,32 @@ def calibrate(
     ranks: Annotated[
         str | None, typer.Option("--ranks", metavar="R", help="Virtual devices if there is only a CPU; 2, at most 256.")
     ] = None,
+    coordinator: Annotated[
+        str | None,
+        typer.Option("--coordinator", metavar="HOST:PORT", help="Of several processes, which measure nodes, too."),
+    ] = None,
+    processes: Annotated[str | None, typer.Option("--processes", metavar="N", help="With a coordinator.")] = None,
+    process: Annotated[
+        str | None, typer.Option("--process", metavar="I", help="This one, from 1 on; the first writes OUT.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure this machine: grouped FFNs, exchanges, copies of weights and a planner, through the library's calls."""
     with one_line_errors():
         # It sets up devices, and what it imports is only for them.
-        from jax_moe_lb.cli.calibrate import MOST_RANKS, measure, to_yaml
+        from jax_moe_lb.cli.calibrate import HIDDEN, INNER, MOST_RANKS, measure
+        from jax_moe_lb.cli.measured import to_yaml, warnings
 
         if out.is_dir() or not out.parent.is_dir():
             raise ValueError(f"OUT is {out}; expected a file in a folder that exists")
-        found = measure(positive("--ranks", ranks, MOST_RANKS) or 2)
-        text = to_yaml(found)
+        most_ranks = positive("--ranks", ranks, MOST_RANKS) or 2
+        number = _join(coordinator, processes, process)
+        found = measure(most_ranks)
+        if number > 1:
+            return
+        text = to_yaml(found, HIDDEN, INNER)
+        for line in warnings(found):
+            note(line)
         with naming("OUT", out), whole_file(out) as part:
             part.write_text(text)
         # It is read again at once: what `simulate` would refuse is found here.
@@ -101,6 +116,23 @@ def calibrate(
             print_json({"out": str(out), **asdict(found)})
         else:
             print_text(text.removesuffix("\n"))
+
+
+def _join(coordinator: str | None, processes: str | None, process: str | None) -> int:
+    """Joins the other processes if there are some, and returns the number of this one."""
+    given = positive("--processes", processes, INT32_MAX), positive("--process", process, INT32_MAX)
+    if coordinator is None and given == (None, None):
+        return 1
+    number, this = given
+    if coordinator is None or number is None or this is None or this > number:
+        raise ValueError("--coordinator, --processes and --process go together; expected all three, I at most N")
+    import jax
+
+    try:
+        jax.distributed.initialize(coordinator, number, this - 1)
+    except RuntimeError as error:
+        raise ValueError(f"--coordinator is {coordinator}: {error}; expected the address of the first") from error
+    return this
 
 
 def _migration(config: Config, name: str, domain_sizes: str | None) -> Migration:

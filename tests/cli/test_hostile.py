@@ -330,8 +330,10 @@ def inputs(folder):
 def measured(monkeypatch):
     """A measurement that takes no time."""
     from jax_moe_lb.cli import calibrate
+    from jax_moe_lb.cli.measured import Exchange, Measured
 
-    found = calibrate.Measured("machine", "2026-01-31", 2, (1.0, 2.0), (1e9, 2e9), 1e10, 1e9, 1e-5, 1e9, 1e-4)
+    level, curve = Exchange("gpu", 2, 1e9, 1e-5), ((1.0, 2.0), (1e9, 2e9))
+    found = Measured("machine", "gpu", "2026-01-31", 0.0, 2, 2, (level,), *curve, 1e10, 1e9, 1e-4)
     monkeypatch.setattr(calibrate, "measure", lambda ranks: found)
 
 

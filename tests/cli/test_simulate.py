@@ -181,12 +181,21 @@ def test_calibrate_writes_what_simulate_reads(capsys, tmp_path, monkeypatch):
         monkeypatch.setattr(calibrate, name, value)
     found = json.loads(output(capsys, "calibrate", tmp_path / "machine.yaml", "--json"))
     assert found["ranks"] == 2
+    assert [level["level"] for level in found["exchanges"]] == ["gpu"]
     config = load_config("CONFIG", str(tmp_path / "machine.yaml"))
     cluster = config.cluster.build()
-    assert cluster.levels[0].bytes_per_s == pytest.approx(found["exchange_bytes_per_s"], rel=1e-3)
+    assert cluster.levels[0].bytes_per_s == pytest.approx(found["exchanges"][0]["bytes_per_s"], rel=1e-3)
     assert cluster.gemm.rows == (4.0, 16.0)
     assert json.loads(output(capsys, "simulate", tmp_path / "machine.yaml", "--json"))["step_s"] > 0
 
+
+def test_calibrate_names_processes_together(capsys, tmp_path):
+    out = tmp_path / "machine.yaml"
+    for argv in (("--coordinator", "host:1"), ("--processes", "2"), ("--coordinator", "h:1", *JOINS, "--process", "3")):
+        assert "expected all three, I at most N" in refusal(capsys, "calibrate", out, *argv)
+
+
+JOINS = ("--processes", "2")
 
 REFUSED = {
     "unknown system": (("--system", "ultra"), "--system is 'ultra'; expected one of eplb"),
