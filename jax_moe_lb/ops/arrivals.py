@@ -47,7 +47,7 @@ def add_in_turns(
     Returns:
         `sums`, whose first `L` experts have got what their replicas had.
     """
-    room = room_at_home(wanted, num_home, domain)
+    room = room_at_home(wanted.shape[1], num_home, domain)
     owner, number = owner_of(wanted, num_home), _number_at_home(wanted, num_home)
     # The sum of an expert of several replicas is kept wide from one to the next: rounded each time, small gradients of
     # many replicas would be lost. It belongs to the expert `last`.
@@ -84,9 +84,15 @@ def add_in_turns(
     return carry[0]
 
 
-def room_at_home(wanted: Wanted, num_home: int, domain: int) -> int:
-    """Returns how many replicas come home to a rank at once: all that there may be in a domain of 8 ranks or less."""
-    return min(domain * wanted.shape[1], max(2 * num_home, 8 * wanted.shape[1]))
+def room_at_home(replica_slots: int, num_home: int, domain: int) -> int:
+    """Returns how many replicas come home to a rank at once: all that there may be in a domain of 8 ranks or less.
+
+    Args:
+        replica_slots: `P`, the slots of each rank beyond its home experts.
+        num_home: `L`.
+        domain: how many ranks have replicas of a home expert at most.
+    """
+    return min(domain * replica_slots, max(2 * num_home, 8 * replica_slots))
 
 
 def owner_of(wanted: Wanted, num_home: int) -> Wanted:

@@ -147,7 +147,7 @@ def add_pulled(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route
         return add_reference(sums, slots, wanted, num_home, route)
     num_ranks, num_replicas = wanted.shape
     domain = num_participants(route)
-    room = room_at_home(wanted, num_home, domain)
+    room = room_at_home(num_replicas, num_home, domain)
     no_relay = jnp.full((num_ranks, room), -1, jnp.int32)
     # The slots are what is copied now: expert `rank * P + slot`.
     source = iota(wanted.size).reshape(wanted.shape)

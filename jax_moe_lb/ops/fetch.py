@@ -169,7 +169,7 @@ def ragged_add(sums: Kinds, upstream: Kinds, wanted: Wanted, *, num_home: int, d
     """Computes `add_at_home` out of exchanges of exact sizes, usually one."""
     num_ranks, num_replicas = wanted.shape
     me, owner = jax.lax.axis_index(axis_name), owner_of(wanted, num_home)
-    room = room_at_home(wanted, num_home, domain)
+    room = room_at_home(num_replicas, num_home, domain)
     to_owner = owner[me][None] == iota(num_ranks)[:, None]
     slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
     # Side by side, all kinds are one row per replica, and take one exchange.

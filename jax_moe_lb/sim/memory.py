@@ -1,6 +1,10 @@
-"""`memory_of` counts what one rank holds in a step, by name."""
+"""`memory_of` counts what one rank holds in a step, by name.
 
-from dataclasses import asdict, dataclass
+Each term is an array of programs compiled for H100s, of which `jax-moe-lb compile` lists the largest by name, and
+`benchmarks/bench_memory_model.py` holds the sum against what their compiler takes.
+"""
+
+from dataclasses import asdict, dataclass, fields, replace
 
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.model import ModelShape
@@ -14,30 +18,56 @@ MOMENTS_BYTES = 8.0
 MASTER_BYTES = 4.0
 """Where parameters have fewer bits the optimizer keeps a copy of them in float32."""
 
+SUMS_BYTES = 4
+"""Sums over rows, rounds and replicas are kept in float32."""
+
+ADDRESS_BYTES = 16
+"""Of a token copy are kept its expert, its weight, and its place in the sending order and back: four bytes each."""
+
+NAMES = {
+    "gathered": "gathered experts",
+    "kept": "kept tokens",
+    "buffers": "buffers of a round",
+    "in_use": "weights in use",
+    "sums": "sums of gradients",
+    "arriving": "arriving gradients",
+}
+"""What messages call the parts that are not called by their own names."""
+
 
 @dataclass(frozen=True)
 class Memory:
     """Counts the bytes on one rank, of the experts of these layers alone: no attention and no embedding.
 
+    Layers run one after the other, so that what one of them needs while it runs counts once: replicas, and what follows
+    `kept`. It has its most either in the experts' products or where gradients of replicas come home, whichever is more.
+
     Args:
         weights: the bytes of the home experts of all layers.
         gradients: the bytes of their gradients; 0 without a backward pass, as are the next and `kept`.
         optimizer: the bytes of the optimizer's state of all home experts.
-        replicas: the bytes of the slots beyond home experts, which all layers share; with a backward pass of their
-            gradients, too.
+        replicas: the bytes of the slots beyond home experts, or of their gradients on their way home.
         gathered: the bytes of the experts that expert domains gather, of all layers if they are kept, else of two; with
             a backward pass of the gradients of one layer, too; and of what a codec remembers of all layers.
-        buffers: the bytes of the rows that a rank receives in one round, twice: as they come, and as they leave.
-        kept: the bytes of token copies that all layers keep between forward and backward.
+        kept: the bytes of what all layers keep between forward and backward: their tokens and where the copies go, or,
+            where nothing is computed again, the copies and hidden activations.
+        buffers: the bytes of tokens, of copies as they are sent and received, and of hidden activations.
+        in_use: the bytes of weights as products take them: those of one layer out of the stack of all, and, with
+            replicas, one kind of all slots in one array; in the backward pass also its transpose.
+        sums: the bytes of the sums of gradients of all slots; in a loop over rounds with one kind of the round.
+        arriving: the bytes of the gradients of replicas that a rank has room for, and of one sum of them.
     """
 
-    weights: float
-    gradients: float
-    optimizer: float
-    replicas: float
-    gathered: float
-    buffers: float
-    kept: float
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    replicas: float = 0.0
+    gathered: float = 0.0
+    kept: float = 0.0
+    buffers: float = 0.0
+    in_use: float = 0.0
+    sums: float = 0.0
+    arriving: float = 0.0
 
     @property
     def total(self) -> float:
@@ -47,23 +77,125 @@ class Memory:
     @property
     def words(self) -> str:
         """Says each part that there is, in GB."""
-        names = {"gathered": "gathered experts", "kept": "kept rows"}
-        parts = [(names.get(name, name), value) for name, value in asdict(self).items() if value]
+        parts = [(NAMES.get(name, name), value) for name, value in asdict(self).items() if value]
         return ", ".join(f"{name} {value / 1e9:.1f}" for name, value in parts)
+
+    def __add__(self, other: "Memory") -> "Memory":
+        """Returns both, part by part."""
+        return Memory(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
 
 
 def memory_of(system: System, model: ModelShape, cluster: Cluster, migration: Migration, step: Step) -> Memory:
     """Counts the memory of a rank, for which nothing needs to be simulated.
 
     Args:
-        system: its replica slots and the buffers of its dispatch count.
+        system: its replica slots and its dispatch say what a layer needs while it runs.
         model: the sizes of the layers.
         cluster: its ranks share the experts.
         migration: which experts are gathered.
         step: without a backward pass there are no gradients, no optimizer, and nothing that is kept for them.
     """
-    home, gathered = model.experts // cluster.num_ranks * model.expert_bytes, migration.gathered_bytes(model, cluster)
+    home = model.experts // cluster.num_ranks * model.expert_bytes
     parameters = model.layers * home / model.itemsize if step.backward else 0.0
+    always = Memory(
+        weights=float(model.layers * home),
+        gradients=parameters * model.gradient_itemsize,
+        optimizer=parameters * optimizer_bytes(model, step),
+        gathered=_gathered_bytes(model, cluster, migration, step),
+        kept=float(model.layers * _kept_bytes(model, step)) if step.backward else 0.0,
+    )
+    layer = _Layer(system, model, cluster, migration)
+    phases = [layer.backward(), layer.gradients_come_home()] if step.backward else [layer.forward()]
+    return always + max(phases, key=lambda phase: phase.total)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Counts what one layer needs while it runs, in the phases that may need most."""
+
+    system: System
+    model: ModelShape
+    cluster: Cluster
+    migration: Migration
+
+    @property
+    def loops(self) -> bool:
+        """Tells whether a loop carries sums and outputs from one round to the next."""
+        return self.system.dispatch.max_rounds != 1
+
+    @property
+    def num_home(self) -> int:
+        """Counts the experts that a rank serves without replicas: its own, and those that it has gathered."""
+        gathered = self.migration.gathered_bytes(self.model, self.cluster) // self.model.expert_bytes
+        return self.model.experts // self.cluster.num_ranks + gathered
+
+    @property
+    def replica_slots(self) -> int:
+        # Where a rank has all experts there are no replicas.
+        return self.system.replica_slots if self.num_home < self.model.experts else 0
+
+    def forward(self) -> Memory:
+        """Copies are sent while the outputs of earlier rounds are there, or rows become hidden activations."""
+        copies, rows, hidden = self._sizes()
+        sending = copies + rows + copies * self.loops
+        computing = rows + (self.model.matrices - 1) * hidden + copies * self.loops
+        return self._products(1, max(sending, computing, rows + copies))
+
+    def backward(self) -> Memory:
+        """Rows and the gradients of their outputs become gradients of weights; a layer has its own again of each."""
+        copies, rows, hidden = self._sizes()
+        # For each matrix in front of the activation its product and that product's gradient; the activation, too.
+        phase = self._products(2, 2 * rows + copies + 2 * self.model.matrices * hidden)
+        # A loop adds one kind after the other to what it carries.
+        return replace(phase, sums=self._sums() * (1 + self.loops / self.model.matrices))
+
+    def gradients_come_home(self) -> Memory:
+        """Gradients of replicas are sent as one array and land in another, beside the sums that they are added to."""
+        if not self.replica_slots:
+            return Memory()
+        model, domain = self.model, self.cluster.topology(self._inside()).ranks_per_domain
+        room = self.system.replicate.room_at_home(self.replica_slots, self.num_home, domain)
+        return Memory(
+            replicas=float(self.replica_slots * model.expert_bytes),
+            buffers=float(self._sizes()[0] + self._tokens()),
+            sums=self._sums(),
+            arriving=float(room * model.expert_bytes + model.expert_bytes / model.itemsize * SUMS_BYTES),
+        )
+
+    def _products(self, kinds: int, buffers: float) -> Memory:
+        """Counts products that need so many kinds of the weights of all slots in one array."""
+        model, slots = self.model, self.replica_slots
+        home = model.experts // self.cluster.num_ranks * model.expert_bytes
+        joined = kinds * (self.num_home + slots) * model.expert_bytes / model.matrices if slots else 0.0
+        return Memory(
+            replicas=float(slots * model.expert_bytes),
+            buffers=float(buffers + self._tokens()),
+            # One layer alone is no stack.
+            in_use=float(joined + home * (model.layers > 1)),
+        )
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """Returns the bytes of all copies of a rank, of the rows that it receives in a round, and of one activation."""
+        model, copies = self.model, self.model.tokens * self.model.per_token
+        rows = self.system.dispatch.buffer_rows(copies)
+        return copies * model.row_bytes, rows * model.row_bytes, rows * model.inner * model.itemsize
+
+    def _tokens(self) -> int:
+        """Returns the bytes of a layer's tokens and of its outputs, or of both's gradients."""
+        return 2 * self.model.tokens * self.model.row_bytes
+
+    def _sums(self) -> float:
+        parameters = (self.num_home + self.replica_slots) * self.model.expert_bytes / self.model.itemsize
+        # A single round rounds as it writes them.
+        return parameters * (SUMS_BYTES if self.loops else self.model.itemsize)
+
+    def _inside(self) -> tuple[int, ...]:
+        sizes = self.migration.sizes(self.cluster)
+        return tuple(level.size // size for level, size in zip(self.cluster.levels, sizes, strict=True))
+
+
+def _gathered_bytes(model: ModelShape, cluster: Cluster, migration: Migration, step: Step) -> float:
+    home, gathered = model.experts // cluster.num_ranks * model.expert_bytes, migration.gathered_bytes(model, cluster)
     # Experts that are gathered again need two sets, as do those of inference: one in use, the next on its way.
     held = gathered * (model.layers if step.backward and not migration.gather_again else min(2, model.layers))
     if step.backward:
@@ -71,18 +203,15 @@ def memory_of(system: System, model: ModelShape, cluster: Cluster, migration: Mi
     # Ranks keep what they decoded of every layer until its next gather, where differences are to be taken from it.
     if migration.codec.remembers:
         held += model.layers * (gathered + home)
-    rows = model.layers * model.tokens * model.per_token if step.backward else 0
-    return Memory(
-        weights=float(model.layers * home),
-        gradients=parameters * model.gradient_itemsize,
-        optimizer=parameters * optimizer_bytes(model, step),
-        replicas=float(
-            system.replica_slots * (model.expert_bytes + (model.expert_gradient_bytes if step.backward else 0))
-        ),
-        gathered=float(held),
-        buffers=float(2 * system.dispatch.buffer_rows(model.tokens * model.per_token) * model.row_bytes),
-        kept=float(rows * model.row_bytes),
-    )
+    return float(held)
+
+
+def _kept_bytes(model: ModelShape, step: Step) -> int:
+    """Returns the bytes of what one layer keeps for the backward pass."""
+    copies = model.tokens * model.per_token
+    if step.recompute:
+        return model.tokens * model.row_bytes + copies * ADDRESS_BYTES
+    return copies * (model.row_bytes + (model.matrices - 1) * model.inner * model.itemsize + ADDRESS_BYTES)
 
 
 def optimizer_bytes(model: ModelShape, step: Step) -> float:

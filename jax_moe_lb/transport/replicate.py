@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops._peer import Route
-from jax_moe_lb.ops.arrivals import zero_sums
+from jax_moe_lb.ops.arrivals import room_at_home, zero_sums
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
 
@@ -116,6 +116,18 @@ class Replicate(abc.ABC):
         """
         del topology
         return None
+
+    def room_at_home(self, replica_slots: int, num_home: int, domain: int) -> int:
+        """Counts the replicas whose gradients a rank has room for at once while they come home, beside the sums.
+
+        The simulator asks for it.
+
+        Args:
+            replica_slots: the slots of each rank beyond its home experts.
+            num_home: `L`.
+            domain: how many ranks have replicas of a home expert at most.
+        """
+        return room_at_home(replica_slots, num_home, domain)
 
     @property
     def uses_copy_engines(self) -> bool:

@@ -1,0 +1,188 @@
+"""The simulator's memory beside programs compiled for H100s that need not be there: layers of three models in a step.
+
+A training step has a stack of layers in a loop, inside `jax.checkpoint` with the names that a layer gives, and Adam
+with weights in bfloat16 and their copy in float32; the state is donated. Inference has the same layers, forward.
+
+It needs the compiler of GPUs: `jax_moe_lb[cuda]`, as `ci/accelerators.sh` installs it into `.venv-accelerators`.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.results import Table, out_option
+from benchmarks.results import report as keep
+from jax_moe_lb import CHECKPOINT_NAMES, Experts, System, TopK, Topology, moe
+from jax_moe_lb.compiled import LayerSizes, Report, Target, compile_for, quiet_stderr, use_no_accelerators
+from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape, Step
+from jax_moe_lb.sim.memory import Memory, memory_of
+from jax_moe_lb.systems import system_named
+
+LAYERS = 4
+"""A step has so many; more take more of the same."""
+
+AGREES = 0.1
+"""Programs take what is predicted, up to this fraction of it; a test holds it."""
+
+DECAYS, RATE = (0.9, 0.95), 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """This is one program.
+
+    Args:
+        model: whose layers they are.
+        target: the machine.
+        system: the name of the system.
+        train: whether it is a training step.
+        sizes: of a layer.
+        max_rounds: the rounds that it has; `None` for a loop.
+    """
+
+    model: str
+    target: str
+    system: str
+    train: bool
+    sizes: LayerSizes
+    max_rounds: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Says it in a few words."""
+        passes = "training" if self.train else "inference"
+        return f"{self.model}, {passes}, {self.system}" + (", one round" if self.max_rounds == 1 else "")
+
+    def built(self) -> System:
+        """Makes the system."""
+        return system_named(self.system).with_rounds(self.max_rounds)
+
+    def predicted(self) -> Memory:
+        """What the simulator says."""
+        sizes = asdict(self.sizes)
+        model = ModelShape(layers=LAYERS, gradient_itemsize=2, **sizes)
+        mesh = [int(number) for number in self.target.split(":")[1].split("x")]
+        levels = [Links(name, size, 1e9) for name, size in zip(("node", "gpu"), mesh, strict=True) if size > 1]
+        step = Step(backward=self.train)
+        return memory_of(self.built(), model, Cluster(tuple(levels)), Migration(), step)
+
+    def compile(self) -> Report:
+        """What the compiler says."""
+        target = Target.parse(self.target)
+        mesh = target.mesh()
+        layer = partial(_layer, mesh=mesh, system=self.built(), per_token=self.sizes.per_token)
+        program = partial(_step if self.train else _forward, layer)
+        state, x = _arguments(self.sizes, mesh, self.train)
+        jitted = jax.jit(program, donate_argnums=0 if self.train else ())
+        return compile_for(target, jitted, (state, x), mesh)
+
+
+QWEN = LayerSizes(hidden=2048, inner=768, experts=128, tokens=4096, per_token=8)
+MIXTRAL = LayerSizes(hidden=4096, inner=14336, experts=8, tokens=4096, per_token=2)
+DEEPSEEK = LayerSizes(hidden=7168, inner=2048, experts=256, tokens=4096, per_token=8)
+MODELS = {
+    "Qwen3-30B-A3B": ("h100:1x8", QWEN),
+    "Mixtral-8x7B": ("h100:1x8", MIXTRAL),
+    "DeepSeek-V3": ("h100:4x8", DEEPSEEK),
+}
+CASES = (
+    *(
+        Case(model, target, system, train, sizes)
+        for model, (target, sizes) in MODELS.items()
+        for system, train in (("exact", True), ("plain", True), ("exact", False))
+    ),
+    Case("Qwen3-30B-A3B", "h100:1x8", "exact", True, QWEN, max_rounds=1),
+    Case("Qwen3-30B-A3B", "h100:1x8", "feplb", True, QWEN),
+)
+
+
+def _layer(x: jax.Array, kernel: jax.Array, experts: Experts, *, mesh: Mesh, system: System, per_token: int) -> Any:
+    topology, ranks = Topology.from_mesh(mesh, mesh.axis_names), PartitionSpec(mesh.axis_names)
+
+    def one_rank(x: jax.Array, kernel: jax.Array, experts: Experts) -> jax.Array:
+        return moe(x, kernel, experts, TopK(per_token), system, topology, checks="deferred")[0]
+
+    run = jax.shard_map(one_rank, mesh=mesh, in_specs=(ranks, PartitionSpec(), ranks), out_specs=ranks)
+    return run(x, kernel, experts)
+
+
+def _forward(layer: Any, weights: Any, x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda x, one: (x + layer(x, *one), None), x, weights)[0]
+
+
+def _step(layer: Any, state: Any, x: jax.Array) -> Any:
+    weights, copies, *moments = state
+    policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
+
+    def loss(weights: Any) -> jax.Array:
+        y = _forward(jax.checkpoint(layer, policy=policy), weights, x)
+        return jnp.square(y.astype(jnp.float32)).mean()
+
+    gradients = jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss)(weights))
+    first, second = (
+        jax.tree.map(lambda m, g, b=b, p=p: b * m + (1 - b) * g**p, moment, gradients)
+        for moment, b, p in zip(moments, DECAYS, (1, 2), strict=True)
+    )
+    copies = jax.tree.map(lambda w, m, v: w - RATE * m / (jnp.sqrt(v) + 1e-8), copies, first, second)
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), copies, weights), copies, first, second
+
+
+def _arguments(sizes: LayerSizes, mesh: Mesh, train: bool) -> tuple[Any, Any]:
+    ranks, each = PartitionSpec(mesh.axis_names), PartitionSpec(None, mesh.axis_names)
+
+    def like(shape: Sequence[int], spec: PartitionSpec, dtype: Any = jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(mesh, spec))
+
+    into, out = (LAYERS, sizes.experts, sizes.hidden, sizes.inner), (LAYERS, sizes.experts, sizes.inner, sizes.hidden)
+    kernel = like((LAYERS, sizes.hidden, sizes.experts), PartitionSpec())
+    weights = kernel, Experts(like(into, each), like(out, each), like(into, each))
+    x = like((mesh.size * sizes.tokens, sizes.hidden), ranks)
+    wide = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32, sharding=w.sharding), weights)
+    return ((weights, wide, wide, wide) if train else weights), x
+
+
+def compared(case: Case, compiled: Report) -> list[Any]:
+    """Makes a row: all bytes, and those beside weights, their gradients and the optimizer, which are simple."""
+    said = case.predicted()
+    homes = said.weights + said.gradients + said.optimizer
+    whole = said.total, float(compiled.total_bytes)
+    beside = [number - homes for number in whole]
+    numbers = [(mine / 1e9, its / 1e9, mine / its - 1) for mine, its in (whole, beside)]
+    return [case.name, case.target, *numbers[0], *numbers[1]]
+
+
+def parts(case: Case) -> list[Any]:
+    """Makes a row of what is predicted, part by part."""
+    return [case.name, *(number / 1e9 for number in asdict(case.predicted()).values())]
+
+
+def main() -> None:
+    """Compiles all programs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out_option(parser)
+    given = parser.parse_args()
+    use_no_accelerators()
+    rows = []
+    for case in CASES:
+        with quiet_stderr():
+            compiled = case.compile()
+        rows.append(compared(case, compiled))
+        print(rows[-1], flush=True)
+    columns = {"GB": ".2f", "compiled GB": ".2f", "off": "+.1%"}
+    beside = {"beside GB": ".2f", "compiled beside GB": ".2f", "beside off": "+.1%"}
+    names = {field.name.replace("_", " "): ".2f" for field in fields(Memory)}
+    tables = {
+        "compared": Table({"layers": "", "target": "", **columns, **beside}, rows),
+        "parts_gb": Table({"layers": "", **names}, [parts(case) for case in CASES]),
+    }
+    keep(tables, given.out)
+
+
+if __name__ == "__main__":
+    main()
