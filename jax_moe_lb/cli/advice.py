@@ -23,6 +23,9 @@ from jax_moe_lb.sim.workloads import Workload
 SHOWN = 3
 """Of so many choices it is said how to use them."""
 
+SHOWN_SIZES = 4
+"""So many other sizes are listed; the JSON has all."""
+
 MOST_REFUSED = 5
 """So many refused choices are listed; the JSON has all."""
 
@@ -41,6 +44,7 @@ def advice_json(answer: Advice, judge: Judge, workloads: Sequence[Workload]) -> 
         "systems": [_row(one, answer, judge) for one in answer.found.outcomes],
         "compressed": [_row(one, answer, judge) for one in answer.compressed],
         "refused": {choice.name: why for choice, why in answer.found.refused.items()},
+        "sizes": [asdict(size) | {"system": size.choice.name} for size in answer.sizes],
         "glances_s": {choice.name: took for choice, took in answer.found.glances.items()},
     }
 
@@ -90,17 +94,18 @@ def _ranged(values: Sequence[float], digits: str) -> str:
 def advice_lines(answer: Advice, judge: Judge, workloads: Sequence[Workload]) -> list[str]:
     """Says in words what to do, what was assumed, and what was refused."""
     return [
-        *_verdict(answer, judge.model.tokens),
+        *_verdict(answer, judge),
         *_fit(answer, judge),
         *_assumed(answer, judge, workloads),
         *_first_look(answer),
+        *_sizes(answer, judge),
         *_how(answer, judge),
         *_refused(answer),
     ]
 
 
-def _verdict(answer: Advice, tokens: int) -> list[str]:
-    best = answer.best.choice.name
+def _verdict(answer: Advice, judge: Judge) -> list[str]:
+    best, tokens = answer.best.choice.name, judge.model.tokens
     if answer.leave_off:
         return [f"Leave balancing off: nothing surely saves {WORTH_IT:.0%} of a step at {tokens} tokens per rank."]
     by_load = f" ({min(answer.gains):.1%} to {max(answer.gains):.1%} by workload)" if len(answer.gains) > 1 else ""
@@ -110,8 +115,8 @@ def _verdict(answer: Advice, tokens: int) -> list[str]:
             f"Indistinguishable from it on these workloads: {', '.join(one.choice.name for one in answer.alike)}."
         )
     if answer.pays_from is None:
-        uniform = len(answer.best.times_s) == 1 and answer.best.report.timeline.num_ranks == 1
-        return lines if uniform else [*lines, f"{best} is not faster at {SWEPT_TOKENS[-1]} tokens per rank."]
+        swept = judge.sample is None and answer.best.report.timeline.num_ranks > 1
+        return lines if not swept else [*lines, f"{best} is not faster at {SWEPT_TOKENS[-1]} tokens per rank."]
     if answer.pays_from == SWEPT_TOKENS[0]:
         return [*lines, f"{best} is faster from {SWEPT_TOKENS[0]} tokens per rank on, the fewest tried."]
     return [*lines, f"{best} begins to pay at {answer.pays_from} tokens per rank."]
@@ -131,13 +136,22 @@ def _assumed(answer: Advice, judge: Judge, workloads: Sequence[Workload]) -> lis
     first = workloads[0].counts
     if first is None:
         return [
-            f"Assumed: uniform routing, since {judge.cluster.num_ranks} ranks are more than {MOST_PLANNED_RANKS}: "
-            "nothing that plans was tried, and there is no range. --trace plans for recorded counts."
+            f"Assumed: uniform routing, since {judge.cluster.num_ranks} ranks are more than {MOST_PLANNED_RANKS}, and "
+            "no part of them stands for all: nothing that plans was tried, and there is no range. --trace plans for "
+            "recorded counts."
         ]
     before = answer.plain.report.imbalance_before
+    sampled = []
+    if judge.sample is not None:
+        part, level = judge.sample.levels[0].size, judge.cluster.levels[0]
+        sampled = [
+            f"Planned for a sample: {part} of the {level.size} members of level {level.name}, which stand for all of "
+            f"them. Expert domains of more than {part // 2} were not tried."
+        ]
     return [
+        *sampled,
         f"Workloads: {'; '.join(workload.name for workload in workloads)}; layers of each: {len(first)}; "
-        f"imbalance at home {before:.2f}. The search looked at {len(answer.found.glances)} choices."
+        f"imbalance at home {before:.2f}. The search looked at {len(answer.found.glances)} choices.",
     ]
 
 
@@ -150,6 +164,23 @@ def _first_look(answer: Advice) -> list[str]:
     plain = glances[Choice()]
     parts = [f"{name} {took / plain:.3f}" for name, took in sorted(best.items(), key=lambda one: one[1])]
     return [f"Alone, one layer of plain's: {', '.join(parts)}."] if parts and plain else []
+
+
+def _sizes(answer: Advice, judge: Judge) -> list[str]:
+    """Lists what other degrees of expert parallelism and microbatches would do, beside what was asked for."""
+    asked = judge.cluster.num_ranks, judge.model.tokens
+    own = [size for size in answer.sizes if (size.ranks, size.tokens) == asked]
+    shown = [size for size in answer.sizes if not size.refused and size not in own][:SHOWN_SIZES]
+    if not own or not shown:
+        return []
+    head = (
+        f"Other sizes, time of a layer for each token over that of {asked[0]} ranks that share experts and {asked[1]}"
+    )
+    lines = [f"{head} tokens; gradients are summed over groups, and nothing hides that:"]
+    for size in shown:
+        took, total = size.token_s / own[0].token_s, decimal(round(size.total_bytes))
+        lines.append(f"    {size.ranks} ranks, {size.tokens} tokens: {took:.3f}, {size.choice.name}, {total}")
+    return lines
 
 
 def _how(answer: Advice, judge: Judge) -> list[str]:

@@ -1,6 +1,7 @@
 """`advise` is the command that says which system to take."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -29,6 +30,7 @@ from jax_moe_lb.sim.config import Config, load_config
 from jax_moe_lb.sim.judge import Judge
 from jax_moe_lb.sim.limits import MOST_PLANNED_RANKS, forecast
 from jax_moe_lb.sim.loads import LoadShape
+from jax_moe_lb.sim.sample import experts_of, sample_of
 from jax_moe_lb.sim.search import FINALISTS
 from jax_moe_lb.sim.space import Space
 from jax_moe_lb.sim.workloads import Workload, drawn_workloads, recorded_workloads
@@ -71,18 +73,21 @@ def advise(
             shape = as_recorded(shape, counts, trace)
             workloads = recorded_workloads(counts, MOST_STEPS, MOST_LAYERS)
             shapes = workloads[:: max(1, len(workloads) - 1)]
+            sample = None
         else:
-            workloads = _drawn(of_cluster, shape, machine, imbalance)
+            sample = sample_of(machine) if machine.num_ranks > MOST_PLANNED_RANKS else None
+            workloads = _drawn(of_cluster, shape, machine, sample, imbalance)
             shapes = workloads[: len({workload.name.split(", draw")[0] for workload in workloads})]
         space = Space(
-            machine,
+            sample or machine,
             most_slots,
             planned=workloads[0].counts is not None,
             with_exact=has_planning_module(),
             with_relocation=all(workload.earlier is not None for workload in workloads),
+            sampled=sample is not None,
         )
-        _tell(workloads, shapes, machine, shape)
-        judge = Judge(shape, machine, of_cluster.step.build())
+        _tell(workloads, shapes)
+        judge = Judge(shape, machine, of_cluster.step.build(), sample)
         with working("searching"):
             answer = find(judge, space, shapes, workloads, ratio)
         if as_json:
@@ -93,17 +98,22 @@ def advise(
                 print_text(line)
 
 
-def _drawn(config: Config, model: ModelShape, cluster: Cluster, imbalance: str | None) -> list[Workload]:
+def _drawn(
+    config: Config, model: ModelShape, cluster: Cluster, sample: Cluster | None, imbalance: str | None
+) -> list[Workload]:
     wanted = imbalance_of(config, imbalance)
-    if cluster.num_ranks > MOST_PLANNED_RANKS:
+    if sample is None and cluster.num_ranks > MOST_PLANNED_RANKS:
         return [UNIFORM]
+    if sample is not None:
+        model, cluster = replace(model, experts=experts_of(model, cluster, sample)), sample
     layers = min(config.routing.layers, model.layers)
     return drawn_workloads(model, cluster.num_ranks, wanted, layers, list(LoadShape), DRAWS, config.routing.seed)
 
 
-def _tell(workloads: Sequence[Workload], shapes: Sequence[Workload], cluster: Cluster, model: ModelShape) -> None:
+def _tell(workloads: Sequence[Workload], shapes: Sequence[Workload]) -> None:
     """Says what a large search needs before it starts."""
     first = workloads[0].counts
     if first is not None:
-        plans = LOOKS * len(shapes) + FINALISTS * len(workloads) * len(first)
-        note(forecast(plans, len(workloads) * len(first), cluster.num_ranks, model.experts))
+        layers, num_ranks, num_experts = first.shape
+        plans = LOOKS * len(shapes) + FINALISTS * len(workloads) * layers
+        note(forecast(plans, len(workloads) * layers, num_ranks, num_experts))

@@ -13,6 +13,7 @@ from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.run import simulate
 from jax_moe_lb.sim.schedule import Step
 from jax_moe_lb.sim.search import Found, Outcome, search
+from jax_moe_lb.sim.sizes import Size, other_sizes
 from jax_moe_lb.sim.space import Space
 from jax_moe_lb.sim.work import Migration
 from jax_moe_lb.sim.workloads import Workload
@@ -39,11 +40,14 @@ class Advice:
             that they are never the best.
         pays_from: tokens per rank from which on the best is faster than plain; `None` if at none that was tried, or if
             it is plain.
+        sizes: other degrees of expert parallelism and other microbatches, with the fastest choice for each, the fastest
+            of what fits first; none where nobody knows the counts.
     """
 
     found: Found
     compressed: tuple[Outcome, ...]
     pays_from: int | None
+    sizes: tuple[Size, ...] = ()
 
     @property
     def best(self) -> Outcome:
@@ -104,10 +108,13 @@ def advise(
         others = search(replace(space, ratio=ratio), judge, shapes, workloads)
         compressed = [one for one in others.outcomes if one.choice.ratio > 1]
     best, where = found.outcomes[0], None
+    sizes = (
+        other_sizes(judge, [one.choice for one in found.outcomes], shapes) if workloads[0].counts is not None else []
+    )
     if best.choice != Choice() and workloads[0].counts is not None:
         pair = judge.candidate(best.choice), judge.candidate(Choice())
         where = pays_from(*pair, judge.model, judge.cluster, workloads[0], judge.step)
-    return Advice(found, tuple(compressed), where)
+    return Advice(found, tuple(compressed), where, tuple(sizes))
 
 
 def chosen_migration(model: ModelShape, cluster: Cluster, codec: Codec, step: Step) -> Migration:

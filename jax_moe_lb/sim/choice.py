@@ -46,6 +46,7 @@ class Choice:
         relocated: whether experts get new homes every so many steps.
         domain_sizes: the expert domains of every level, outermost first; `()` for none.
         ratio: the compression of experts that are gathered; 1 for none. More changes what is computed.
+        headroom: the receive buffer over the mean load, which saves rounds; `None` for what the system has.
 
     Examples:
         >>> Choice("exact", 2, relayed=True, relocated=True).name
@@ -62,6 +63,7 @@ class Choice:
     relocated: bool = False
     domain_sizes: tuple[int, ...] = ()
     ratio: float = 1.0
+    headroom: float | None = None
 
     @property
     def name(self) -> str:
@@ -77,18 +79,19 @@ class Choice:
             options += [f"eps {self.eps}"] if self.eps is not None else []
             parts.append(self.system + (f"({', '.join(options)})" if options else ""))
         parts += ["relays"] * self.relayed + ["rails"] * self.sprayed + ["relocation"] * self.relocated
+        parts += [f"headroom {self.headroom:g}"] if self.headroom is not None else []
         return " + ".join(parts)
 
     @property
     def family(self) -> "Choice":
-        """Returns what it has in common with those that differ in slots, eps and relays alone."""
-        return replace(self, replica_slots=0, eps=None, relayed=False)
+        """Returns what it has in common with those that differ in slots, eps, relays and headroom alone."""
+        return replace(self, replica_slots=0, eps=None, relayed=False, headroom=None)
 
     @property
     def parts(self) -> tuple[int, int, int]:
         """Counts what it takes beyond plain expert parallelism: parts, then slots, then members of expert domains."""
         number = (self.system != "plain") + self.relayed + self.sprayed + self.relocated + bool(self.domain_sizes)
-        return number + (self.eps is not None), self.replica_slots, sum(self.domain_sizes)
+        return number + (self.eps is not None) + (self.headroom is not None), self.replica_slots, sum(self.domain_sizes)
 
     def build_system(self) -> System:
         """Makes the system."""
@@ -98,6 +101,8 @@ class Choice:
             system = replace(system, balancer=Exact(eps=self.eps))
         if self.relayed:
             system = replace(system, replicate=Relay())
+        if self.headroom is not None:
+            system = replace(system, dispatch=replace(system.dispatch, headroom=self.headroom))
         return with_rails(system) if self.sprayed else system
 
     def build(self, model: ModelShape, cluster: Cluster, step: Step) -> Candidate:

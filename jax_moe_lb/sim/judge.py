@@ -11,7 +11,7 @@ from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.memory import Memory, memory_of
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import seconds
-from jax_moe_lb.sim.run import Report, simulate, simulate_uniform
+from jax_moe_lb.sim.run import Report, simulate, simulate_sample, simulate_uniform
 from jax_moe_lb.sim.schedule import Step
 from jax_moe_lb.sim.work import shared_work
 from jax_moe_lb.sim.workloads import Workload
@@ -25,11 +25,13 @@ class Judge:
         model: the sizes of the layers.
         cluster: the machine.
         step: the passes of a step.
+        sample: a part of the machine, whose counts workloads then have; `None`: they have those of all ranks.
     """
 
     model: ModelShape
     cluster: Cluster
     step: Step
+    sample: Cluster | None = None
     _seen: dict[tuple[Choice, str], float] = field(default_factory=dict, repr=False)
     _placed: dict[tuple[str, int], Int[np.ndarray, "X R E"]] = field(default_factory=dict, repr=False)
 
@@ -95,8 +97,11 @@ class Judge:
             # All that relocate get the same homes, whose plan takes longer than many a simulation.
             key = workload.name, len(counts)
             if key not in self._placed:
-                self._placed[key] = at_homes(workload, one, self.cluster)
+                self._placed[key] = at_homes(workload, one, self.sample or self.cluster)
             counts = self._placed[key]
+        if self.sample is not None:
+            parts = model, self.cluster, self.sample, counts
+            return simulate_sample(one.system, *parts, migration=one.migration, step=self.step)
         return simulate(one.system, model, self.cluster, counts, migration=one.migration, step=self.step)
 
 

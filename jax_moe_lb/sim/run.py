@@ -16,6 +16,7 @@ from jax_moe_lb.sim.limits import check_entries, check_timeline
 from jax_moe_lb.sim.memory import Memory, memory_of
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import level_bytes
+from jax_moe_lb.sim.sample import experts_of, sampled_work
 from jax_moe_lb.sim.schedule import Scheduler, Step
 from jax_moe_lb.sim.uniform import uniform_work
 from jax_moe_lb.sim.work import LayerWork, Migration, layer_work
@@ -227,6 +228,43 @@ def simulate_uniform(
     work = uniform_work(model, cluster, migration)
     memory = memory_of(System(), model, cluster, migration, step)
     return _report([work] * model.layers, model, cluster, step, 1.0, memory, [])
+
+
+def simulate_sample(
+    system: System,
+    model: ModelShape,
+    cluster: Cluster,
+    sample: Cluster,
+    counts: Num[np.ndarray, "..."],
+    *,
+    migration: Migration = Migration(),
+    step: Step = Step(),
+) -> Report:
+    """Simulates a step on a machine of more ranks than anybody could plan for, by a part of it; see `sample.py`.
+
+    Args:
+        system: the strategies.
+        model: the sizes of its layers, on the whole machine.
+        cluster: the whole machine.
+        sample: what `sample_of` returned for it.
+        counts: `[X, R, E]` of the sample, with the experts whose homes are there.
+        migration: which experts are gathered before; see `simulate`.
+        step: which passes it has.
+
+    Returns:
+        The report of the whole machine; its timeline has the sample's ranks.
+    """
+    part = replace(model, experts=experts_of(model, cluster, sample))
+    counts = _checked(counts, part, sample)
+    works = [sampled_work(system, model, cluster, sample, layer, migration) for layer in counts]
+    before = float(np.mean([imbalance(load(plain_plan(layer, sample.topology()))) for layer in counts]))
+    layers = [works[at % len(works)] for at in range(model.layers)]
+    found = _report(layers, model, sample, step, before, memory_of(system, model, cluster, migration, step), [])
+    # All members of the machine send what those of the sample send.
+    times = cluster.num_ranks / sample.num_ranks
+    stages = {name: replace(stage, bytes=stage.bytes * times) for name, stage in found.stages.items()}
+    level_bytes = {name: sent * times for name, sent in found.level_bytes.items()}
+    return replace(found, stages=stages, level_bytes=level_bytes)
 
 
 def _report(

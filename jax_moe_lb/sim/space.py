@@ -13,6 +13,9 @@ SLOTS = (1, 2, 4, 8)
 EPS = (None, 0.05)
 """These `eps` of `Exact` are tried: its own, 0.01, and a larger one."""
 
+HEADROOMS = (None, 1.25, 2.0)
+"""These receive buffers over the mean load are tried: a system's own, 1.05, and what saves rounds of uneven loads."""
+
 BALANCED = ("greedy", "exact", "ultraep")
 """These systems plan quotas; they are tried in all compositions."""
 
@@ -32,6 +35,7 @@ class Space:
         with_exact: whether `exact` is in it: without the planning module a trial is a program to compile, too slow.
         with_relocation: whether workloads know what was before them.
         ratio: the compression of gathered experts, 1 for none.
+        sampled: whether the machine is a sample of a larger one. Then expert domains leave several groups in it.
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Links
@@ -39,7 +43,7 @@ class Space:
         >>> space.domain_sizes()
         [(1, 2), (2, 1), (2, 2)]
         >>> len(set(space.every())), Choice("exact", 1, sprayed=True) in space
-        (81, False)
+        (231, False)
     """
 
     cluster: Cluster
@@ -48,6 +52,7 @@ class Space:
     with_exact: bool = True
     with_relocation: bool = True
     ratio: float = 1.0
+    sampled: bool = False
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -63,6 +68,9 @@ class Space:
     def domain_sizes(self) -> list[tuple[int, ...]]:
         """Lists the sizes of expert domains, all divisors of every level, but those in which nothing is gathered."""
         divisors = [[n for n in range(1, level.size + 1) if level.size % n == 0] for level in self.cluster.levels]
+        if self.sampled:
+            # All of the sample in one domain would leave nobody to exchange tokens with.
+            divisors[0].pop()
         return [sizes for sizes in itertools.product(*divisors) if max(sizes) > 1]
 
     def first(self) -> list[Choice]:
@@ -80,9 +88,10 @@ class Space:
         """Yields all choices; there are hundreds, of which a search tries some."""
         flags = (False, True)
         for name, sizes in itertools.product(("plain", *BALANCED, *PUBLISHED), [(), *self.domain_sizes()]):
-            for slots, eps in itertools.product(self.slots if name != "plain" else (0,), EPS):
+            ratio = self.ratio if sizes else 1.0
+            for slots, eps, room in itertools.product(self.slots if name != "plain" else (0,), EPS, HEADROOMS):
                 for relayed, sprayed, relocated in itertools.product(flags, flags, flags):
-                    choice = Choice(name, slots, eps, relayed, sprayed, relocated, sizes, self.ratio if sizes else 1.0)
+                    choice = Choice(name, slots, eps, relayed, sprayed, relocated, sizes, ratio, room)
                     if choice in self:
                         yield choice
 
@@ -97,6 +106,7 @@ class Space:
         found.append(replace(choice, system="plain", replica_slots=0, eps=None, relayed=False))
         found += [replace(choice, replica_slots=slots) for slots in self.slots if choice.replica_slots]
         found += [replace(choice, eps=eps) for eps in EPS]
+        found += [replace(choice, headroom=headroom) for headroom in HEADROOMS]
         found.append(replace(choice, relayed=not choice.relayed))
         found += [replace(choice, sprayed=not choice.sprayed), replace(choice, relocated=not choice.relocated)]
         sizes = choice.domain_sizes or (1,) * len(self.cluster.levels)
@@ -122,6 +132,8 @@ class Space:
         composed = choice.sprayed or choice.relocated or bool(choice.domain_sizes)
         fits &= not composed or choice.system not in PUBLISHED
         fits &= self.planned or (choice.system == "plain" and not choice.sprayed)
+        # Uniform routing fills no buffer twice.
+        fits &= choice.headroom is None or (self.planned and choice.system not in PUBLISHED)
         fits &= not choice.sprayed or self.has_rails
         # Relocation beside expert domains has no test in the library, so nobody is told to use it.
         fits &= not choice.relocated or (self.with_relocation and not choice.domain_sizes)

@@ -74,7 +74,7 @@ def system_code(choice: Choice) -> str:
         >>> system_code(Choice("exact", 2, eps=0.05, sprayed=True))
         'replace(exact(replica_slots=2), balancer=Chain((Exact(eps=0.05), RailS())), dispatch=Spray())'
     """
-    if choice.system == "plain" and choice.sprayed and not choice.relocated:
+    if choice == replace(Choice(sprayed=True), domain_sizes=choice.domain_sizes, ratio=choice.ratio):
         return "rails()"
     if _is_two_tier(choice):
         return f"two_tier(replica_slots={choice.replica_slots})"
@@ -84,6 +84,10 @@ def system_code(choice: Choice) -> str:
     if choice.sprayed:
         after = "RailS()" if choice.system == "plain" else f"Chain(({balancer}, RailS()))"
         changes = [f"balancer={after}", "dispatch=Spray()"]
+    if choice.headroom is not None:
+        dispatch = "Spray" if choice.sprayed else "Direct"
+        changes = [one for one in changes if not one.startswith("dispatch=")]
+        changes.append(f"dispatch={dispatch}(headroom={choice.headroom:g})")
     changes += ["replicate=Relay()"] * choice.relayed + ["relocates=True"] * choice.relocated
     return f"replace({base}, {', '.join(changes)})" if changes else base
 
@@ -105,12 +109,13 @@ def _train(choice: Choice, cluster: Cluster) -> str | None:
         return None
     name = "two_tier" if two_tier else "rails" if choice.sprayed else choice.system
     domain = [f"--ranks-per-domain {cluster.ranks_per_domain}"] if choice.replica_slots or choice.relocated else []
+    room = [f"--headroom {choice.headroom:g}"] if choice.headroom is not None else []
     moves = [f"--relocate-interval {RELOCATE_INTERVAL}"] if choice.relocated and not two_tier else []
-    return " ".join([f"--system {name}", *_slots(choice), *domain, *moves])
+    return " ".join([f"--system {name}", *_slots(choice), *domain, *room, *moves])
 
 
 def _simulate(choice: Choice) -> str | None:
-    if choice.relocated or choice.relayed or choice.eps is not None or choice.ratio != 1:
+    if choice.relocated or choice.relayed or choice.eps is not None or choice.ratio != 1 or choice.headroom is not None:
         return None
     inner = [choice.system] if choice.system != "plain" or not (choice.sprayed or choice.domain_sizes) else []
     parts = ["hybridep"] * bool(choice.domain_sizes) + inner + ["rails"] * choice.sprayed

@@ -1,5 +1,6 @@
 """`simulate`, `advise` and `calibrate` print and write what they promise, and refuse what they must."""
 
+import importlib
 import json
 
 import numpy as np
@@ -12,6 +13,7 @@ from jax_moe_lb.cli.report import note
 from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape, Step, skewed_counts
 from jax_moe_lb.sim.config import load_config
 from jax_moe_lb.sim.limits import forecast
+from jax_moe_lb.sim.sample import sample_of
 from jax_moe_lb.systems import system_names
 
 CONFIG = """
@@ -150,17 +152,34 @@ def test_advise_lists_compressed_experts_apart_and_what_was_refused(capsys, one_
     assert "Refused: hybridep(4) needs 0.0 GB of 0.0: weights" in text
 
 
-@pytest.mark.slow
-def test_advise_takes_more_ranks_than_counts_can_have(capsys, tmp_path):
+def large(tmp_path, *levels):
     data = yaml.safe_load(CONFIG)
-    data["cluster"]["levels"] = [
-        {"name": "dc", "size": 1000, "rate": "1 GB/s"},
-        {"name": "gpu", "size": 8, "rate": "50 GB/s"},
-    ]
+    data["cluster"]["levels"] = list(levels)
     data["model"]["experts"] = 8000
     (tmp_path / "large.yaml").write_text(yaml.safe_dump(data))
-    text = output(capsys, "advise", tmp_path / "large.yaml", tmp_path / "large.yaml")
+    return tmp_path / "large.yaml"
+
+
+@pytest.mark.slow
+def test_advise_takes_more_ranks_than_counts_can_have(capsys, tmp_path):
+    path = large(tmp_path, {"name": "gpu", "size": 8000, "rate": "50 GB/s"})
+    text = output(capsys, "advise", path, path)
     assert "Assumed: uniform routing, since 8000 ranks are more than 256" in text
+
+
+@pytest.mark.slow
+def test_advise_plans_for_a_sample_of_many_datacenters(capsys, tmp_path, monkeypatch):
+    path = large(
+        tmp_path, {"name": "dc", "size": 1000, "rate": "1 GB/s"}, {"name": "gpu", "size": 8, "rate": "50 GB/s"}
+    )
+    # Few ranks: everything takes its time with every type checked.
+    module = importlib.import_module("jax_moe_lb.cli.advise")
+    monkeypatch.setattr(module, "sample_of", lambda cluster: sample_of(cluster, 16))
+    monkeypatch.setattr(module, "DRAWS", 1)
+    text = output(capsys, "advise", path, path, "--replica-slots", "1")
+    assert "Planned for a sample: 2 of the 1000 members of level dc" in text
+    assert "Alone, one layer of plain's: " in text
+    assert "exact" in text
 
 
 def test_large_simulations_say_what_they_need(capsys):

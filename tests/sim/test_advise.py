@@ -100,7 +100,9 @@ def test_inference_keeps_nothing_for_gradients():
     assert training.weights == inference.weights == 2 * parameters
     assert training.gradients == 4 * parameters
     assert training.optimizer == (8 + 4) * parameters
-    assert training.replicas == inference.replicas + MODEL.expert_gradient_bytes
+    # Copies of one expert, and while products run nothing of its gradients, which are among the sums.
+    assert training.replicas == inference.replicas == MODEL.expert_bytes
+    assert inference.sums == inference.arriving == 0
     whole = replace(MODEL, itemsize=4)
     assert Judge(whole, machine(), Step()).memory(Choice()).optimizer == 8 * parameters
     assert Judge(MODEL, machine(), Step(optimizer_bytes=1.5)).memory(Choice()).optimizer == 1.5 * parameters

@@ -1,0 +1,72 @@
+"""Memory is counted as compiled programs hold it, part by part."""
+
+from dataclasses import replace
+
+import pytest
+
+from jax_moe_lb import exact, plain
+from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape, Step
+from jax_moe_lb.sim.memory import ADDRESS_BYTES, Memory, memory_of
+
+CLUSTER = Cluster((Links("node", 2, 1e9), Links("gpu", 8, 1e11)))
+MODEL = ModelShape(layers=4, hidden=1024, inner=512, experts=64, per_token=4, tokens=1024, gradient_itemsize=2)
+COPIES = MODEL.tokens * MODEL.per_token
+SLOTS = 4 + 2
+
+
+def held(system=exact(2), model=MODEL, cluster=CLUSTER, migration=Migration(), step=Step()):
+    return memory_of(system, model, cluster, migration, step)
+
+
+def test_a_loop_over_rounds_carries_its_sums_in_float32():
+    loop, once = held(), held(exact(2).with_rounds(1))
+    parameters = SLOTS * MODEL.expert_bytes / 2
+    # Of three kinds of matrices one is added after the other.
+    assert loop.sums == 4 * parameters * 4 / 3
+    assert once.sums == 2 * parameters
+
+
+def test_layers_keep_tokens_and_addresses_or_all_that_they_computed():
+    own, papers = held().kept, held(step=Step(recompute=False)).kept
+    assert own == 4 * (MODEL.tokens * MODEL.row_bytes + COPIES * ADDRESS_BYTES)
+    assert papers == 4 * COPIES * (MODEL.row_bytes + 2 * 512 * 2 + ADDRESS_BYTES)
+
+
+def test_gradients_of_replicas_need_room_where_experts_are_large():
+    wide = replace(MODEL, inner=65536, tokens=128)
+    home = held(model=wide)
+    # All that may come from a domain of eight ranks, and one sum of theirs in float32.
+    assert home.arriving == (8 * 2 + 2) * wide.expert_bytes
+    assert home.in_use == 0
+    assert held(plain(), wide).arriving == 0
+    assert held(exact(2), wide, step=Step(backward=False)).arriving == 0
+
+
+def test_products_take_one_array_of_all_slots():
+    forward, backward = held(step=Step(backward=False)), held()
+    kind = SLOTS * MODEL.expert_bytes / 3
+    out_of_the_stack = 4 * MODEL.expert_bytes
+    assert forward.in_use == kind + out_of_the_stack
+    assert backward.in_use == 2 * kind + out_of_the_stack
+    assert held(plain(), replace(MODEL, layers=1)).in_use == 0
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_buffers_grow_with_tokens_and_headroom(backward):
+    step, roomy = Step(backward=backward), replace(plain(), dispatch=replace(plain().dispatch, headroom=2.0))
+    few, many = held(plain(), step=step), held(plain(), replace(MODEL, tokens=4096), step=step)
+    # Up to a tile of 128 rows.
+    assert many.buffers == pytest.approx(4 * few.buffers, rel=0.02)
+    assert held(roomy, step=step).buffers > few.buffers
+
+
+def test_gathered_experts_are_served_like_those_at_home():
+    gathered = held(plain(), migration=Migration((1, 2)))
+    assert gathered.sums == 2 * held(plain()).sums
+    # A rank that has gathered all experts has no replicas.
+    assert held(migration=Migration((2, 8))).replicas == 0
+
+
+def test_memory_says_its_parts_by_name():
+    assert Memory(weights=2e9, in_use=1e9).words == "weights 2.0, weights in use 1.0"
+    assert (Memory(weights=1.0) + Memory(weights=2.0, sums=3.0)).total == 6
