@@ -40,7 +40,7 @@ class Memory:
     """Counts the bytes on one rank, of the experts of these layers alone: no attention and no embedding.
 
     Layers run one after the other, so that what one of them needs while it runs counts once: replicas, and what follows
-    `kept`. It has its most either in the experts' products or where gradients of replicas come home, whichever is more.
+    `kept`. It has its most in products of the backward pass or where gradients of replicas come home.
 
     Args:
         weights: the bytes of the home experts of all layers.
@@ -105,7 +105,8 @@ def memory_of(system: System, model: ModelShape, cluster: Cluster, migration: Mi
         kept=float(model.layers * _kept_bytes(model, step)) if step.backward else 0.0,
     )
     layer = _Layer(system, model, cluster, migration)
-    phases = [layer.backward(), layer.gradients_come_home()] if step.backward else [layer.forward()]
+    backward = [layer.of_rows(), layer.of_weights(), layer.gradients_come_home()]
+    phases = backward if step.backward else [layer.forward()]
     return always + max(phases, key=lambda phase: phase.total)
 
 
@@ -141,11 +142,19 @@ class _Layer:
         computing = rows + (self.model.matrices - 1) * hidden + copies * self.loops
         return self._products(1, max(sending, computing, rows + copies))
 
-    def backward(self) -> Memory:
-        """Rows and the gradients of their outputs become gradients of weights; a layer has its own again of each."""
+    def of_rows(self) -> Memory:
+        """Gradients of hidden activations become those of rows: an array of rows for each matrix that rows met."""
         copies, rows, hidden = self._sizes()
-        # For each matrix in front of the activation its product and that product's gradient; the activation, too.
-        phase = self._products(2, 2 * rows + copies + 2 * self.model.matrices * hidden)
+        model = self.model
+        # Beside rows and the gradients of their outputs, which gradients of weights still need. What is multiplied last
+        # is turned around for the kernel.
+        buffers = (model.matrices + 1) * rows + (model.matrices + 1) * hidden + copies * self.loops
+        return replace(self._products(2, buffers), sums=self._sums() * self.loops)
+
+    def of_weights(self) -> Memory:
+        """Rows and the gradients of their outputs become gradients of weights; hidden activations have theirs, too."""
+        copies, rows, hidden = self._sizes()
+        phase = self._products(2, 2 * rows + 2 * self.model.matrices * hidden + copies * self.loops)
         # A loop adds one kind after the other to what it carries.
         return replace(phase, sums=self._sums() * (1 + self.loops / self.model.matrices))
 

@@ -19,11 +19,22 @@ def held(system=exact(2), model=MODEL, cluster=CLUSTER, migration=Migration(), s
 
 
 def test_a_loop_over_rounds_carries_its_sums_in_float32():
-    loop, once = held(), held(exact(2).with_rounds(1))
+    # With few rows the most is needed where gradients of weights are.
+    few = replace(MODEL, tokens=64)
+    loop, once = held(model=few), held(exact(2).with_rounds(1), few)
     parameters = SLOTS * MODEL.expert_bytes / 2
     # Of three kinds of matrices one is added after the other.
     assert loop.sums == 4 * parameters * 4 / 3
     assert once.sums == 2 * parameters
+
+
+def test_many_rows_need_most_where_gradients_of_rows_are():
+    many = replace(MODEL, tokens=65536)
+    rows = plain().dispatch.buffer_rows(many.tokens * many.per_token)
+    found = held(plain(), many)
+    arrays = 4 * rows * many.row_bytes + 4 * rows * many.inner * 2 + many.tokens * many.per_token * many.row_bytes
+    assert found.buffers == arrays + 2 * many.tokens * many.row_bytes
+    assert found.sums == 4 * 4 * MODEL.expert_bytes / 2
 
 
 def test_layers_keep_tokens_and_addresses_or_all_that_they_computed():
@@ -61,8 +72,9 @@ def test_buffers_grow_with_tokens_and_headroom(backward):
 
 
 def test_gathered_experts_are_served_like_those_at_home():
-    gathered = held(plain(), migration=Migration((1, 2)))
-    assert gathered.sums == 2 * held(plain()).sums
+    few = replace(MODEL, tokens=64)
+    gathered = held(plain(), few, migration=Migration((1, 2)))
+    assert gathered.sums == 2 * held(plain(), few).sums
     # A rank that has gathered all experts has no replicas.
     assert held(migration=Migration((2, 8))).replicas == 0
 
