@@ -10,13 +10,14 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.results import Table, out_option
+from benchmarks.results import Table, load, out_option
 from benchmarks.results import report as keep
 from jax_moe_lb import CHECKPOINT_NAMES, Experts, System, TopK, Topology, moe
 from jax_moe_lb.compiled import LayerSizes, Report, Target, compile_for, quiet_stderr, use_no_accelerators
@@ -147,14 +148,20 @@ def _arguments(sizes: LayerSizes, mesh: Mesh, train: bool) -> tuple[Any, Any]:
     return ((weights, wide, wide, wide) if train else weights), x
 
 
-def compared(case: Case, compiled: Report) -> list[Any]:
+def compared(case: Case, compiled_bytes: float) -> list[Any]:
     """Makes a row: all bytes, and those beside weights, their gradients and the optimizer, which are simple."""
     said = case.predicted()
     homes = said.weights + said.gradients + said.optimizer
-    whole = said.total, float(compiled.total_bytes)
+    whole = said.total, compiled_bytes
     beside = [number - homes for number in whole]
     numbers = [(mine / 1e9, its / 1e9, mine / its - 1) for mine, its in (whole, beside)]
     return [case.name, case.target, *numbers[0], *numbers[1]]
+
+
+def compiled_gb(path: Path) -> dict[str, float]:
+    """What each program needs, of an earlier run."""
+    table = load(path)["compared"]
+    return {row[0]: row[list(table.columns).index("compiled GB")] for row in table.rows}
 
 
 def parts(case: Case) -> list[Any]:
@@ -166,13 +173,14 @@ def main() -> None:
     """Compiles all programs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     out_option(parser)
+    parser.add_argument("--compiled", type=Path, metavar="FILE", help="compile nothing: take that from an earlier run")
     given = parser.parse_args()
     use_no_accelerators()
-    rows = []
+    earlier, rows = compiled_gb(given.compiled) if given.compiled else {}, []
     for case in CASES:
         with quiet_stderr():
-            compiled = case.compile()
-        rows.append(compared(case, compiled))
+            num_bytes = earlier[case.name] * 1e9 if given.compiled else case.compile().total_bytes
+        rows.append(compared(case, num_bytes))
         print(rows[-1], flush=True)
     columns = {"GB": ".2f", "compiled GB": ".2f", "off": "+.1%"}
     beside = {"beside GB": ".2f", "compiled beside GB": ".2f", "beside off": "+.1%"}

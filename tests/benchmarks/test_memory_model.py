@@ -4,15 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_memory_model import AGREES, CASES
-from benchmarks.results import load
+from benchmarks.bench_memory_model import AGREES, CASES, compiled_gb
 
 FOUND = Path(__file__).parents[2] / "benchmarks" / "results" / "bench_memory_model.json"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_memory_is_near_that_of_compiled_programs(case):
-    table = load(FOUND)["compared"]
-    at = list(table.columns).index("compiled GB")
-    (compiled_gb,) = (row[at] for row in table.rows if row[0] == case.name)
-    assert case.predicted().total / 1e9 == pytest.approx(compiled_gb, rel=AGREES)
+    assert case.predicted().total / 1e9 == pytest.approx(compiled_gb(FOUND)[case.name], rel=AGREES)
