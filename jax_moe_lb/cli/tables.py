@@ -37,7 +37,7 @@ def layer_table(head: dict[str, Any], report: Report) -> Table:
     """Makes a table with a line for every stage, and one for the step."""
     title = ", ".join(f"{name} {value}" for name, value in head.items())
     moved = ", ".join(f"{name} {decimal(round(total))}" for name, total in report.level_bytes.items())
-    parts = ", ".join(f"{name} {decimal(round(value))}" for name, value in asdict(report.memory).items())
+    parts = ", ".join(f"{name} {decimal(round(value))}" for name, value in report.memory.by_name.items())
     caption = (
         f"imbalance {report.imbalance_before:.3f} -> {report.imbalance_after:.3f}, rounds {report.rounds}\n"
         f"sent over all links: {moved}\nmemory of a rank: {decimal(round(report.memory.total))} ({parts})"

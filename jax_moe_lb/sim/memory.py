@@ -75,10 +75,14 @@ class Memory:
         return sum(asdict(self).values())
 
     @property
+    def by_name(self) -> dict[str, float]:
+        """Gives the bytes of each part that there is, by what messages call it."""
+        return {NAMES.get(name, name): value for name, value in asdict(self).items() if value}
+
+    @property
     def words(self) -> str:
         """Says each part that there is, in GB."""
-        parts = [(NAMES.get(name, name), value) for name, value in asdict(self).items() if value]
-        return ", ".join(f"{name} {value / 1e9:.1f}" for name, value in parts)
+        return ", ".join(f"{name} {value / 1e9:.1f}" for name, value in self.by_name.items())
 
     def __add__(self, other: "Memory") -> "Memory":
         """Returns both, part by part."""
