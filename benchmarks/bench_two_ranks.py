@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -26,12 +27,10 @@ from jax.sharding import AxisType
 from benchmarks.popular_ranks import Case, popularity
 from benchmarks.results import Table, out_option, report, spread
 from benchmarks.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
-from jax_moe_lb import ForceBalanced, Stats, plain, ultraep, use_virtual_cpu_devices
+from jax_moe_lb import ForceBalanced, Stats, TopK, plain, ultraep, use_virtual_cpu_devices
+from jax_moe_lb.routing import Router
 
-SIZES = Sizes(num_ranks=2, num_tokens=16384, width=256, inner=1024, num_experts=8, per_tok=2)
-REPLICA_SLOTS = 1
-WANTED_IMBALANCE = 1.87
-"""What the fit of `popularity` is asked for, so that 1.90 is drawn."""
+NUM_RANKS, REPLICA_SLOTS = 2, 1
 
 BOUND, PLAN = "plain, force-balanced routing", "ultraep"
 FLAGS = "--xla_cpu_multi_thread_eigen=false"
@@ -44,9 +43,33 @@ START_S, STEP_S = 180, 30
 """What starting and compiling may take, and one step."""
 
 
-def configurations() -> dict:
+@dataclass(frozen=True)
+class Point:
+    """What is measured.
+
+    Args:
+        num_tokens: `T`, of a rank.
+        inner: `F`.
+        imbalance: what the fit of `popularity` is asked for; with 1.87 there are 1.90 drawn.
+    """
+
+    num_tokens: int = 16384
+    inner: int = 1024
+    imbalance: float = 1.87
+
+    @property
+    def sizes(self) -> Sizes:
+        """Of the layer."""
+        return Sizes(NUM_RANKS, self.num_tokens, width=256, inner=self.inner, num_experts=8, per_tok=2)
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of the command line."""
+        return ["--tokens", str(self.num_tokens), "--inner", str(self.inner), "--imbalance", str(self.imbalance)]
+
+
+def configurations(router: Router) -> dict:
     """System and router of each row of the table."""
-    router = SIZES.router
     return {
         BOUND: (plain(), ForceBalanced(router)),
         PLAN: (ultraep(REPLICA_SLOTS), router),
@@ -58,17 +81,18 @@ def configurations() -> dict:
 # ---- a rank --------------------------------------------------------------------
 
 
-def run_rank(rank: int, address: str, repeats: int, folder: Path) -> None:
+def run_rank(rank: int, address: str, repeats: int, folder: Path, point: Point) -> None:
     """Times every configuration in turn; writes seconds and statistics into the folder."""
     faulthandler.dump_traceback_later(limit_s(repeats), exit=True)
     jax.config.update("jax_platforms", "cpu")
     use_virtual_cpu_devices(1)
     _join(rank, address)
-    mesh = jax.make_mesh((SIZES.num_ranks,), ("expert",), axis_types=(AxisType.Auto,))
-    weights = popularity(Case(SIZES.num_experts, SIZES.num_ranks, REPLICA_SLOTS, WANTED_IMBALANCE), SIZES.per_tok)
-    args = (tokens_of(mesh, SIZES, logits_by_popularity(weights, SIZES, 0)), *weights_of(mesh, SIZES))
+    sizes = point.sizes
+    mesh = jax.make_mesh((NUM_RANKS,), ("expert",), axis_types=(AxisType.Auto,))
+    weights = popularity(Case(sizes.num_experts, NUM_RANKS, REPLICA_SLOTS, point.imbalance), sizes.per_tok)
+    args = (tokens_of(mesh, sizes, logits_by_popularity(weights, sizes, 0)), *weights_of(mesh, sizes))
     steps, rows = {}, {}
-    for name, (system, router) in configurations().items():
+    for name, (system, router) in configurations(sizes.router).items():
         steps[name] = jitted_step(mesh, system, router).lower((), *args).compile()
         rows[name] = _statistics(steps[name]((), *args)[1])
     for _ in range(repeats):
@@ -78,7 +102,7 @@ def run_rank(rank: int, address: str, repeats: int, folder: Path) -> None:
             jax.block_until_ready(step((), *args))
             rows[name]["wall_s"].append(time.perf_counter() - start_s)
             rows[name]["cpu_s"].append(time.process_time() - start_cpu_s)
-    report = {"cores": sorted(os.sched_getaffinity(0)), "dense_flops_per_s": dense_flops_per_s(), "rows": rows}
+    report = {"cores": sorted(os.sched_getaffinity(0)), "dense_flops_per_s": dense_flops_per_s(sizes), "rows": rows}
     (folder / f"{rank}.json").write_text(json.dumps(report))
     jax.distributed.shutdown()
 
@@ -96,10 +120,10 @@ def _statistics(stats: Stats) -> dict:
     }
 
 
-def dense_flops_per_s() -> float:
+def dense_flops_per_s(sizes: Sizes) -> float:
     """Of one product of an expert's mean load with its matrix, at best, on this process's core."""
-    rows = SIZES.num_tokens * SIZES.per_tok * SIZES.num_ranks // SIZES.num_experts
-    width, inner = SIZES.width, SIZES.inner
+    rows = sizes.num_tokens * sizes.per_tok * sizes.num_ranks // sizes.num_experts
+    width, inner = sizes.width, sizes.inner
     x, w = jnp.ones((rows, width), jnp.float32), jnp.ones((width, inner), jnp.float32)
     multiply, times_s = jax.jit(jnp.matmul), []
     for _ in range(20):
@@ -118,7 +142,7 @@ def _join(rank: int, address: str) -> None:
 
         make = _jax.make_gloo_tcp_collectives
         _jax.make_gloo_tcp_collectives = lambda *args, **kwargs: make(*args, **{**kwargs, "hostname": "127.0.0.1"})
-    jax.distributed.initialize(address, SIZES.num_ranks, rank, heartbeat_timeout_seconds=30)
+    jax.distributed.initialize(address, NUM_RANKS, rank, heartbeat_timeout_seconds=30)
 
 
 # ---- the parent ----------------------------------------------------------------
@@ -126,39 +150,39 @@ def _join(rank: int, address: str) -> None:
 
 def limit_s(repeats: int) -> float:
     """Seconds after which a rank is taken for stuck."""
-    return START_S + STEP_S * (repeats + 1) * len(configurations())
+    return START_S + STEP_S * (repeats + 1) * len(configurations(TopK(1)))
 
 
-def measure(repeats: int) -> list[dict]:
+def measure(repeats: int, point: Point) -> list[dict]:
     """What both ranks report.
 
     Raises:
         RuntimeError: a rank failed, or took too long; none is left running.
     """
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < SIZES.num_ranks:
-        raise RuntimeError(f"this process may use cores {cores}; expected at least {SIZES.num_ranks}")
+    if len(cores) < NUM_RANKS:
+        raise RuntimeError(f"this process may use cores {cores}; expected at least {NUM_RANKS}")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [_start(rank, cores, address, repeats, Path(folder)) for rank in range(SIZES.num_ranks)]
+        ranks = [_start(rank, cores, address, repeats, Path(folder), point) for rank in range(NUM_RANKS)]
         try:
             _wait(ranks, limit_s(repeats), Path(folder))
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(SIZES.num_ranks)]
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
 
 
-def _start(rank: int, cores: list[int], address: str, repeats: int, folder: Path) -> subprocess.Popen:
+def _start(rank: int, cores: list[int], address: str, repeats: int, folder: Path, point: Point) -> subprocess.Popen:
     """A process whose threads all inherit one core."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     environment |= {"XLA_FLAGS": flags, "GLIBC_TUNABLES": KEEP_MEMORY}
     command = [sys.executable, "-m", "benchmarks.bench_two_ranks", "--repeats", str(repeats)]
-    command += ["--rank", str(rank), "--address", address, "--folder", str(folder)]
+    command += ["--rank", str(rank), "--address", address, "--folder", str(folder), *point.arguments]
     os.sched_setaffinity(0, {cores[rank]})
     try:
         with (folder / f"{rank}.log").open("w") as log:
@@ -193,25 +217,30 @@ COLUMNS = {
 }
 
 
-def table_of(reports: list[dict]) -> Table:
+def table_of(reports: list[dict], sizes: Sizes) -> Table:
     """One row for each system."""
     rows = []
-    wall_s = {name: _of_ranks(reports, name, "wall_s").max(0) for name in reports[0]["rows"]}
+    wall_s = slowest_s(reports)
     for name, row in reports[0]["rows"].items():
         counts = [row["imbalance"], row["rounds"], row["rows_moved"], row["weight_bytes_moved"] / 1e6]
         times = [spread(wall_s[name] * 1e3), spread(wall_s[name] / wall_s[BOUND])]
         cpu_ms = [float(np.median(cpu_s) * 1e3) for cpu_s in _of_ranks(reports, name, "cpu_s")]
         rows.append([name, *counts, *times, *cpu_ms])
     dense = min(one["dense_flops_per_s"] for one in reports)
-    floor_s = SIZES.flops_per_rank / dense
+    floor_s = sizes.flops_per_rank / dense
     loads = ", ".join(f"{load:.1f}" for load in os.getloadavg())
     notes = (
         f"Cores: {[one['cores'] for one in reports]}; load averages at the end: {loads}.",
-        f"The experts' products are {SIZES.flops_per_rank / 1e9:.0f} GFLOP per rank and step at the mean load, "
+        f"The experts' products are {sizes.flops_per_rank / 1e9:.0f} GFLOP per rank and step at the mean load, "
         f"{floor_s * 1e3:.0f} ms at the {dense / 1e9:.0f} GFLOP/s of a dense product on one core: "
         f"{floor_s / np.median(wall_s[BOUND]):.0%} of the force-balanced step.",
     )
     return Table(COLUMNS, rows, notes=notes)
+
+
+def slowest_s(reports: list[dict]) -> dict[str, np.ndarray]:
+    """`[repeats]` seconds of the later rank, by the name of a row."""
+    return {name: _of_ranks(reports, name, "wall_s").max(0) for name in reports[0]["rows"]}
 
 
 def _of_ranks(reports: list[dict], name: str, key: str) -> np.ndarray:
@@ -227,13 +256,18 @@ def main() -> None:
     parser.add_argument("--address", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     out_option(parser)
+    default = Point()
+    parser.add_argument("--tokens", type=int, default=default.num_tokens, help="of a rank")
+    parser.add_argument("--inner", type=int, default=default.inner, help="inner width of an expert")
+    parser.add_argument("--imbalance", type=float, default=default.imbalance, help="asked for, below 2")
     args = parser.parse_args()
+    point = Point(args.tokens, args.inner, args.imbalance)
     if args.rank is None:
         # Or the ranks would outlive a parent that is told to stop.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-        report({"steps": table_of(measure(args.repeats))}, args.out)
+        report({"steps": table_of(measure(args.repeats, point), point.sizes)}, args.out)
     else:
-        run_rank(args.rank, args.address, args.repeats, args.folder)
+        run_rank(args.rank, args.address, args.repeats, args.folder, point)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,148 @@
+"""Layers of others beside ours: forward and backward on 8 virtual devices of one process, taken in turn.
+
+    python -m benchmarks.bench_peers [--maxtext] [--quick] [--out benchmarks/results/bench_peers.json]
+
+With `--maxtext`, MaxText's block is one of them (`benchmarks/peer_maxtext.py` says what to install). Tokens that differ
+are those whose output is off from the dense layer's by more than a thousandth of the largest output: those that lost a
+copy. "Memory" is the temporary memory that XLA plans for one device.
+
+Left out are systems that on one node are others (`rails`: `plain`, `two_tier`: `exact` along relays), and those that
+plan from history (`eplb`, `lplb`), which one microbatch says nothing about.
+
+Virtual devices share the cores of the machine: what a layer computes and copies shows in these times, on all ranks
+together; that all wait for the busiest one does not.
+"""
+
+import argparse
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.stages import Compiled
+
+from benchmarks.peer_layers import Layer, dense_one_hot, gshard, ours, over_ranks, ragged_dot_ring
+from benchmarks.popular_ranks import Case, popularity
+from benchmarks.results import Table, Value, out_option, report, spread
+from benchmarks.skewed_layer import Sizes, logits_by_popularity, tokens_of, weights_of
+from benchmarks.timing import interleaved_s
+from jax_moe_lb import plain, use_virtual_cpu_devices
+from jax_moe_lb.systems import system_named
+
+SIZES = Sizes(num_ranks=8, num_tokens=1024, width=256, inner=256, num_experts=32, per_tok=4)
+QUICK = Sizes(num_ranks=8, num_tokens=64, width=64, inner=64, num_experts=16, per_tok=2)
+SYSTEMS = ("plain", "exact", "greedy", "ultraep", "feplb", "fastermoe", "eplb_plus", "hybridep")
+WORST_CASE, DENSE, GSHARD, RAGGED = "plain, worst-case buffer", "dense one-hot", "GShard, capacity 1.25", "ragged_dot"
+SKEWS = (1.0, 3.0)
+OFF = 1e-3
+"""Above it a token's output is another one."""
+
+
+def layers(mesh: Mesh, sizes: Sizes, with_maxtext: bool) -> dict[str, Layer]:
+    """All layers by their names."""
+    of_rank = {name: ours(system_named(name), mesh) for name in SYSTEMS}
+    of_rank |= {WORST_CASE: ours(plain(headroom=float(sizes.num_ranks)), mesh)}
+    of_rank |= {GSHARD: gshard, DENSE: dense_one_hot, RAGGED: ragged_dot_ring}
+    found = {name: over_ranks(mesh, one, sizes.per_tok) for name, one in of_rank.items()}
+    return found | (maxtext_layers(mesh, sizes) if with_maxtext else {})
+
+
+def maxtext_layers(mesh: Mesh, sizes: Sizes) -> dict[str, Layer]:
+    """MaxText's, which need not be installed for the others."""
+    from benchmarks.peer_maxtext import CAPACITY, RING, maxtext_layer
+
+    ways = {"MaxText, ring of experts": RING, "MaxText, capacity 1.25": CAPACITY}
+    return {name: maxtext_layer(sizes, mesh, options) for name, options in ways.items()}
+
+
+def step_of(layer: Layer):
+    """`(x, kernel, experts) -> (gradients, y)`."""
+
+    def loss(*args: Any) -> tuple[jax.Array, jax.Array]:
+        y = layer(*args)
+        return jnp.square(y.astype(jnp.float32)).mean(), y
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+
+
+def arguments(mesh: Mesh, sizes: Sizes, skew: float) -> tuple:
+    """Tokens of an imbalance, kernel and experts."""
+    weights = np.ones(sizes.num_experts)
+    if skew > 1:
+        weights = popularity(Case(sizes.num_experts, sizes.num_ranks, 2, skew), sizes.per_tok)
+    return (tokens_of(mesh, sizes, logits_by_popularity(weights, sizes, 0)), *weights_of(mesh, sizes))
+
+
+def differences(results: Mapping[str, tuple]) -> dict[str, tuple[int, float, float]]:
+    """Tokens that differ from the dense layer's, and the largest differences of outputs and gradients, relative."""
+    want_gradients, want = jax.device_get(results[DENSE])
+    largest, found = np.abs(want).max(), {}
+    for name, result in results.items():
+        gradients, y = jax.device_get(result)
+        off = np.abs(y - want).max(1) / largest
+        leaves = zip(jax.tree.leaves(gradients), jax.tree.leaves(want_gradients), strict=True)
+        of_gradients = max(np.abs(one - other).max() / np.abs(other).max() for one, other in leaves)
+        found[name] = int((off > OFF).sum()), float(off.max()), float(of_gradients)
+    return found
+
+
+def measured(steps: Mapping[str, Compiled], args: tuple, repeats: int) -> list[list[Value]]:
+    """A row for each layer."""
+    calls = {name: functools.partial(step, *args) for name, step in steps.items()}
+    off = differences({name: call() for name, call in calls.items()})
+    times_s = interleaved_s(calls, repeats)
+    rows: list[list[Value]] = []
+    for name, step in steps.items():
+        memory = [of.memory_analysis().temp_size_in_bytes for of in (step, steps["plain"])]
+        times = spread(times_s[name] * 1e3), spread(times_s[name] / times_s["plain"])
+        rows.append([name, *times, memory[0] / 1e6, memory[0] / memory[1], *off[name]])
+    return rows
+
+
+def claims(rows: Mapping[float, list[list[Value]]]) -> list[list[Value]]:
+    """What is said of `exact`, and what was found."""
+    level, skewed = ({row[0]: row for row in rows[skew]} for skew in SKEWS)
+    others = [row for name, row in skewed.items() if name not in SYSTEMS and row[5] == 0]
+    nearest = min(others, key=lambda row: row[1][0])
+    faster = nearest[1][0] / skewed["exact"][1][0]
+    memory, time = skewed["exact"][3] / level["plain"][3], skewed["exact"][1][0] / level["exact"][1][0]
+    return [
+        ["tokens that differ", "none", f"{skewed['exact'][5]}", _answer(skewed["exact"][5] == 0)],
+        ["memory over what level routing needs (plain)", "1.1 or less", f"{memory:.2f}", _answer(memory <= 1.1)],
+        [f"speed over the fastest dropless other, {nearest[0]}", "3 or more", f"{faster:.2f}", _answer(faster >= 3)],
+        ["time over that under level routing", "", f"{time:.2f}", ""],
+    ]
+
+
+def _answer(holds: bool) -> str:
+    return "holds" if holds else "does not hold"
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--maxtext", action="store_true", help="MaxText's block, too, which must be installed")
+    parser.add_argument("--quick", action="store_true", help="a tiny layer")
+    out_option(parser)
+    given = parser.parse_args()
+    sizes = QUICK if given.quick else SIZES
+    use_virtual_cpu_devices(sizes.num_ranks)
+    mesh = jax.make_mesh((sizes.num_ranks,), ("expert",), axis_types=(AxisType.Auto,))
+    args = {skew: arguments(mesh, sizes, skew) for skew in SKEWS}
+    steps = {}
+    for name, layer in layers(mesh, sizes, given.maxtext).items():
+        steps[name] = step_of(layer).lower(*args[SKEWS[0]]).compile()
+        print(f"compiled {name}", flush=True)
+    columns = {"layer": "", "step ms": ".0f", "over plain": ".2f", "memory MB": ".1f", "memory over plain": ".2f"}
+    columns |= {"tokens that differ": "d", "output off by": ".1e", "gradients off by": ".1e"}
+    rows = {skew: measured(steps, args[skew], 3 if given.quick else 9) for skew in SKEWS}
+    tables = {f"skew {skew:g}": Table(columns, rows[skew]) for skew in SKEWS}
+    tables["claims at skew 3"] = Table({"of exact": "", "claimed": "", "found": "", "": ""}, claims(rows))
+    report(tables, given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""MaxText's block of experts (`maxtext` on PyPI), as a layer beside ours; MaxText must be installed to import this.
+
+MaxText installs with jaxlib's own builds of its `cuda12` and `tpu` extras. For its layers on a CPU this is enough:
+`pip install --no-deps maxtext==0.2.5 tokamax qwix aqtp omegaconf antlr4-python3-runtime==4.9.3` and `pip install jinja2
+pathwaysutils immutabledict xprof einshape transformers drjax`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import maxtext
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from maxtext.configs import pyconfig
+from maxtext.layers.initializers import nd_dense_init
+from maxtext.layers.moe import RoutedMoE
+
+from benchmarks.skewed_layer import Sizes
+from jax_moe_lb import Experts
+
+RING = {"sparse_matmul": True, "megablox": False, "use_ring_of_experts": True}
+"""Dropless with `lax.ragged_dot`: the only dropless exchange of MaxText's that runs on a CPU."""
+
+CAPACITY = {"sparse_matmul": False, "capacity_factor": 1.25}
+"""GShard's one-hot products; what exceeds the capacity is dropped."""
+
+
+def maxtext_layer(sizes: Sizes, mesh: Mesh, options: dict[str, object]) -> Callable:
+    """`(x, kernel, experts) -> y` on whole arrays, by MaxText's `RoutedMoE`.
+
+    Args:
+        sizes: of the layer.
+        mesh: the devices, on an axis `expert`.
+        options: MaxText's own, such as `RING`.
+    """
+    config = _config(sizes, options)
+    names = tuple(config.mesh_axes)
+    shape = tuple(sizes.num_ranks if name == "expert" else 1 for name in names)
+    theirs = Mesh(np.asarray(mesh.devices).reshape(shape), names)
+    with jax.set_mesh(theirs), nnx.logical_axis_rules(config.logical_axis_rules):
+        block = RoutedMoE(
+            config,
+            sizes.num_experts,
+            sizes.per_tok,
+            theirs,
+            nd_dense_init(1.0, "fan_in", "truncated_normal"),
+            ("embed", None),
+            nnx.Rngs(0),
+            intermediate_dim=sizes.inner,
+        )
+    graph, parameters, rest = nnx.split(block, nnx.Param, ...)
+
+    def layer(x: jax.Array, kernel: jax.Array, experts: Experts) -> jax.Array:
+        given = {"wi_0": experts.gate, "wi_1": experts.up, "wo": experts.down}
+        for name, array in given.items():
+            parameters[name].set_value(array)
+        parameters["gate"]["kernel"].set_value(kernel)
+        with nnx.logical_axis_rules(config.logical_axis_rules):
+            y, *_ = nnx.merge(graph, parameters, rest)(x.reshape(sizes.num_ranks, sizes.num_tokens, sizes.width))
+        return y.reshape(x.shape)
+
+    return layer
+
+
+def _config(sizes: Sizes, options: dict[str, object]):
+    base = Path(maxtext.__file__).parent / "configs" / "base.yml"
+    return pyconfig.initialize(
+        [None, str(base)],
+        run_name="peers",
+        enable_checkpointing=False,
+        skip_jax_distributed_system=True,
+        hardware="cpu",
+        base_emb_dim=sizes.width,
+        base_moe_mlp_dim=sizes.inner,
+        base_mlp_dim=sizes.inner,
+        num_experts=sizes.num_experts,
+        num_experts_per_tok=sizes.per_tok,
+        max_target_length=sizes.num_tokens,
+        per_device_batch_size=1,
+        ici_expert_parallelism=sizes.num_ranks,
+        ici_fsdp_parallelism=1,
+        dtype="float32",
+        weight_dtype="float32",
+        matmul_precision="highest",
+        model_call_mode="train",
+        **options,
+    )
