@@ -155,7 +155,7 @@ def main() -> None:
     advised = list(advice(cluster, ADVISED_TOKENS[1:2] if given.quick else ADVISED_TOKENS))
     columns = {"inner width": "d", "skew": ".2f", "tokens per rank": "d", "advised": ""}
     ends = {"advised / plain": ".3f", "exact / plain": ".3f"}
-    tables = {"break even": break_even(found, tokens), "advice": Table(columns | ends, advised)}
+    tables = {"break_even": break_even(found, tokens), "advice": Table(columns | ends, advised)}
     tables["agreement"] = agreement(advised)
     report(tables, given.out)
 

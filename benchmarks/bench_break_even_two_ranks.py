@@ -57,7 +57,7 @@ def main() -> None:
     columns = {"tokens per rank": "d", "inner width": "d", "skew asked for": ".2f", "plain ms": ".1f"}
     columns |= {"ultraep / plain, measured": ".2f", "simulated": ".2f"}
     table = Table(columns, list(measured(given.repeats)))
-    report({"two ranks": table}, given.out)
+    report({"two_ranks": table}, given.out)
     print(f"Load averages at the end: {os.getloadavg()}.")
 
 

@@ -1,0 +1,126 @@
+"""Planners of others beside ours: how level they make loads, with how many replicas, and how long they take on a CPU.
+
+    python -m benchmarks.bench_planners [--loads FILE.npy ...] [--step 6] [--out benchmarks/results/bench_planners.json]
+
+All have the same slots, 64 ranks of one domain with two replica slots each, and know the exact load. EPLB as published
+may move homes, which the others may not; LPLB has the load itself as its history, the best that it can have. UltraEP's
+least replica is a 64th of a rank's copies, as in its paper. Those that run in a program are timed there, jitted, with
+what surrounds them; EPLB is its NumPy form on the host, one layer at a time.
+
+Synthetic loads are those of `popular_ranks` with 256 experts. Recorded ones are files `[layers, experts]`, each token's
+source drawn at random.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from benchmarks import popular_ranks, recorded
+from benchmarks.bench_baselines import packed_afresh
+from benchmarks.results import Table, Value, out_option, report, spread
+from benchmarks.timing import interleaved_s
+from jax_moe_lb import LPLB, EPLBPlus, Exact, Greedy, Topology, UltraEP, imbalance, load, plain_plan
+from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.balancers.facts import LayerFacts
+from jax_moe_lb.plan import Plan
+
+NUM_RANKS, REPLICA_SLOTS = 64, 2
+BALANCERS: dict[str, Balancer] = {
+    "Exact": Exact(),
+    "Exact, eps 0": Exact(eps=0.0),
+    "greedy": Greedy(),
+    "UltraEP's rule": UltraEP(),
+    "EPLB+, homes stay": EPLBPlus(),
+    "LPLB, history of the same load": LPLB(every=1),
+}
+EPLB, DISTINCT = "EPLB, homes move", "EPLB, homes move, no copy twice on a rank"
+REPEATS = 5
+
+Found = tuple[float, int, int]
+"""Imbalance, replicas, and most of one expert."""
+
+
+def jitted(num_experts: int) -> Callable:
+    """`(balancer, state, counts) -> (plan, state)`."""
+    topology, slots = Topology.flat(NUM_RANKS), num_experts // NUM_RANKS + REPLICA_SLOTS
+
+    def step(balancer: Balancer, state: object, counts: jax.Array) -> tuple[Plan, object]:
+        return balancer.rebalance(counts, plain_plan(counts, topology, slots), topology, state)
+
+    return jax.jit(step, static_argnums=0)
+
+
+def one_layer(run: Callable, counts: np.ndarray, repeats: int) -> tuple[dict[str, Found], dict]:
+    """What each planner makes of a load, and the seconds that it takes."""
+    # Published with a floor for 8192 tokens of 8 experts each; here it is that of these copies.
+    facts = LayerFacts(num_copies=int(counts.sum()) // NUM_RANKS)
+    on_device, found = jax.device_put(counts), {"plain": (plain_imbalance(counts), 0, 0)}
+    calls: dict[str, Callable[[], object]] = {}
+    for name, balancer in BALANCERS.items():
+        call = functools.partial(run, balancer.sized(facts))
+        _, state = call(jax.device_put(balancer.init(counts.shape)), on_device)
+        calls[name] = functools.partial(call, state, on_device)
+        found[name] = row_of(calls[name]()[0])
+    case = popular_ranks.Case(counts.shape[1], NUM_RANKS, REPLICA_SLOTS, 0.0)
+    for name, distinct in ((EPLB, False), (DISTINCT, True)):
+        calls[name] = functools.partial(packed_afresh, case, counts, distinct)
+        level, replicas, most, _ = packed_afresh(case, counts, distinct)
+        found[name] = float(level), int(replicas), int(most)
+    return found, interleaved_s(calls, repeats)
+
+
+def plain_imbalance(counts: np.ndarray) -> float:
+    """Without balancing."""
+    return float(imbalance(load(plain_plan(counts, Topology.flat(NUM_RANKS)))))
+
+
+def row_of(plan: Plan) -> Found:
+    """Of a plan."""
+    replicas = np.asarray(plan.placement)[:, plan.num_home :]
+    copies = np.bincount(replicas[replicas >= 0], minlength=plan.num_experts)
+    return float(imbalance(load(plan))), int(copies.sum()), int(copies.max())
+
+
+def table_of(loads: list[np.ndarray], repeats: int, title: str) -> Table:
+    """One row for each planner, over all layers."""
+    run = jitted(loads[0].shape[1])
+    layers = [one_layer(run, counts, repeats) for counts in loads]
+    rows: list[list[Value]] = []
+    for name in layers[0][0]:
+        levels, replicas, most = np.array([found[name] for found, _ in layers]).T
+        times = [np.median(times_s[name]) * 1e6 for _, times_s in layers if name in times_s]
+        rows.append(
+            [
+                name,
+                levels.mean(),
+                levels.max(),
+                replicas.mean(),
+                most.mean(),
+                spread(np.array(times)) if times else None,
+            ]
+        )
+    columns = {"planner": "", "max / mean load": ".3f", "at worst": ".3f", "replicas": ".1f"}
+    return Table(columns | {"most of one expert": ".2f", "us, over layers": ".0f"}, rows, title)
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    recorded.add_arguments(parser)
+    parser.add_argument("--tokens", type=int, default=2048, help="of each rank, of synthetic loads")
+    out_option(parser)
+    given = parser.parse_args()
+    cases = [case for case in popular_ranks.CASES if case.num_experts == 256]
+    drawn = [popular_ranks.counts(case, seed, given.tokens) for case in cases for seed in (0, 1)]
+    tables = {"synthetic": table_of(drawn, REPEATS, f"{len(drawn)} synthetic loads, skew 1.5 to 8")}
+    if given.loads:
+        layers = [recorded.scattered(one, NUM_RANKS) for of_file in recorded.read(given).values() for one in of_file]
+        tables["recorded"] = table_of(layers, REPEATS, f"{len(layers)} recorded layers of {len(given.loads)} files")
+    report(tables, given.out)
+
+
+if __name__ == "__main__":
+    main()
