@@ -20,13 +20,11 @@ from jax_moe_lb.sim.choice import Candidate
 from jax_moe_lb.sim.workloads import drawn_workloads
 
 POINTS = (
-    Point(256, 64, 1.8),
     Point(256, 1024, 1.8),
     Point(2048, 64, 1.8),
     Point(2048, 1024, 1.2),
     Point(2048, 1024, 1.8),
     Point(16384, 64, 1.8),
-    Point(16384, 1024, 1.2),
     Point(16384, 1024, 1.8),
 )
 

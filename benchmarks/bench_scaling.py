@@ -134,7 +134,7 @@ def main() -> None:
     out_option(parser)
     given = parser.parse_args()
     use_virtual_cpu_devices(LAYER.num_ranks)
-    every, repeats = (3, 3) if given.quick else (1, 7)
+    every, repeats = (3, 3) if given.quick else (1, 5)
     shapes = [(r, e) for e in EXPERTS[-1::-every] for r in RANKS[::every] if r <= e]
     planning, found = {}, {}
     for shape in sorted(shapes):
