@@ -14,4 +14,6 @@ cudart=$(echo "$toolkit"/lib/libcudart.so.*)
 CUDAToolkit_ROOT=$toolkit install --no-build-isolation -C build-dir=build/accelerators \
   -C cmake.define.JAX_MOE_LB_CUDA=ON -C cmake.define.CUDA_CUDART="$cudart" -e '.[cuda,tpu,train]'
 "$venv/bin/python" -m tests.models.compile_reference
+# The program of a page, as it stands.
+"$venv/bin/python" -c "$(sed -n '/^```python$/,/^```$/{/^```/!p}' docs/compiling.md)"
 exec "$venv/bin/python" ci/accelerators.py "$@"

@@ -9,7 +9,8 @@ NEEDED = {
     ".whl": tuple(f"jax_moe_lb/{name}" for name in ("__init__.py", "__init__.pyi", "py.typed", "_ffi.", "_planning.")),
     ".gz": ("CMakeLists.txt", "LICENSE", "README.md", "ffi/ffi_module.cc", "jax_moe_lb/__init__.py", "pyproject.toml"),
 }
-REFUSED = {"BUILD", "WORKSPACE", "MODULE.bazel", "tests", "models", "benchmarks", "examples", "ci", "third_party"}
+REFUSED = {"BUILD", "WORKSPACE", "MODULE.bazel", "mkdocs.yml"}
+REFUSED |= {"tests", "models", "benchmarks", "examples", "ci", "third_party"}
 
 
 def names(archive: Path) -> list[str]:

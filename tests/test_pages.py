@@ -1,0 +1,141 @@
+"""The programs of every page run as they stand, its commands are such, and the messages it explains exist."""
+
+import importlib
+import importlib.util
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import jax
+import pytest
+import typer
+
+from jax_moe_lb.cli.app import UsageError, app
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(ROOT.glob("docs/**/*.md"))
+
+ELSEWHERE = {
+    "compiling": "ci/accelerators.sh",
+    "extending": "tests/test_extending.py",
+    "networks": "tests/network/test_page.py",
+}
+"""Pages whose programs need something that these tests have not, and what runs them."""
+
+PROGRAMS = [page for page in PAGES if "```python" in page.read_text() and page.stem not in ELSEWHERE]
+
+CHEAP = {"install", "rails", "simulator"}
+"""Pages whose programs compile little."""
+
+
+def marks(page):
+    return () if page.stem in CHEAP else pytest.mark.slow
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=marks(page), id=page.stem) for page in PROGRAMS])
+def test_the_programs_of_a_page_run(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    program = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    # What users have by default; the other tests are stricter.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec(compile(program, str(page), "exec"), {"__name__": "__main__"})
+
+
+def test_what_runs_elsewhere_names_the_page():
+    for page, program in ELSEWHERE.items():
+        assert f"{page}.md" in (ROOT / program).read_text()
+
+
+def commands():
+    """The lines of blocks without a language that begin with a program, without comments."""
+    for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+            for line in [] if language else block.splitlines():
+                words = shlex.split(line.removeprefix("$ "), comments=True) if PROGRAM.match(line) else []
+                yield from [(page, words[: words.index("&")] if "&" in words else words)] if words else []
+
+
+PROGRAM = re.compile(r"(\$ )?(jax-moe-lb|python|pip|bash|make|pytest) ")
+OPENED = {"models.train", "models.generate", "models.finetune", "models.upcycle", "models.tiny_checkpoint"}
+"""Modules whose options are looked at."""
+
+
+def problem(words):
+    """Says what is wrong with a command, without running it; `None` if nothing is."""
+    match words:
+        case ["jax-moe-lb", *arguments]:
+            return refused(app, arguments)
+        case ["python", "-m", module, *arguments]:
+            if module in OPENED:
+                return refused(importlib.import_module(module).app, arguments)
+            return None if importlib.util.find_spec(module) else "no such module"
+        case ["make", target, *_]:
+            return (
+                None if re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) else "no such target"
+            )
+        case ["pip", "install", *what]:
+            return None if extras(" ".join(what)) <= DECLARED else "no such extra"
+        case ["bash" | "pytest", path, *_]:
+            return None if (ROOT / path).exists() else "no such file"
+    return "no form that this test knows"
+
+
+DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+
+
+def extras(text):
+    return {extra for found in re.findall(r"\[([\w,]+)\]", text) for extra in found.split(",")}
+
+
+def refused(program, arguments):
+    """What a program of typer says of arguments that it does not know or lacks; nothing is called."""
+    command = typer.main.get_command(program)
+    try:
+        if named := getattr(command, "commands", None):
+            if arguments[0] not in named:
+                return "no such command"
+            command, arguments = named[arguments[0]], arguments[1:]
+        command.make_context("command", list(arguments))
+    except UsageError as error:
+        return error.format_message()
+    return None
+
+
+def test_the_commands_of_pages_are_such():
+    found = list(commands())
+    assert len(found) > 40, found
+    wrong = {f"{page.name}: {' '.join(words)}": why for page, words in found if (why := problem(words))}
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["jax-moe-lb", "plan", "COUNTS.npy", "--slot-number", "4"],
+        ["jax-moe-lb", "guess"],
+        ["python", "-m", "models.train", "--stepps", "3"],
+        ["python", "-m", "models.nothing"],
+        ["make", "coffee"],
+        ["pip", "install", ".[gpu]"],
+        ["bash", "ci/nothing.sh"],
+    ],
+    ids=" ".join,
+)
+def test_commands_that_are_none_are_found(words):
+    assert problem(words)
+
+
+OF_JAX = {"Number of devices 1", "jax_num_cpu_devices config"}
+"""How messages begin that are not this library's."""
+
+
+def test_the_messages_of_troubleshooting_exist():
+    """What stands between the values of a message stands in a source, whose strings may go over several lines."""
+    sources = [p for root in ("jax_moe_lb", "models", "ffi") for s in ("*.py", "*.cc") for p in (ROOT / root).rglob(s)]
+    text = "\n".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in sources)
+    messages = re.findall(r"```text\n(.*?)\n```", (ROOT / "docs/troubleshooting.md").read_text())
+    own = [message for message in messages if not message.startswith(tuple(OF_JAX))]
+    assert len(messages) - len(own) == len(OF_JAX)
+    parts = {part.strip() for message in own for part in message.split("...")}
+    assert not {part for part in parts if part.strip("();, ") and part not in text}
