@@ -13,9 +13,11 @@ from markdown import Extension
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
+"""A link to a file: what is before its path, the path, and its anchor."""
 NAMED = {"benchmarks/RESULTS.md": "results.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 """Files beside `docs` that are in the navigation, and their pages."""
 
@@ -99,6 +101,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), link[2]))
         if target.startswith("..") or not (ROOT / target).is_file():
             return link[0]
-        return f"{link[1]}{posixpath.relpath(place(target), posixpath.dirname(here) or '.')}{link[3]}"
+        return f"{link[1]}{posixpath.relpath(place(target), posixpath.dirname(here) or '.')}{anchor(target, link[3])}"
 
     return LINK.sub(led, markdown)
+
+
+def anchor(target: str, end: str) -> str:
+    """Names the second of two equal headings as MkDocs does, `name_1`, where code-hosting sites say `name-1`."""
+    again = re.fullmatch(r"#(.+)-(\d+)\)", end)
+    if not again or not target.endswith(".md"):
+        return end
+    headings = re.findall(r"^#+ (.+)$", (ROOT / target).read_text(), re.MULTILINE)
+    slugs = {slugify(case="lower")(heading, "-") for heading in headings}
+    return end if end[1:-1] in slugs or again[1] not in slugs else f"#{again[1]}_{again[2]})"

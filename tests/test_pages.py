@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import re
 import shlex
 import tomllib
@@ -12,6 +13,7 @@ import pytest
 import typer
 
 from jax_moe_lb.cli.app import UsageError, app
+from tests.test_doctests import ROOMS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
@@ -45,6 +47,20 @@ def test_the_programs_of_a_page_run(page, monkeypatch):
 def test_what_runs_elsewhere_names_the_page():
     for page, program in ELSEWHERE.items():
         assert f"{page}.md" in (ROOT / program).read_text()
+
+
+def test_the_reference_has_every_public_name_once():
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    described = [re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in re.findall(r"^::: (.+)$", pages, re.MULTILINE)]
+    names = {f"{room}.{name}" for room in ROOMS for name in exported(room)}
+    assert sorted(described) == sorted(names)
+
+
+def exported(room):
+    """The names that a package of users shows; those of its modules are none."""
+    module = importlib.import_module(room)
+    values = {name: getattr(module, name) for name in getattr(module, "__all__", vars(module))}
+    return [name for name, value in values.items() if not name.startswith("_") and not inspect.ismodule(value)]
 
 
 def commands():
