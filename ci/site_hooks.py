@@ -18,7 +18,11 @@ from pymdownx.slugs import slugify
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 """A link to a file: what is before its path, the path, and its anchor."""
-NAMED = {"benchmarks/RESULTS.md": "results.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+NAMED = {
+    "benchmarks/RESULTS.md": "results/README.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
 """Files beside `docs` that are in the navigation, and their pages."""
 
 LEXERS = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".json": "json", ".toml": "toml"}
@@ -103,7 +107,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return link[0]
         return f"{link[1]}{posixpath.relpath(place(target), posixpath.dirname(here) or '.')}{anchor(target, link[3])}"
 
-    return LINK.sub(led, markdown)
+    # Comments say where a number comes from, and would break the tables that they stand in.
+    return LINK.sub(led, re.sub("<!--.*?-->", "", markdown, flags=re.DOTALL))
 
 
 def anchor(target: str, end: str) -> str:
