@@ -49,6 +49,12 @@ def test_what_runs_elsewhere_names_the_page():
         assert f"{page}.md" in (ROOT / program).read_text()
 
 
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"^ +- (?:.+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    beside = {"results/README.md", "changelog.md", "contributing.md"}  # of the repository's top, see ci/site_hooks.py
+    assert set(listed) == {str(page.relative_to(ROOT / "docs")) for page in PAGES} | beside
+
+
 def test_the_reference_has_every_public_name_once():
     pages = "\n".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
     described = [re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in re.findall(r"^::: (.+)$", pages, re.MULTILINE)]
