@@ -175,7 +175,7 @@ class _Layer:
             arriving=float(room * model.expert_bytes + model.expert_bytes / model.itemsize * SUMS_BYTES),
         )
 
-    def _products(self, kinds: int, buffers: float) -> Memory:
+    def _products(self, kinds: int, buffers: int) -> Memory:
         """Counts products that need so many kinds of the weights of all slots in one array."""
         model, slots = self.model, self.replica_slots
         home = model.experts // self.cluster.num_ranks * model.expert_bytes

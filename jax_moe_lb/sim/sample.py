@@ -65,11 +65,16 @@ def sampled_work(
         sample: what `sample_of` returned.
         counts: `[R, E]` int32 of the sample.
         migration: which experts are gathered before; the sizes of its domains divide both machines' levels.
+
+    Raises:
+        ValueError: the sample is one expert domain, so that nobody in it exchanges what ranks of the whole do.
     """
+    size = migration.sizes(cluster)[0]
+    if size == sample.levels[0].size:
+        raise ValueError(f"domain_sizes is {migration.domain_sizes}; expected fewer than the {size} of the sample")
     part = replace(model, experts=counts.shape[1])
     planned, _ = layer_work(system, part, sample, counts, migration)
     whole = shared_work(model, cluster, migration, model.experts, system.dispatch)
-    size = migration.sizes(cluster)[0]
     leaves = _leaves(cluster.levels[0].size // size) / _leaves(sample.levels[0].size // size)
     return replace(
         planned,

@@ -35,6 +35,12 @@ def test_skew_counts_as_it_does_in_the_sample():
     assert after.imbalance_after < before.imbalance_after
 
 
+def test_a_sample_in_one_domain_says_nothing():
+    few = experts_of(MODEL, WHOLE, SAMPLE)
+    with pytest.raises(ValueError, match="expected fewer than the 4 of the sample"):
+        simulate_sample(plain(), MODEL, WHOLE, SAMPLE, np.ones((8, few), np.int32), migration=Migration((4, 1)))
+
+
 def test_a_sample_has_as_large_members():
     assert [level.size for level in SAMPLE.levels] == [4, 2]
     assert few_sizes(SAMPLE) == {1, 2}
