@@ -173,10 +173,10 @@ def _sizes(answer: Advice, judge: Judge) -> list[str]:
     shown = [size for size in answer.sizes if not size.refused and size not in own][:SHOWN_SIZES]
     if not own or not shown:
         return []
-    head = (
-        f"Other sizes, time of a layer for each token over that of {asked[0]} ranks that share experts and {asked[1]}"
-    )
-    lines = [f"{head} tokens; gradients are summed over groups, and nothing hides that:"]
+    lines = [
+        "Other sizes, without expert domains: time of a layer for each token over that of "
+        f"{asked[0]} ranks that share experts and {asked[1]} tokens; sums of gradients over groups are not hidden:"
+    ]
     for size in shown:
         took, total = size.token_s / own[0].token_s, decimal(round(size.total_bytes))
         lines.append(f"    {size.ranks} ranks, {size.tokens} tokens: {took:.3f}, {size.choice.name}, {total}")

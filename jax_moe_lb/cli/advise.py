@@ -80,7 +80,8 @@ def advise(
             shapes = workloads[: len({workload.name.split(", draw")[0] for workload in workloads})]
         space = Space(
             sample or machine,
-            most_slots,
+            # A sample has fewer experts that could be elsewhere.
+            min(most_slots, experts_of(shape, machine, sample or machine) - shape.experts // machine.num_ranks),
             planned=workloads[0].counts is not None,
             with_exact=has_planning_module(),
             with_relocation=all(workload.earlier is not None for workload in workloads),

@@ -108,10 +108,10 @@ def advise(
         others = search(replace(space, ratio=ratio), judge, shapes, workloads)
         compressed = [one for one in others.outcomes if one.choice.ratio > 1]
     best, where = found.outcomes[0], None
-    sizes = (
-        other_sizes(judge, [one.choice for one in found.outcomes], shapes) if workloads[0].counts is not None else []
-    )
-    if best.choice != Choice() and workloads[0].counts is not None:
+    # Other sizes and other tokens need the counts of all ranks.
+    counted = workloads[0].counts is not None and judge.sample is None
+    sizes = other_sizes(judge, [one.choice for one in found.outcomes], shapes) if counted else []
+    if best.choice != Choice() and counted:
         pair = judge.candidate(best.choice), judge.candidate(Choice())
         where = pays_from(*pair, judge.model, judge.cluster, workloads[0], judge.step)
     return Advice(found, tuple(compressed), where, tuple(sizes))
