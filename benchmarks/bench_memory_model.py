@@ -180,7 +180,8 @@ def main() -> None:
     parser.add_argument("--compiled", type=Path, metavar="FILE", help="compile only what this earlier run lacks")
     given = parser.parse_args()
     use_no_accelerators()
-    earlier, rows = compiled_gb(given.compiled) if given.compiled else {}, []
+    earlier: dict[str, float] = compiled_gb(given.compiled) if given.compiled else {}
+    rows: list[list[Any]] = []
     for case in CASES:
         with quiet_stderr():
             num_bytes = earlier[case.name] * 1e9 if case.name in earlier else case.compile().total_bytes

@@ -95,7 +95,7 @@ def warnings(found: Measured) -> Iterator[str]:
 def _far(found: Measured, preset: str, cluster: Cluster) -> Iterator[str]:
     level = cluster.levels[-1]
     inner = found.exchanges[-1]
-    pairs = {
+    pairs: dict[str, tuple[float, float | None, str]] = {
         f"the rate of level {inner.level}": (inner.bytes_per_s, level.bytes_per_s, "B/s"),
         f"the latency of level {inner.level}": (inner.latency_s, level.latency_s, "s"),
         "the experts' best rate": (max(found.flops_per_s), cluster.gemm.peak_flops_per_s, "FLOP/s"),
