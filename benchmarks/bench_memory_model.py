@@ -87,7 +87,6 @@ class Case:
 QWEN = LayerSizes(hidden=2048, inner=768, experts=128, tokens=4096, per_token=8)
 MIXTRAL = LayerSizes(hidden=4096, inner=14336, experts=8, tokens=4096, per_token=2)
 DEEPSEEK = LayerSizes(hidden=7168, inner=2048, experts=256, tokens=4096, per_token=8)
-GLM = LayerSizes(hidden=5120, inner=1536, experts=160, tokens=4096, per_token=8)
 MODELS = {
     "Qwen3-30B-A3B": ("h100:1x8", QWEN),
     "Mixtral-8x7B": ("h100:1x8", MIXTRAL),
@@ -101,9 +100,6 @@ CASES = (
     ),
     Case("Qwen3-30B-A3B", "h100:1x8", "exact", True, QWEN, max_rounds=1),
     Case("Qwen3-30B-A3B", "h100:1x8", "feplb", True, QWEN),
-    # Nothing of the simulator's memory was written after these.
-    Case("GLM-4.5", "h100:2x8", "exact", True, GLM),
-    Case("GLM-4.5", "h100:2x8", "exact", False, GLM),
 )
 
 
