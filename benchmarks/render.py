@@ -45,15 +45,19 @@ def rendered(text: str, results: Path = RESULTS) -> str:
     """A document with all tables and values as they are in the results.
 
     Raises:
-        KeyError: it names a file, table, row or column that there is not.
+        KeyError: it names a table, row or column that there is not; a whole file may not be there yet.
     """
     seen: set[str] = set()
 
     def table(match: re.Match[str]) -> str:
         file, name = match["name"].split("/")
-        head = "" if file in seen else made_by(results / f"{file}.json") + "\n\n"
+        path = results / f"{file}.json"
+        shown = f"Not run yet: `{path.name}` is not among the results."
+        if path.exists():
+            head = "" if file in seen else made_by(path) + "\n\n"
+            shown = f"{head}{table_of(results, file, name)}"
         seen.add(file)
-        return f"<!-- table: {file}/{name} -->\n{head}{table_of(results, file, name)}\n<!-- /table -->"
+        return f"<!-- table: {file}/{name} -->\n{shown}\n<!-- /table -->"
 
     def value(match: re.Match[str]) -> str:
         return f"<!-- value: {match['path']} -->{value_of(results, match['path'])}<!-- /value -->"
@@ -84,8 +88,6 @@ def value_of(results: Path, path: str) -> str:
 
 def made_by(path: Path) -> str:
     """How a file was made."""
-    if not path.exists():
-        raise KeyError(f"no results in {path}")
     made = json.loads(path.read_text())
     return f"`{made['command']}`, {made['date']}; {made['machine']}; {made['software']}."
 
