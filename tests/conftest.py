@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 
 import jax
 import pytest
@@ -31,6 +32,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # Tests that start one training after the other compile it once; what they compile themselves they compile anew.
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="compiled-")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+        config.add_cleanup(folder.cleanup)
+    jax.config.update("jax_enable_compilation_cache", False)
     # Tests of a GPU run alone; no other test may depend on one.
     if config.option.markexpr != "gpu":
         jax.config.update("jax_platforms", "cpu")
