@@ -86,6 +86,7 @@ def advise(
             with_exact=has_planning_module(),
             with_relocation=all(workload.earlier is not None for workload in workloads),
             sampled=sample is not None,
+            with_history=sample is None and all(workload.before is not None for workload in workloads),
         )
         _tell(workloads, shapes)
         judge = Judge(shape, machine, of_cluster.step.build(), sample)
@@ -108,7 +109,8 @@ def _drawn(
     if sample is not None:
         model, cluster = replace(model, experts=experts_of(model, cluster, sample)), sample
     layers = min(config.routing.layers, model.layers)
-    return drawn_workloads(model, cluster.num_ranks, wanted, layers, list(LoadShape), DRAWS, config.routing.seed)
+    drift, seed = config.routing.drift.build(), config.routing.seed
+    return drawn_workloads(model, cluster.num_ranks, wanted, layers, list(LoadShape), DRAWS, seed, drift)
 
 
 def _tell(workloads: Sequence[Workload], shapes: Sequence[Workload]) -> None:

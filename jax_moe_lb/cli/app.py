@@ -18,6 +18,7 @@ from jax_moe_lb.cli.compile import compile_command
 from jax_moe_lb.cli.convert import convert
 from jax_moe_lb.cli.discover import load_balancer
 from jax_moe_lb.cli.doctor import diagnosis, facts_table, ops_table, version
+from jax_moe_lb.cli.drift import drift
 from jax_moe_lb.cli.errors import BAD_INPUT, one_line_errors, print_error, printing
 from jax_moe_lb.cli.files import read_counts, read_trace, write_plans
 from jax_moe_lb.cli.options import Balancer, ExpertBytes, Json, Out, RanksPerDomain, Slots, positive
@@ -125,7 +126,7 @@ def doctor(as_json: Json = False) -> None:
             print_table(ops_table(found))
 
 
-for command in (convert, simulate, advise, calibrate):
+for command in (convert, simulate, advise, calibrate, drift):
     app.command()(command)
 app.command("compile")(compile_command)
 

@@ -11,11 +11,14 @@ from jaxtyping import Int
 from jax_moe_lb.checks import INT32_MAX, home_experts_per_rank
 from jax_moe_lb.cli.files import read_routing
 from jax_moe_lb.cli.options import positive
-from jax_moe_lb.sim import Cluster, ModelShape, skewed_counts
+from jax_moe_lb.sim import Cluster, ModelShape, drifting_counts, skewed_counts
 from jax_moe_lb.sim.config import Config, preset_names
 from jax_moe_lb.sim.limits import shown
 
 PRESETS = ", ".join(preset_names())
+
+CYCLE = 3
+"""Systems that keep history plan every so many steps."""
 
 Counts = Int[np.ndarray, "steps layers R E"]
 
@@ -51,7 +54,15 @@ def counts_of(config: Config, model: ModelShape, cluster: Cluster, trace: Path |
         return recorded_counts(model, cluster, trace)
     layers = min(config.routing.layers, model.layers)
     wanted = imbalance_of(config, imbalance)
-    return skewed_counts(model, cluster.num_ranks, wanted, layers, config.routing.seed)[None]
+    return skewed_counts(model, cluster.num_ranks, wanted, layers, config.routing.seed, config.routing.shape)[None]
+
+
+def drifted_counts_of(config: Config, model: ModelShape, cluster: Cluster, imbalance: str | None) -> Counts:
+    """Draws steps for systems that plan from earlier ones: a cycle of theirs that is only remembered, and one more."""
+    layers, routing = min(config.routing.layers, model.layers), config.routing
+    wanted, times = imbalance_of(config, imbalance), range(2 * CYCLE)
+    drift = routing.drift.build()
+    return drifting_counts(model, cluster.num_ranks, times, layers, drift, wanted, routing.seed, routing.shape)
 
 
 def recorded_counts(model: ModelShape, cluster: Cluster, trace: Path) -> Counts:

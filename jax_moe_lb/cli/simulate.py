@@ -12,6 +12,7 @@ from jax_moe_lb.cli.compose import compose
 from jax_moe_lb.cli.errors import one_line_errors
 from jax_moe_lb.cli.files import naming
 from jax_moe_lb.cli.inputs import (
+    CYCLE,
     PRESETS,
     Imbalance,
     Tokens,
@@ -19,6 +20,7 @@ from jax_moe_lb.cli.inputs import (
     as_recorded,
     cluster_of,
     counts_of,
+    drifted_counts_of,
     model_of,
     slots_of,
 )
@@ -28,6 +30,7 @@ from jax_moe_lb.cli.tables import layer_table, report_json
 from jax_moe_lb.sim import Migration, Report, mean_report, replay
 from jax_moe_lb.sim.config import Config, load_config
 from jax_moe_lb.sim.limits import check_timeline, forecast
+from jax_moe_lb.sim.run import keeps_history, remembered
 from jax_moe_lb.sim.trace import write_png, write_trace
 
 
@@ -63,10 +66,17 @@ def simulate(
         slots = slots_of(replica_slots, read.replica_slots, model, cluster)
         migration = _migration(read, name, domain_sizes)
         candidate = compose(name, model, cluster, step, slots, migration)
+        states = None
+        if trace is None and keeps_history(candidate.system, model, cluster):
+            counts = drifted_counts_of(read, model, cluster, imbalance)
+            states = remembered(candidate.system, model, cluster, counts[:CYCLE], candidate.migration)
+            counts = counts[CYCLE:]
         planned = len(counts) * counts.shape[1]
         check_timeline(model.layers, cluster.num_ranks)
         note(forecast(planned * candidate.system.balancer.needs_counts, planned, *counts.shape[2:]))
-        steps = replay(candidate.system, model, cluster, counts, migration=candidate.migration, step=step)
+        steps = replay(
+            candidate.system, model, cluster, counts, migration=candidate.migration, step=step, states=states
+        )
         report = mean_report(list(with_progress(steps, len(counts), "simulating")))
         _write(report, timeline, png, f"{config}, {name}")
         head = {"config": config, "system": name, "num_ranks": cluster.num_ranks, "layers": model.layers}

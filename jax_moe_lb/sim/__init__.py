@@ -5,9 +5,12 @@ Use it to see what a system would do on a machine that you do not have; `docs/si
 
 from jax_moe_lb.sim.cluster import Cluster as Cluster
 from jax_moe_lb.sim.cluster import Links as Links
+from jax_moe_lb.sim.drift import Drift as Drift
+from jax_moe_lb.sim.drift import fitted_drift as fitted_drift
 from jax_moe_lb.sim.gemm import AnalyticGemm as AnalyticGemm
 from jax_moe_lb.sim.gemm import MeasuredGemm as MeasuredGemm
 from jax_moe_lb.sim.loads import LoadShape as LoadShape
+from jax_moe_lb.sim.loads import drifting_counts as drifting_counts
 from jax_moe_lb.sim.loads import skewed_counts as skewed_counts
 from jax_moe_lb.sim.model import ModelShape as ModelShape
 from jax_moe_lb.sim.run import Report as Report

@@ -10,7 +10,7 @@ from jax_moe_lb.sim.choice import Candidate, Choice, with_memory
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.judge import Judge, at_homes
 from jax_moe_lb.sim.model import ModelShape
-from jax_moe_lb.sim.run import simulate
+from jax_moe_lb.sim.run import keeps_history, remembered, simulate
 from jax_moe_lb.sim.schedule import Step
 from jax_moe_lb.sim.search import Found, Outcome, search
 from jax_moe_lb.sim.sizes import Size, other_sizes
@@ -145,7 +145,7 @@ def pays_from(
 ) -> int | None:
     """Finds the fewest tokens per rank, of powers of two, from which on `candidate` is faster.
 
-    Routing is scaled in proportion, and one layer is simulated.
+    Routing is scaled in proportion, with the steps before it, and one layer is simulated.
 
     Args:
         candidate: the system that should pay.
@@ -160,6 +160,7 @@ def pays_from(
     """
     found: int | None = None
     routed = [(one, at_homes(workload, one, cluster)[0].astype(np.float64)) for one in (candidate, baseline)]
+    before = workload.first_layer.before if keeps_history(candidate.system, model, cluster) else None
     # From the most tokens down, as it may be slower in between: what counts is from where on it stays faster.
     for tokens in reversed(SWEPT_TOKENS):
         scaled = replace(model, layers=1, tokens=tokens, pre_expert_s=_scaled_s(model, cluster, tokens))
@@ -168,11 +169,13 @@ def pays_from(
         # On very many ranks the most tokens are more copies than planners count.
         if wanted[0].sum() > INT32_MAX:
             continue
+        steps = () if before is None else np.rint(before * (tokens / model.tokens)).astype(np.int32)
+        states = remembered(candidate.system, scaled, cluster, steps), None
         times = [
-            simulate(one.system, scaled, cluster, counts.astype(np.int32), migration=one.migration, step=step).step_s
-            for (one, _), counts in zip(routed, wanted, strict=True)
+            simulate(one.system, scaled, cluster, c.astype(np.int32), migration=one.migration, step=step, states=s)
+            for (one, _), c, s in zip(routed, wanted, states, strict=True)
         ]
-        if times[0] >= times[1]:
+        if times[0].step_s >= times[1].step_s:
             break
         found = tokens
     return found

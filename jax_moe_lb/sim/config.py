@@ -14,8 +14,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from jax_moe_lb.checks import INT32_MAX
 from jax_moe_lb.sim import units
 from jax_moe_lb.sim.cluster import Cluster, Links
+from jax_moe_lb.sim.drift import RECORDED, Drift
 from jax_moe_lb.sim.gemm import AnalyticGemm, Gemm, MeasuredGemm
 from jax_moe_lb.sim.limits import MOST_LAYERS, MOST_POINTS, MOST_WIDTH, shown
+from jax_moe_lb.sim.loads import LoadShape
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.schedule import Step
 from jax_moe_lb.sim.work import Migration
@@ -145,12 +147,28 @@ class StepSection(_Section):
         return Step(**self.model_dump())
 
 
+class DriftSection(_Section):
+    """This section says how popularity changes from step to step, as `jax-moe-lb drift` prints it; see `Drift`."""
+
+    steady: float = RECORDED.steady
+    drifting: float = RECORDED.drifting
+    steps: float = RECORDED.steps
+    rank_std: float = RECORDED.rank_std
+    spread: float | None = None
+
+    def build(self) -> Drift:
+        """Makes the drift."""
+        return Drift(**self.model_dump())
+
+
 class RoutingSection(_Section):
-    """This section says which counts are drawn where no trace is given; see `skewed_counts`."""
+    """This section says which counts are drawn where no trace is given; see `drifting_counts`."""
 
     imbalance: float = Field(default=1.0, ge=1.0)
     seed: int = Field(default=0, ge=0, lt=2**64)
     layers: Layers = 4
+    shape: LoadShape = LoadShape.RANKS
+    drift: DriftSection = DriftSection()
 
 
 class Config(_Section):
@@ -189,7 +207,7 @@ def load_config(argument: str, source: str) -> Config:
     try:
         config = Config.model_validate(data)
         # What the sections make checks more than their types: mistakes shall be found before anything runs.
-        for part in (config.cluster, config.model, config.migration):
+        for part in (config.cluster, config.model, config.migration, config.routing.drift):
             if part is not None:
                 part.build()
     except ValidationError as error:

@@ -11,7 +11,7 @@ from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.memory import Memory, memory_of
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import seconds
-from jax_moe_lb.sim.run import Report, simulate, simulate_sample, simulate_uniform
+from jax_moe_lb.sim.run import Report, keeps_history, remembered, simulate, simulate_sample, simulate_uniform
 from jax_moe_lb.sim.schedule import Step
 from jax_moe_lb.sim.work import shared_work
 from jax_moe_lb.sim.workloads import Workload
@@ -47,11 +47,9 @@ class Judge:
         """
         key = choice, workload.name
         if key not in self._seen:
-            parts = (None if part is None else part[:1] for part in (workload.counts, workload.earlier))
-            first = Workload(workload.name, *parts)
             # What other layers do is the same for all choices.
             model = replace(self.model, layers=1, other_s=0.0)
-            self._seen[key] = self._simulated(choice, first, model).step_s
+            self._seen[key] = self._simulated(choice, workload.first_layer, model).step_s
         return self._seen[key]
 
     def report(self, choice: Choice, workload: Workload) -> Report:
@@ -102,7 +100,10 @@ class Judge:
         if self.sample is not None:
             parts = model, self.cluster, self.sample, counts
             return simulate_sample(one.system, *parts, migration=one.migration, step=self.step)
-        return simulate(one.system, model, self.cluster, counts, migration=one.migration, step=self.step)
+        states = None
+        if workload.before is not None and keeps_history(one.system, model, self.cluster):
+            states = remembered(one.system, model, self.cluster, workload.before)
+        return simulate(one.system, model, self.cluster, counts, migration=one.migration, step=self.step, states=states)
 
 
 def at_homes(workload: Workload, candidate: Candidate, cluster: Cluster) -> Int[np.ndarray, "X R E"]:

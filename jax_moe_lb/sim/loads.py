@@ -1,12 +1,16 @@
-"""`skewed_counts` draws counts to simulate where nobody has recorded any."""
+"""`skewed_counts` and `drifting_counts` draw counts to simulate where nobody has recorded any."""
 
+import math
+from collections.abc import Sequence
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from jax_moe_lb.checks import home_experts_per_rank
+from jax_moe_lb.sim.drift import Drift
 from jax_moe_lb.sim.limits import check_entries, check_tokens
 from jax_moe_lb.sim.model import ModelShape
 
@@ -79,28 +83,96 @@ def skewed_counts(
         >>> counts.shape, int(counts[0].sum()), round(float(load.max() / load.mean()), 1)
         ((2, 4, 16), 8000, 1.5)
     """
+    return drifting_counts(model, num_ranks, (0,), layers, Drift(), imbalance, seed, shape)[0]
+
+
+def drifting_counts(
+    model: ModelShape,
+    num_ranks: int,
+    times: Sequence[int],
+    layers: int,
+    drift: Drift,
+    imbalance: float | None = None,
+    seed: int = 0,
+    shape: LoadShape = LoadShape.LOGNORMAL,
+) -> Int[np.ndarray, "steps X R E"]:
+    """Draws the counts of several steps, between which the popularity of experts drifts.
+
+    Use it with `replay` for systems that plan from earlier steps. Every layer has its own popularity, drift and power.
+
+    Args:
+        model: see `skewed_counts`, also of the next.
+        num_ranks: `R`.
+        times: the numbers of the steps, increasing; `range(64)`, or some of a long time.
+        layers: how many layers to draw.
+        drift: how popularity changes.
+        imbalance: that of the ranks in the last step, but for ranks' own text and samples; others have what drift
+            makes of it. `None` takes the spread of a recording, which `drift` then has.
+        seed: the seed of the draw.
+        shape: how the steady part of popularity is spread; with the spread of a recording it is lognormal.
+
+    Returns:
+        `[steps, layers, R, E]` int32.
+
+    Raises:
+        ValueError: neither imbalance nor spread are known, the times do not increase, or what `skewed_counts` refuses.
+
+    Examples:
+        >>> from jax_moe_lb.sim import Drift, ModelShape, drifting_counts
+        >>> model = ModelShape(layers=2, hidden=64, inner=128, experts=16, per_token=2, tokens=4096)
+        >>> drift = Drift(steady=0.4, drifting=0.6, steps=8.0)
+        >>> load = drifting_counts(model, 4, range(40), 2, drift, imbalance=2.0).sum(2)
+        >>> near, far = (abs(load[lag:] - load[:-lag]).mean() for lag in (1, 16))
+        >>> load.shape, bool(near < far / 2)
+        ((40, 2, 16), True)
+    """
     home_experts_per_rank(model.experts, num_ranks)
-    check_entries(layers, num_ranks, model.experts)
+    check_entries(len(times) * layers, num_ranks, model.experts)
     check_tokens(model.tokens, model.per_token, num_ranks)
-    rng = np.random.default_rng(seed)
-    return np.stack(
-        [_drawn(_fitted(model, num_ranks, imbalance, shape, rng), model, num_ranks, rng) for _ in range(layers)]
-    )
+    if not len(times) or any(a >= b for a, b in pairwise(times)):
+        raise ValueError(f"times are {list(times)[:8]}; expected increasing numbers of steps")
+    # Drift has numbers of its own, so that counts without it are the same whether somebody asks for it.
+    rng, of_drift = np.random.default_rng(seed), np.random.default_rng((seed, 2))
+    drawn = []
+    for _ in range(layers):
+        path = drift.path(times, model.experts, of_drift)
+        if imbalance is None:
+            chances = _as_spread(drift, path, model, rng)
+        else:
+            chances = _fitted(model, num_ranks, imbalance, shape, rng, path)
+        drawn.append(_drawn(_own(chances, drift, num_ranks, of_drift), model, rng))
+    return np.stack(drawn, 1)
 
 
 def _fitted(
-    model: ModelShape, num_ranks: int, imbalance: float, shape: LoadShape, rng: np.random.Generator
-) -> Float[np.ndarray, "E"]:
-    """Returns the chance that a token chooses each expert, at the power that gives the imbalance."""
+    model: ModelShape,
+    num_ranks: int,
+    imbalance: float,
+    shape: LoadShape,
+    rng: np.random.Generator,
+    path: Float[np.ndarray, "steps E"],
+) -> Float[np.ndarray, "steps E"]:
+    """Returns the chance that a token chooses each expert, at the power that gives the last step the imbalance."""
     most = 1.0
+
+    def chances(power: float, drifted: Float[np.ndarray, "*D E"]) -> Float[np.ndarray, "*D E"]:
+        # Popularity drifts as far as it is spread, but for what is so inside of every rank.
+        logs = _logs(shape, power, places, model) + power * places.std() * drifted
+        return _saturated(logs, model)
+
     for _ in range(MOST_TRIES):
         places = _places(shape, model.experts, num_ranks, rng)
         low = 0.0
         for high in POWERS:
-            found = _imbalance(_chances(shape, high, places, model), num_ranks)
+            found = _imbalance(chances(high, path[-1]), num_ranks)
             most = max(most, found)
             if found >= imbalance or imbalance <= 1:
-                return _chances(shape, _root(shape, low, high, places, model, num_ranks, imbalance), places, model)
+                # Fifty halvings of the interval leave less than a float64 can tell apart.
+                for _ in range(50):
+                    middle = (low + high) / 2
+                    is_low = _imbalance(chances(middle, path[-1]), num_ranks) < imbalance
+                    low, high = (middle, high) if is_low else (low, middle)
+                return chances(low, path)
             low = high
     raise ValueError(
         f"imbalance is {imbalance}; expected at most {most:.2f}, as a token chooses {model.per_token} different "
@@ -108,21 +180,30 @@ def _fitted(
     )
 
 
-def _root(
-    shape: LoadShape,
-    low: float,
-    high: float,
-    places: Float[np.ndarray, "..."],
-    model: ModelShape,
-    num_ranks: int,
-    imbalance: float,
-) -> float:
-    # Fifty halvings of the interval leave less than a float64 can tell apart.
-    for _ in range(50):
-        middle = (low + high) / 2
-        is_low = _imbalance(_chances(shape, middle, places, model), num_ranks) < imbalance
-        low, high = (middle, high) if is_low else (low, middle)
-    return low
+def _as_spread(
+    drift: Drift, path: Float[np.ndarray, "steps E"], model: ModelShape, rng: np.random.Generator
+) -> Float[np.ndarray, "steps E"]:
+    """Returns chances whose logarithms have the spread of a recording."""
+    if drift.spread is None:
+        raise ValueError("imbalance is None, and drift has no spread; expected one of them")
+    # Not the deviation of this draw, which would be another one.
+    steady_std = drift.spread * math.sqrt(drift.steady)
+    return _saturated(steady_std * (rng.standard_normal(model.experts) + path), model)
+
+
+def _own(
+    chances: Float[np.ndarray, "steps E"], drift: Drift, num_ranks: int, rng: np.random.Generator
+) -> Float[np.ndarray, "steps R E"]:
+    """Returns the chances of each rank, whose text is its own."""
+    every = np.tile(chances[:, None], (1, num_ranks, 1))
+    if not drift.rank_std:
+        return every
+    # The popularity of which a chance is `1 - exp(-popularity)`.
+    popularity = -np.log1p(-np.minimum(every, 1 - 1e-12))
+    own = popularity * np.exp(drift.rank_std * rng.standard_normal(every.shape))
+    # Chances add up to about `K` so; what is missing, `_whole` shares out.
+    own *= popularity.sum(2, keepdims=True) / np.maximum(own.sum(2, keepdims=True), 1e-300)
+    return -np.expm1(-own)
 
 
 def _places(shape: LoadShape, num_experts: int, num_ranks: int, rng: np.random.Generator) -> Float[np.ndarray, "..."]:
@@ -132,25 +213,28 @@ def _places(shape: LoadShape, num_experts: int, num_ranks: int, rng: np.random.G
     return -np.log(rng.permutation(num_experts if shape is LoadShape.ZIPF else num_ranks) + 1.0)
 
 
-def _chances(
+def _logs(
     shape: LoadShape, power: float, places: Float[np.ndarray, "..."], model: ModelShape
 ) -> Float[np.ndarray, "E"]:
-    """Computes the chance that a token chooses each expert: `1 - exp(-c w)`; all are alike at power 0.
-
-    `c` is such that they add up to `K`.
-    """
+    """Computes the logarithm of each expert's popularity; all are alike at power 0."""
     logs: Any = power * places
     if shape in (LoadShape.RANKS, LoadShape.HOT):
         inside: Any = -np.log(np.arange(1.0, model.experts // len(places) + 1))
         falls = 4.0 if shape is LoadShape.HOT else 1.0
         logs = (logs[:, None] + (falls * inside if power else 0.0 * inside)).reshape(-1)
+    return logs
+
+
+def _saturated(logs: Float[np.ndarray, "*D E"], model: ModelShape) -> Float[np.ndarray, "*D E"]:
+    """Computes chances out of the logarithms of popularity: `1 - exp(-c w)`, where `c` lets them add up to `K`."""
     # Logarithms carry powers at which the weights themselves would be 0.
     with np.errstate(over="ignore", under="ignore"):
-        low, high = -50.0 - float(logs.max()), 50.0 - float(logs.min())
+        low, high = -50.0 - logs.max(-1, keepdims=True), 50.0 - logs.min(-1, keepdims=True)
         for _ in range(60):
             middle = (low + high) / 2
-            total = -np.expm1(-np.exp(np.minimum(middle + logs, 700))).sum()
-            low, high = (middle, high) if total < model.per_token else (low, middle)
+            total = -np.expm1(-np.exp(np.minimum(middle + logs, 700))).sum(-1, keepdims=True)
+            is_low = total < model.per_token
+            low, high = np.where(is_low, middle, low), np.where(is_low, high, middle)
         return -np.expm1(-np.exp(np.minimum(low + logs, 700)))
 
 
@@ -160,27 +244,30 @@ def _imbalance(chances: Float[np.ndarray, "E"], num_ranks: int) -> float:
 
 
 def _drawn(
-    chances: Float[np.ndarray, "E"], model: ModelShape, num_ranks: int, rng: np.random.Generator
-) -> Int[np.ndarray, "R E"]:
-    if np.ptp(chances) == 0:
-        expected = np.tile(chances * model.tokens, (num_ranks, 1))
-    else:
-        expected = rng.binomial(model.tokens, chances, (num_ranks, model.experts)).astype(float)
-    return _whole(expected, model)
+    chances: Float[np.ndarray, "steps R E"], model: ModelShape, rng: np.random.Generator
+) -> Int[np.ndarray, "steps R E"]:
+    # Where all are alike, so are the counts.
+    alike = np.ptp(chances) == 0
+    expected = chances * model.tokens if alike else rng.binomial(model.tokens, chances).astype(float)
+    return _whole(expected.reshape(-1, model.experts), model).reshape(expected.shape)
 
 
-def _whole(expected: Float[np.ndarray, "R E"], model: ModelShape) -> Int[np.ndarray, "R E"]:
-    """Rounds to whole numbers of at most `T` that add up to `T * K` on every rank."""
-    copies = model.tokens * model.per_token
+def _whole(expected: Float[np.ndarray, "N E"], model: ModelShape) -> Int[np.ndarray, "N E"]:
+    """Rounds to whole numbers of at most `T` that add up to `T * K` in every row."""
+    copies, (_, experts) = model.tokens * model.per_token, expected.shape
     counts = np.floor(expected * copies / expected.sum(1, keepdims=True)).clip(0, model.tokens).astype(np.int64)
-    for row, wanted in zip(counts, expected, strict=True):
-        # What rounding left goes to the busiest first that has room, which changes their share least.
-        for expert in np.argsort(-wanted, kind="stable"):
-            missing = copies - row.sum()
-            if missing <= 0:
-                break
-            row[expert] += min(missing, model.tokens - row[expert], max(1, missing // len(row)))
-        while (missing := copies - int(row.sum())) > 0:
-            room = np.flatnonzero(row < model.tokens)[:missing]
-            row[room] += 1
+    missing: Any = copies - counts.sum(1)
+    rows = np.arange(len(counts))
+    # What rounding left goes to the busiest first that has room, which changes their share least.
+    for column in np.argsort(-expected, axis=1, kind="stable").T:
+        if missing.max() <= 0:
+            break
+        more = np.minimum(np.minimum(missing, model.tokens - counts[rows, column]), np.maximum(1, missing // experts))
+        more = np.maximum(more, 0)
+        counts[rows, column] += more
+        missing = missing - more
+    for at in np.flatnonzero(missing > 0):
+        row = counts[at]
+        while (left := copies - int(row.sum())) > 0:
+            row[np.flatnonzero(row < model.tokens)[:left]] += 1
     return counts.astype(np.int32)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Int, Num
 
@@ -132,6 +133,7 @@ def replay(
     *,
     migration: Migration = Migration(),
     step: Step = Step(),
+    states: States | None = None,
 ) -> Iterator[Report]:
     """Simulates every step of a trace; balancers that keep history carry it along.
 
@@ -144,6 +146,7 @@ def replay(
         trace: `[steps, X, R, E]` or `[steps, R, E]`, the counts of every step.
         migration: which experts are gathered before; see `simulate`.
         step: which passes a step has.
+        states: what balancers remember of steps before; see `remembered`.
 
     Examples:
         >>> import numpy as np
@@ -155,11 +158,54 @@ def replay(
         >>> [report.imbalance_after < report.imbalance_before for report in reports]  # EPLB plans from three steps
         [False, False, False, True]
     """
-    states: States | None = None
     for counts in trace:
         report = simulate(system, model, cluster, counts, migration=migration, step=step, states=states)
         states = report.states
         yield report
+
+
+def keeps_history(system: System, model: ModelShape, cluster: Cluster) -> bool:
+    """Tells whether a system plans from earlier steps, so that a step alone says nothing about it.
+
+    Args:
+        system: its balancer is asked.
+        model: the sizes of its layers.
+        cluster: the machine.
+
+    Examples:
+        >>> from jax_moe_lb import eplb, exact
+        >>> from jax_moe_lb.sim import Cluster, Links, ModelShape
+        >>> model = ModelShape(layers=1, hidden=64, inner=128, experts=16, per_token=2, tokens=256)
+        >>> [keeps_history(one, model, Cluster((Links("gpu", 8, 450e9),))) for one in (eplb(), exact())]
+        [True, False]
+    """
+    return bool(jax.tree.leaves(system.balancer.init((cluster.num_ranks, model.experts))))
+
+
+def remembered(
+    system: System,
+    model: ModelShape,
+    cluster: Cluster,
+    before: Iterable[Int[np.ndarray, "X R E"]],
+    migration: Migration = Migration(),
+) -> States | None:
+    """Carries what a balancer remembers through earlier steps, without a clock.
+
+    Args:
+        system: the strategies.
+        model: the sizes of its layers.
+        cluster: the machine.
+        before: the counts `[X, R, E]` of each of these steps.
+        migration: which experts are gathered before; see `simulate`.
+
+    Returns:
+        What `simulate` takes as `states`; `None` after no step.
+    """
+    states: States | None = None
+    for counts in before:
+        each = zip(counts, states or itertools.repeat(None, len(counts)), strict=True)
+        states = [layer_work(system, model, cluster, layer, migration, state)[1] for layer, state in each]
+    return states
 
 
 def mean_report(reports: Sequence[Report]) -> Report:

@@ -20,7 +20,10 @@ BALANCED = ("greedy", "exact", "ultraep")
 """These systems plan quotas; they are tried in all compositions."""
 
 PUBLISHED = ("eplb_plus", "fastermoe", "feplb")
-"""These systems are tried alone. None of them and of the others needs history, so one step shows what they do."""
+"""These systems are tried alone."""
+
+HISTORICAL = ("eplb", "lplb")
+"""These are tried alone, too, where it is known what was before: they plan from it."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Space:
         with_relocation: whether workloads know what was before them.
         ratio: the compression of gathered experts, 1 for none.
         sampled: whether the machine is a sample of a larger one. Then expert domains leave several groups in it.
+        with_history: whether workloads have steps before them, from which some systems plan.
 
     Examples:
         >>> from jax_moe_lb.sim import Cluster, Links
@@ -53,11 +57,17 @@ class Space:
     with_relocation: bool = True
     ratio: float = 1.0
     sampled: bool = False
+    with_history: bool = False
 
     @property
     def slots(self) -> tuple[int, ...]:
         """Returns the numbers of replica slots."""
         return tuple(slots for slots in SLOTS if slots <= self.most_slots)
+
+    @property
+    def alone(self) -> tuple[str, ...]:
+        """Returns the systems that are tried in no composition."""
+        return (*PUBLISHED, *HISTORICAL) if self.with_history else PUBLISHED
 
     @property
     def has_rails(self) -> bool:
@@ -76,7 +86,7 @@ class Space:
     def first(self) -> list[Choice]:
         """Lists where a search begins: every system alone, and plain and one other in every size of expert domains."""
         slots = min(2, self.most_slots) if self.planned else 0
-        systems = [Choice(name, slots) for name in (*BALANCED, *PUBLISHED)] if slots else []
+        systems = [Choice(name, slots) for name in (*BALANCED, *self.alone)] if slots else []
         best = Choice("exact" if self.with_exact else "greedy", slots)
         inside = [Choice(), best] if slots else [Choice()]
         gathered = [replace(one, domain_sizes=s, ratio=self.ratio) for s in self.domain_sizes() for one in inside]
@@ -87,7 +97,7 @@ class Space:
     def every(self) -> Iterator[Choice]:
         """Yields all choices; there are hundreds, of which a search tries some."""
         flags = (False, True)
-        for name, sizes in itertools.product(("plain", *BALANCED, *PUBLISHED), [(), *self.domain_sizes()]):
+        for name, sizes in itertools.product(("plain", *BALANCED, *self.alone), [(), *self.domain_sizes()]):
             ratio = self.ratio if sizes else 1.0
             for slots, eps, room in itertools.product(self.slots if name != "plain" else (0,), EPS, HEADROOMS):
                 for relayed, sprayed, relocated in itertools.product(flags, flags, flags):
@@ -124,16 +134,17 @@ class Space:
             fits = not choice.replica_slots and not choice.relayed
         else:
             fits = choice.replica_slots in self.slots
+        fits &= choice.system in ("plain", *BALANCED, *self.alone)
         is_exact = choice.system == "exact"
         fits &= self.with_exact or not is_exact
         fits &= choice.eps is None or is_exact
         # UltraEP has relays of its own, and those of the papers stay as they are.
         fits &= not choice.relayed or choice.system in ("greedy", "exact")
         composed = choice.sprayed or choice.relocated or bool(choice.domain_sizes)
-        fits &= not composed or choice.system not in PUBLISHED
+        fits &= not composed or choice.system in ("plain", *BALANCED)
         fits &= self.planned or (choice.system == "plain" and not choice.sprayed)
         # Uniform routing fills no buffer twice.
-        fits &= choice.headroom is None or (self.planned and choice.system not in PUBLISHED)
+        fits &= choice.headroom is None or (self.planned and choice.system in ("plain", *BALANCED))
         fits &= not choice.sprayed or self.has_rails
         # Relocation beside expert domains has no test in the library, so nobody is told to use it.
         fits &= not choice.relocated or (self.with_relocation and not choice.domain_sizes)

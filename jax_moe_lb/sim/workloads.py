@@ -6,8 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int, Num
 
-from jax_moe_lb.sim.loads import LoadShape, skewed_counts
+from jax_moe_lb.sim.drift import Drift
+from jax_moe_lb.sim.loads import LoadShape, drifting_counts, skewed_counts
 from jax_moe_lb.sim.model import ModelShape
+
+BEFORE = 4
+"""So many steps come before a workload's own. Balancers that plan every three steps then have a plan that was made one
+step before, the middle one of the ages that it has."""
+
+EARLIER = (-75, -50, -25)
+"""Homes move every 50 steps: in the middle of that time they are 25 steps old, planned from the 50 before."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +33,31 @@ class Workload:
     name: str
     counts: Int[np.ndarray, "X R E"] | None
     earlier: Num[np.ndarray, "X E"] | None = None
+    before: Int[np.ndarray, "steps X R E"] | None = None
+
+    @property
+    def first_layer(self) -> "Workload":
+        """Returns its first layer alone."""
+        counts, earlier, before = self.counts, self.earlier, self.before
+        return Workload(
+            self.name,
+            None if counts is None else counts[:1],
+            None if earlier is None else earlier[:1],
+            None if before is None else before[:, :1],
+        )
 
 
 def drawn_workloads(
-    model: ModelShape, num_ranks: int, imbalance: float, layers: int, shapes: Sequence[LoadShape], draws: int, seed: int
+    model: ModelShape,
+    num_ranks: int,
+    imbalance: float,
+    layers: int,
+    shapes: Sequence[LoadShape],
+    draws: int,
+    seed: int,
+    drift: Drift = Drift(),
 ) -> list[Workload]:
     """Draws workloads of several shapes that have the same imbalance, one draw of each shape first.
-
-    What was before them is another draw of the same popularity: experts are assumed to stay as popular as they are.
 
     Args:
         model: see `skewed_counts`, also of the next three.
@@ -42,22 +67,24 @@ def drawn_workloads(
         shapes: which shapes; those that cannot have the imbalance on this machine are left out.
         draws: how many workloads of each shape.
         seed: of the first draw; each further one takes the next.
+        drift: how popularity changed in the steps before; not at all by default.
 
     Raises:
         ValueError: no shape can have the imbalance, or what `skewed_counts` refuses.
     """
     if imbalance <= 1:
         even = skewed_counts(model, num_ranks, 1.0, layers, seed)
-        return [Workload("even", even, even.sum(1))]
-    workloads, refusals = [], []
+        return [Workload("even", even, even.sum(1), np.stack([even] * BEFORE))]
+    workloads, refusals, times = [], [], (*EARLIER, *range(-BEFORE, 1))
     for draw in range(draws):
         for shape in shapes:
             try:
-                counts = skewed_counts(model, num_ranks, imbalance, layers, seed + draw, shape)
+                steps = drifting_counts(model, num_ranks, times, layers, drift, imbalance, seed + draw, shape)
             except ValueError as error:
                 refusals.append(error)
                 continue
-            workloads.append(Workload(f"{shape.value}, draw {draw + 1}", counts, _again(counts, seed + draw)))
+            earlier = steps[: len(EARLIER)].sum((0, 2), dtype=np.int64)
+            workloads.append(Workload(f"{shape.value}, draw {draw + 1}", steps[-1], earlier, steps[len(EARLIER) : -1]))
     if not workloads:
         raise refusals[0]
     return workloads
@@ -74,16 +101,14 @@ def recorded_workloads(trace: Int[np.ndarray, "steps layers R E"], most_steps: i
     half = len(trace) // 2
     layers = _spread(0, trace.shape[1], most_layers)
     earlier = trace[:half, layers].sum((0, 2), dtype=np.int64) if half else None
-    return [Workload(f"step {at}", trace[at][layers], earlier) for at in _spread(half, len(trace), most_steps)]
+    # All of them have steps before them, or none has: those of a short trace do not.
+    knows = half >= BEFORE
+    return [
+        Workload(f"step {at}", trace[at, layers], earlier, trace[at - BEFORE : at, layers] if knows else None)
+        for at in _spread(half, len(trace), most_steps)
+    ]
 
 
 def _spread(start: int, end: int, most: int) -> list[int]:
     """Chooses at most so many of the integers from `start` on and below `end`, at even distances."""
     return sorted({int(at) for at in np.linspace(start, end - 1, min(most, end - start))})
-
-
-def _again(counts: Int[np.ndarray, "X R E"], seed: int) -> Int[np.ndarray, "X E"]:
-    """Draws what experts get in total a second time: as many copies, with the popularity that the first draw shows."""
-    rng = np.random.default_rng((seed, 1))
-    totals = counts.sum(1, dtype=np.int64)
-    return np.stack([rng.multinomial(layer.sum(), layer / layer.sum()) for layer in totals])

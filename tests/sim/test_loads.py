@@ -5,7 +5,7 @@ import pytest
 
 from jax_moe_lb.sim import ModelShape, skewed_counts
 from jax_moe_lb.sim.loads import LoadShape
-from jax_moe_lb.sim.workloads import drawn_workloads, recorded_workloads
+from jax_moe_lb.sim.workloads import BEFORE, drawn_workloads, recorded_workloads
 
 
 def shape(experts, per_token, tokens):
@@ -55,9 +55,10 @@ def test_loads_come_shape_by_shape_and_with_what_was_before():
     assert [load.name for load in loads] == names
     for load in loads:
         totals = load.counts.sum(1)
-        assert (load.earlier != totals).any()
-        # The same popularity, as both are draws from it.
-        np.testing.assert_allclose(load.earlier, totals, atol=6 * np.sqrt(totals.max()))
+        assert (load.earlier != 3 * totals).any()
+        # The same popularity in three steps, as all are draws from it where nothing drifts.
+        np.testing.assert_allclose(load.earlier, 3 * totals, atol=12 * np.sqrt(totals.max()))
+        np.testing.assert_allclose(load.before.sum((0, 2)), BEFORE * totals, atol=16 * np.sqrt(totals.max()))
     assert [load.name for load in drawn_workloads(model, 4, 1.0, 2, shapes, 2, 0)] == ["even"]
 
 
@@ -76,4 +77,7 @@ def test_a_trace_is_judged_on_its_second_half():
     assert [load.name for load in loads] == ["step 5", "step 7", "step 9"]
     np.testing.assert_array_equal(loads[1].counts, trace[7][[0, 5]])
     np.testing.assert_array_equal(loads[1].earlier, trace[:5, [0, 5]].sum((0, 2)))
+    np.testing.assert_array_equal(loads[1].before, trace[3:7, [0, 5]])
+    np.testing.assert_array_equal(loads[1].first_layer.before, trace[3:7, :1])
     assert recorded_workloads(trace[:1], 3, 2)[0].earlier is None
+    assert recorded_workloads(trace[:7], 3, 2)[0].before is None
