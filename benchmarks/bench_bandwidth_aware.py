@@ -1,0 +1,145 @@
+"""Plans chosen by the simulated time of a layer, exchange and copies and computing together, beside `Exact(eps=0.01)`.
+
+    python -m benchmarks.bench_bandwidth_aware --loads DIR/*.npy --step 12 --out FILE.json
+
+For every layer of each recording and every machine, the fastest of a family of plans is taken: `eps`, the most copies
+of a home rank's experts, and relays, inside domains, and with the whole machine as one domain. Then its replicas are
+dropped, one at a time, as long as it is faster, with new quotas by a linear program. What comes out is the most that
+such a planner gains, as the simulator that judges is the one that chooses. Layers stand alone: DeepSeek-V3's, forward
+and backward. Without `--loads` they are synthetic. Homes are as they are, or relocated by the other recordings.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import jax
+import numpy as np
+
+from benchmarks import recorded
+from benchmarks.results import Table, out_option, report, spread
+from jax_moe_lb import Exact, Gather, Plan, Relay, System, Topology, check_plan, plain_plan, plan_relocation
+from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.balancers.lplb import spread as best_quota
+from jax_moe_lb.sim import Cluster, ModelShape, simulate
+from jax_moe_lb.sim.config import load_config
+from jax_moe_lb.types import Counts, State
+
+MACHINES = ("h100_node", "h100_16_nodes", "dc4_10gbit")
+EPS, FAN_OUTS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.4), (None, 1, 2)
+SLOTS, RANK_STD = 2, 0.2
+"""What a rank's text differs by, about as in `benchmarks/traces`."""
+
+MOST_DROPS = 12
+"""Of each plan so many replicas are tried at most, those of the busiest senders first."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fixed(Balancer):
+    """A plan that was made before."""
+
+    plan: Plan
+
+    def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
+        """Returns that plan."""
+        return self.plan, state
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer on one machine."""
+
+    model: ModelShape
+    cluster: Cluster
+    counts: np.ndarray
+
+    def time_s(self, system: System, cluster: Cluster | None = None) -> float:
+        """Seconds of the layer, forward and backward."""
+        return simulate(system, self.model, cluster or self.cluster, self.counts).step_s
+
+    def family(self, cluster: Cluster) -> dict[System, float]:
+        """Seconds of every plan that is tried."""
+        found = {}
+        for eps, most, copies in product(EPS, FAN_OUTS, (Gather(), Relay())):
+            system = System(Exact(eps=eps, max_fan_out=most), copies, replica_slots=SLOTS)
+            found[system] = self.time_s(system, cluster)
+        return found
+
+    def dropped(self, system: System, cluster: Cluster, time_s: float) -> float:
+        """Seconds after replicas were dropped that cost more than they save."""
+        topology, num_home = cluster.topology(), self.model.experts // cluster.num_ranks
+        start = plain_plan(self.counts, topology, num_home + SLOTS)
+        plan = jax.tree.map(np.asarray, system.balancer.rebalance(self.counts, start, topology, ())[0])
+        for rank, slot in busiest_first(plan)[:MOST_DROPS]:
+            placement = plan.placement.copy()
+            placement[rank, slot] = -1
+            other = best_quota(self.counts, replace(plan, placement=placement), topology)
+            check_plan(other, self.counts)
+            after_s = self.time_s(replace(system, balancer=Fixed(other)), cluster)
+            if after_s < time_s:
+                plan, time_s = other, after_s
+        return time_s
+
+
+def busiest_first(plan: Plan) -> list[tuple[int, int]]:
+    """Rank and slot of all replicas, by how many copies the home rank of their expert sends."""
+    found = [
+        (int(rank), int(slot) + plan.num_home) for rank, slot in np.argwhere(plan.placement[:, plan.num_home :] >= 0)
+    ]
+    homes = [int(plan.placement[at]) // plan.num_home for at in found]
+    sent = np.bincount(homes, minlength=plan.num_ranks)
+    return [at for _, at in sorted(zip(-sent[homes], found, strict=True))]
+
+
+def counts_of(tokens: np.ndarray, model: ModelShape, num_ranks: int) -> np.ndarray:
+    """Counts [R, E] of a microbatch whose experts are as popular as in a recording, with text of each rank's own."""
+    rng = np.random.default_rng(0)
+    own = tokens * np.exp(RANK_STD * rng.standard_normal((num_ranks, len(tokens))))
+    chances = np.minimum(own * model.per_token / own.sum(1, keepdims=True), 1.0)
+    return rng.binomial(model.tokens, chances).astype(np.int32)
+
+
+def cases(layers: recorded.Layers, machine: str) -> Iterator[tuple[str, str, list[Case]]]:
+    """Recording and homes, and their layers."""
+    model = replace(load_config("", "deepseek_v3").model.build(), layers=1)
+    cluster = load_config("", machine).cluster.build()
+    for name, tokens in layers.items():
+        stay = [Case(model, cluster, counts_of(layer, model, cluster.num_ranks)) for layer in tokens]
+        yield name, "as they are", stay
+        others = [other / other.sum(1, keepdims=True) for key, other in layers.items() if key != name]
+        if others and cluster.topology().num_domains > 1:
+            places = plan_relocation(sum(others), cluster.topology())
+            yield name, "relocated", [replace(c, counts=c.counts[:, at]) for c, at in zip(stay, places, strict=True)]
+
+
+def ratios(case: Case) -> tuple[float, float, float]:
+    """Times over that of `Exact(eps=0.01)` inside domains: of the best there, of all, and with replicas dropped."""
+    base_s = case.time_s(System(Exact(eps=0.01), replica_slots=SLOTS))
+    inside, whole = case.cluster, replace(case.cluster, domain_level=case.cluster.levels[0].name)
+    found = {(system, inside): time_s for system, time_s in case.family(inside).items()}
+    within_s = min(found.values())
+    if whole.ranks_per_domain != inside.ranks_per_domain:
+        found |= {(system, whole): time_s for system, time_s in case.family(whole).items()}
+    (system, cluster), best_s = min(found.items(), key=lambda one: one[1])
+    return within_s / base_s, best_s / base_s, case.dropped(system, cluster, best_s) / base_s
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    recorded.add_arguments(parser)
+    out_option(parser)
+    given = parser.parse_args()
+    layers, rows = recorded.read(given), []
+    for machine in MACHINES:
+        for name, homes, found in cases(layers, machine):
+            of_layers = np.array([ratios(case) for case in found])
+            rows.append([machine, name, homes, *(spread(column) for column in of_layers.T)])
+            print(rows[-1], flush=True)
+    columns = {"machine": "", "loads": "", "homes": "", "inside domains": ".3f", "or across": ".3f", "dropped": ".3f"}
+    report({"bandwidth_aware": Table(columns, rows)}, given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""What plans lose by age: EPLB at several periods beside plans of the microbatch, over recorded and drawn loads.
+
+    python -m benchmarks.bench_stale_plans --out benchmarks/results/bench_stale_plans.json
+
+The recordings in `benchmarks/traces` are of 200 steps of the preset tiny. A drift is fitted to seed 0; what it draws is
+compared with seed 1, which it never saw. Then planners run over both, and at 128 ranks over what is drawn.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.results import Table, out_option, report, spread
+from jax_moe_lb import EPLB, EPLBPlus, Exact, Plain, System, Topology, exact, plain
+from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.cli.planning import Planner
+from jax_moe_lb.sim import Drift, ModelShape, drifting_counts, fitted_drift, replay
+from jax_moe_lb.sim.config import load_config
+from jax_moe_lb.sim.drift import moments
+
+TRACES = Path(__file__).parent / "traces"
+KINDS = {"no router loss": "free", "balance loss 1e-2": "loss"}
+PHASES = {"steps 16-63": slice(16, 64), "steps 128-199": slice(128, 200)}
+"""No period fits 64 steps into the first, in which routers still find their experts."""
+
+MODEL = ModelShape(layers=4, hidden=128, inner=128, experts=16, per_token=2, tokens=512)
+"""The preset tiny on eight ranks."""
+
+LAGS, DRAWS, PERIODS = (1, 4, 16), 16, (64, 16, 4, 1)
+IMBALANCE = 2.0
+"""Of the layers that are drawn for 128 ranks; `advise` assumes as much."""
+
+
+def recorded(kind: str, seed: int) -> np.ndarray:
+    """Counts [steps, layers, R, E] of a training run."""
+    with np.load(TRACES / f"{KINDS[kind]}_{seed}.npz") as file:
+        return file["counts"].astype(np.int32)
+
+
+def imbalances(trace: np.ndarray) -> np.ndarray:
+    """max/mean of the ranks' load at home, [steps, layers]."""
+    load = trace.sum(2).reshape(*trace.shape[:2], trace.shape[2], -1).sum(3)
+    return load.max(2) / load.mean(2)
+
+
+def cases() -> Iterator[tuple[str, str, Drift]]:
+    """Each kind of training and phase, with the drift that fits its first run."""
+    for kind in KINDS:
+        for phase, steps in PHASES.items():
+            yield kind, phase, fitted_drift(recorded(kind, 0)[steps], MODEL.per_token)
+
+
+def fits() -> Table:
+    """The fitted numbers, as `jax-moe-lb drift` prints them."""
+    shares = dict.fromkeys(("spread", "steady", "drifting", "fresh"), ".3f")
+    rows = [[kind, phase, d.spread, d.steady, d.drifting, d.fresh, d.steps, d.rank_std] for kind, phase, d in cases()]
+    return Table({"training": "", "steps": "", **shares, "correlation time": ".1f", "rank_std": ".3f"}, rows)
+
+
+def held_out() -> Table:
+    """Statistics of the run that was fitted, of the other, and of what is drawn, median and range over draws."""
+    rows = []
+    for kind, phase, drift in cases():
+        length = PHASES[phase].stop - PHASES[phase].start
+        drawn = [drifting_counts(MODEL, 8, range(length), 4, drift, seed=seed) for seed in range(DRAWS)]
+        runs = [statistics(recorded(kind, seed)[PHASES[phase]]) for seed in (0, 1)]
+        found = np.array([list(statistics(trace).values()) for trace in drawn])
+        for at, (name, fitted) in enumerate(runs[0].items()):
+            rows.append([kind, phase, name, fitted, runs[1][name], spread(found[:, at])])
+    columns = {"training": "", "steps": "", "what": "", "seed 0, fitted": ".3f", "seed 1": ".3f", "drawn": ".3f"}
+    return Table(columns, rows)
+
+
+def statistics(trace: np.ndarray) -> dict[str, float]:
+    """Autocorrelations of log popularity, and quantiles of the imbalance at home."""
+    correlations = moments(trace, MODEL.per_token, LAGS).correlations
+    low, middle, high = np.quantile(imbalances(trace), [0.1, 0.5, 0.9])
+    named = {f"autocorrelation, lag {lag}": value for lag, value in zip(LAGS, correlations, strict=True)}
+    return {**named, "imbalance, 10 %": float(low), "imbalance, median": float(middle), "imbalance, 90 %": float(high)}
+
+
+def planners() -> dict[str, Balancer]:
+    """Those that are compared."""
+    stale = {f"EPLB every {period}": EPLB(every=period) for period in PERIODS}
+    return {"plain": Plain(), **stale, "EPLB+": EPLBPlus(), "Exact(eps=0.01)": Exact()}
+
+
+def stale_plans() -> Table:
+    """Imbalance under each planner, median and range over steps, means of layers: recorded runs and drawn ones."""
+    rows, columns = [], {"planner": ""} | {f"{kind}, {phase}": ".3f" for kind in KINDS for phase in PHASES}
+    drawn = {(kind, phase): drift for kind, phase, drift in cases()}
+    for source in ("seed 1", "drawn"):
+        for name, balancer in planners().items():
+            row: list = [f"{name}, {source}"]
+            for kind, phase in drawn:
+                if source == "drawn":
+                    trace = drifting_counts(MODEL, 8, range(200), 4, drawn[kind, phase], seed=0)
+                else:
+                    trace = recorded(kind, 1)
+                none = isinstance(balancer, EPLB) and balancer.every > PHASES[phase].start
+                row.append(None if none else spread(balanced(balancer, trace)[PHASES[phase]]))
+            rows.append(row)
+    return Table(columns, rows)
+
+
+def balanced(balancer: Balancer, trace: np.ndarray) -> np.ndarray:
+    """max/mean of the ranks' load under legal plans with two replica slots, [steps]."""
+    planner = Planner(balancer, Topology.flat(8), slots=4)
+    return np.array([np.mean([layer.effect.imbalance_after for layer in step]) for step in planner.replay(trace)])
+
+
+def simulated() -> Table:
+    """One layer of DeepSeek-V3 on 16 nodes of H100: steps of plain's on the same microbatch, over 64 microbatches."""
+    model = replace(load_config("", "deepseek_v3").model.build(), layers=1)
+    cluster = load_config("", "h100_16_nodes").cluster.build()
+    systems = {"Exact(eps=0.01)": exact(), "EPLB+": System(EPLBPlus(), replica_slots=2)}
+    systems |= {f"EPLB every {period}": System(EPLB(every=period), replica_slots=2) for period in reversed(PERIODS)}
+    rows = []
+    for kind, phase, drift in cases():
+        trace = drifting_counts(model, cluster.num_ranks, range(128), 1, drift, IMBALANCE, seed=0)
+        base = np.array([one.step_s for one in replay(plain(), model, cluster, trace[64:])])
+        for name, system in systems.items():
+            reports = list(replay(system, model, cluster, trace))[64:]
+            of_plain = np.array([one.step_s for one in reports]) / base
+            after = np.array([one.imbalance_after for one in reports])
+            rows.append([kind, phase, name, spread(after), spread(of_plain)])
+    return Table({"training": "", "steps": "", "system": "", "imbalance": ".3f", "step, of plain's": ".3f"}, rows)
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out_option(parser)
+    given = parser.parse_args()
+    tables = {"fits": fits(), "held_out": held_out(), "stale_plans": stale_plans(), "simulated": simulated()}
+    report(tables, given.out)
+
+
+if __name__ == "__main__":
+    main()
