@@ -96,18 +96,20 @@ class Drift:
         return np.stack(rows) / math.sqrt(self.steady)
 
 
-RECORDED = Drift(steady=0.83, drifting=0.17, steps=9.0, rank_std=0.14)
-"""This drift is used where nobody gives another."""
+RECORDED = Drift(steady=0.53, drifting=0.47, steps=21.0, rank_std=0.26)
+"""Where nobody gives another: that of `benchmarks/traces/loss_0.npz`, with a balance loss, from step 128 on."""
 
 
 def fitted_drift(trace: Int[np.ndarray, "steps layers R E"], per_token: int) -> Drift:
     """Fits a drift to a recording, all layers together.
 
     Every average is weighted by load, as an expert that nobody chooses decides nothing; where logarithms are normal
-    that changes no variance. What remains of the semivariances `V(lag)` without the noise of counting is fitted, as
-    relative least squares over lags 1, 2, 4, ... up to half of the steps, by `fresh + drifting (1 - exp(-lag /
-    steps))`, whose shares are at least 0. Semivariances need no mean, so a slow drift in a short recording is no bias.
-    What ranks differ by more than samples do is the excess of their Pearson statistic.
+    that changes no variance. What remains of the semivariances `V(lag)` without the noise of counting is fitted by
+    `fresh + drifting (1 - exp(-lag / steps))`, whose shares are at least 0: least squares over lags 1, 2, 4, ... up to
+    half of the steps, each relative to `V(lag)` with that noise. Semivariances need no mean, so a slow drift in a short
+    recording is no bias. What ranks differ by more than samples do is the excess of their squares. All variances are of
+    logarithms relative to those of the other experts, and are divided by what that leaves of them. With few experts
+    `spread` comes out low, and `steady` with it: by a fifth with 16.
 
     Args:
         trace: `[steps, layers, R, E]` of at least 8 steps.
@@ -127,7 +129,7 @@ def fitted_drift(trace: Int[np.ndarray, "steps layers R E"], per_token: int) -> 
         raise ValueError(f"the trace has {len(trace)} steps; expected at least 8 to fit a drift to")
     lags = [2**power for power in range((len(trace) // 2).bit_length())]
     found = moments(trace, per_token, lags)
-    fresh, drifting, steps = _fit(lags, np.array(found.semivariances), len(trace))
+    fresh, drifting, steps = _fit(lags, np.array(found.semivariances), found.noise, len(trace))
     total = max(found.variance, fresh + drifting, 1e-9)
     steady = max(1 - (fresh + drifting) / total, LEAST_STEADY)
     share = drifting / max(fresh + drifting, 1e-12) * (1 - steady)
@@ -141,16 +143,18 @@ class Moments(NamedTuple):
         semivariances: half of the mean square by which it changes over each of some lags.
         variance: its variance over experts.
         rank_variance: that of a rank's text about all ranks'.
+        noise: the variance of counting, and of ranks' text in their sum, that the others are without.
     """
 
     semivariances: tuple[float, ...]
     variance: float
     rank_variance: float
+    noise: float
 
     @property
     def correlations(self) -> tuple[float, ...]:
         """Returns its autocorrelation at each of these lags."""
-        return tuple(1 - found / max(self.variance, 1e-9) for found in self.semivariances)
+        return tuple(min(1 - found / max(self.variance, 1e-9), 1.0) for found in self.semivariances)
 
 
 def moments(trace: Int[np.ndarray, "steps layers R E"], per_token: int, lags: Sequence[int]) -> Moments:
@@ -172,11 +176,12 @@ def moments(trace: Int[np.ndarray, "steps layers R E"], per_token: int, lags: Se
     def semivariance(lag: int) -> float:
         weights = np.sqrt(tokens[lag:] * tokens[:-lag].astype(np.float64))
         changed = (logs[lag:] - logs[:-lag]) ** 2 - noise[lag:] - noise[:-lag]
-        return max(float((changed * weights).sum() / max(weights.sum(), 1.0)) / 2 / free - of_ranks, 0.0)
+        return float((changed * weights).sum() / max(weights.sum(), 1.0)) / 2 / free - of_ranks
 
     mean = (shares * logs).sum(-1, keepdims=True)
-    variance = float((shares * ((logs - mean) ** 2 - noise)).sum(-1).mean()) / free - of_ranks
-    return Moments(tuple(map(semivariance, lags)), max(variance, 0.0), rank_variance)
+    without = float((shares * noise).sum(-1).mean()) / free + of_ranks
+    variance = float((shares * (logs - mean) ** 2).sum(-1).mean()) / free - without
+    return Moments(tuple(map(semivariance, lags)), max(variance, 0.0), rank_variance, without)
 
 
 def _log_popularity(
@@ -210,11 +215,14 @@ def _rank_variance(trace: Int[np.ndarray, "steps layers R E"], per_token: int) -
     return max(float(excess.sum()) / square, 0.0) if square else 0.0
 
 
-def _fit(lags: Sequence[int], found: Float[np.ndarray, "lags"], longest: int) -> tuple[float, float, float]:
-    """Returns `fresh`, `drifting` and `steps` whose semivariances are relatively nearest to those found."""
-    if not found.any():
-        return 0.0, 0.0, 1.0
-    scale = np.maximum(found, found.max() * 1e-3)
+def _fit(
+    lags: Sequence[int], found: Float[np.ndarray, "lags"], noise: float, longest: int
+) -> tuple[float, float, float]:
+    """Returns `fresh`, `drifting` and `steps` whose semivariances are nearest to those found.
+
+    A semivariance is known up to some fraction of itself, the noise that was taken from it included.
+    """
+    scale = np.maximum(found, 0.0) + max(noise, 1e-12)
     best = (math.inf, 0.0, 0.0, 1.0)
     for steps in np.geomspace(1, longest, TIMES):
         columns = np.stack([np.ones(len(lags)), 1 - np.exp(-np.array(lags) / steps)], 1)
