@@ -6,14 +6,13 @@ The recordings in `benchmarks/traces` are of 200 steps of the preset tiny. A dri
 compared with seed 1, which it never saw. Then planners run over both, and at 128 ranks over what is drawn.
 """
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.results import Table, out_option, report, spread
+from benchmarks.results import Table, out_alone, report, spread
 from jax_moe_lb import EPLB, EPLBPlus, Exact, Plain, System, Topology, exact, plain
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.cli.planning import Planner
@@ -132,11 +131,9 @@ def simulated() -> Table:
 
 def main() -> None:
     """Prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    out_option(parser)
-    given = parser.parse_args()
+    out = out_alone(__doc__)
     tables = {"fits": fits(), "held_out": held_out(), "stale_plans": stale_plans(), "simulated": simulated()}
-    report(tables, given.out)
+    report(tables, out)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,8 @@ RUNS = (
     Run("bench_sim_ultraep", quick=("--tokens", "512")),
     Run("bench_sim_feplb", quick=("--number", "10")),
     Run("bench_sim_networks", quick=()),
+    Run("bench_stale_plans"),
+    Run("bench_bandwidth_aware", ("--loads", "LOADS", "--step", "12"), ("--step", "29"), _loads),
     Run("bench_sim_rails", quick=("--domains", "4", "--seeds", "1")),
     Run("bench_exact", ("table", "--loads", "LOADS"), ("table", "--step", "8"), _loads, "bench_exact_quality"),
     Run("bench_exact", ("optimum", "--loads", "LOADS", "--step", "4"), None, _loads, "bench_exact_optimum"),

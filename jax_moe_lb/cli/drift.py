@@ -20,11 +20,15 @@ LAGS = (1, 2, 4, 8, 16, 32, 64, 128)
 def drift(
     trace_file: Annotated[Path, typer.Argument(metavar="TRACE.npz", help="Counts [steps, layers, R, E].")],
     per_token: Annotated[str, typer.Option("--per-token", metavar="K", help="The experts of a token.")],
+    skip: Annotated[
+        str | None, typer.Option("--skip", metavar="N", help="Leave out the first steps, in which routers still learn.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Fit how the popularity of experts drifts, for `routing: drift` of a file, and say how well it fits."""
     with one_line_errors():
         counts, choices = read_trace(trace_file).counts, positive("--per-token", per_token, INT32_MAX) or 1
+        counts = counts[positive("--skip", skip, INT32_MAX) or 0 :]
         if choices > counts.shape[3]:
             raise ValueError(f"--per-token is {choices}; expected at most the {counts.shape[3]} experts")
         found = fitted_drift(counts, choices)
