@@ -86,6 +86,11 @@ def test_simulate_takes_recorded_counts(capsys, config, tmp_path):
     assert twice["rounds"] == 4
 
 
+def test_simulate_draws_what_was_before_for_systems_that_plan_from_it(capsys, config):
+    found = json.loads(output(capsys, "simulate", config, "--system", "eplb", "--imbalance", "1.8", "--json"))
+    assert found["imbalance_after"] < 0.85 * found["imbalance_before"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hybridep", "hybridep+greedy", "greedy+rails", "rails", "feplb"])
 def test_systems_compose(capsys, config, name):
