@@ -134,4 +134,10 @@ def _resized(workload: Workload, ranks: int, factor: float) -> Workload:
         raise ValueError(f"workload {workload.name!r} has no counts; expected some")
     # Rounding keeps the skew, up to a token of every entry.
     counts = np.rint(workload.counts[:1, :ranks] * factor).astype(np.int32)
-    return Workload(workload.name, counts, None if workload.earlier is None else workload.earlier[:1])
+    earlier, before = workload.earlier, workload.before
+    return Workload(
+        workload.name,
+        counts,
+        None if earlier is None else earlier[:1],
+        None if before is None else np.rint(before[:, :1, :ranks] * factor).astype(np.int32),
+    )
