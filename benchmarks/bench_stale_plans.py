@@ -4,37 +4,30 @@
 
 The recordings in `benchmarks/traces` are of 200 steps of the preset tiny. A drift is fitted to seed 0; what it draws is
 compared with seed 1, which it never saw, where there is one. Then planners run over the last recording and over what is
-drawn, and at 128 ranks over what is drawn.
+drawn.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.results import Table, out_alone, report, spread
-from jax_moe_lb import EPLB, EPLBPlus, Exact, Plain, System, Topology, exact, plain
+from jax_moe_lb import EPLB, EPLBPlus, Exact, Plain, Topology
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.cli.planning import Planner
-from jax_moe_lb.sim import Drift, ModelShape, drifting_counts, fitted_drift, replay
-from jax_moe_lb.sim.config import load_config
+from jax_moe_lb.sim import Drift, ModelShape, drifting_counts, fitted_drift
 from jax_moe_lb.sim.drift import moments
 
 TRACES = Path(__file__).parent / "traces"
 KINDS = {"no router loss": ("free_0",), "balance loss 1e-2": ("loss_0", "loss_1")}
 PHASES = {"steps 16-63": slice(16, 64), "steps 128-199": slice(128, 200)}
-"""No period fits 64 steps into the first, in which routers still find their experts."""
+"""In the first routers still find their experts, and a period of 64 steps has no plan yet."""
 
 MODEL = ModelShape(layers=4, hidden=128, inner=128, experts=16, per_token=2, tokens=512)
 """The preset tiny on eight ranks."""
 
 LAGS, DRAWS, PERIODS = (1, 4, 16), 16, (64, 16, 4, 1)
-SIMULATED = (1, 16, 64)
-"""These periods are simulated at 128 ranks."""
-
-IMBALANCE = 2.0
-"""Of the layers that are drawn for 128 ranks; `advise` assumes as much."""
 
 
 def recorded(kind: str, run: int) -> np.ndarray:
@@ -117,28 +110,10 @@ def balanced(balancer: Balancer, trace: np.ndarray) -> np.ndarray:
     return np.array([np.mean([layer.effect.imbalance_after for layer in step]) for step in planner.replay(trace)])
 
 
-def simulated() -> Table:
-    """One layer of DeepSeek-V3 on 16 nodes of H100: steps of plain's on the same microbatch, over 64 microbatches."""
-    model = replace(load_config("", "deepseek_v3").model.build(), layers=1)
-    cluster = load_config("", "h100_16_nodes").cluster.build()
-    systems = {"Exact(eps=0.01)": exact(), "EPLB+": System(EPLBPlus(), replica_slots=2)}
-    systems |= {f"EPLB every {period}": System(EPLB(every=period), replica_slots=2) for period in SIMULATED}
-    rows = []
-    for kind, phase, drift in list(cases())[-len(PHASES) :]:
-        trace = drifting_counts(model, cluster.num_ranks, range(128), 1, drift, IMBALANCE, seed=0)
-        base = np.array([one.step_s for one in replay(plain(), model, cluster, trace[64:])])
-        for name, system in systems.items():
-            reports = list(replay(system, model, cluster, trace))[64:]
-            of_plain = np.array([one.step_s for one in reports]) / base
-            after = np.array([one.imbalance_after for one in reports])
-            rows.append([kind, phase, name, spread(after), spread(of_plain)])
-    return Table({"training": "", "steps": "", "system": "", "imbalance": ".3f", "step, of plain's": ".3f"}, rows)
-
-
 def main() -> None:
     """Prints the tables."""
     out = out_alone(__doc__)
-    tables = {"fits": fits(), "held_out": held_out(), "stale_plans": stale_plans(), "simulated": simulated()}
+    tables = {"fits": fits(), "held_out": held_out(), "stale_plans": stale_plans()}
     report(tables, out)
 
 
