@@ -87,7 +87,7 @@ def system_code(choice: Choice) -> str:
     if choice.headroom is not None:
         dispatch = "Spray" if choice.sprayed else "Direct"
         changes = [one for one in changes if not one.startswith("dispatch=")]
-        changes.append(f"dispatch={dispatch}(headroom={choice.headroom:g})")
+        changes.append(f"dispatch={dispatch}(headroom={choice.headroom})")
     changes += ["replicate=Relay()"] * choice.relayed + ["relocates=True"] * choice.relocated
     return f"replace({base}, {', '.join(changes)})" if changes else base
 
