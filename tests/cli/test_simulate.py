@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 
 import numpy as np
 import pytest
@@ -160,7 +161,7 @@ def test_advise_lists_compressed_experts_apart_and_what_was_refused(capsys, one_
 def large(tmp_path, *levels):
     data = yaml.safe_load(CONFIG)
     data["cluster"]["levels"] = list(levels)
-    data["model"]["experts"] = 8000
+    data["model"]["experts"] = math.prod(level["size"] for level in levels)
     (tmp_path / "large.yaml").write_text(yaml.safe_dump(data))
     return tmp_path / "large.yaml"
 
@@ -175,11 +176,11 @@ def test_advise_takes_more_ranks_than_counts_can_have(capsys, tmp_path):
 @pytest.mark.slow
 def test_advise_plans_for_a_sample_of_many_datacenters(capsys, tmp_path, monkeypatch):
     path = large(
-        tmp_path, {"name": "dc", "size": 1000, "rate": "1 GB/s"}, {"name": "gpu", "size": 8, "rate": "50 GB/s"}
+        tmp_path, {"name": "dc", "size": 1000, "rate": "1 GB/s"}, {"name": "gpu", "size": 2, "rate": "50 GB/s"}
     )
     # Few ranks: everything takes its time with every type checked.
     module = importlib.import_module("jax_moe_lb.cli.advise")
-    monkeypatch.setattr(module, "sample_of", lambda cluster: sample_of(cluster, 16))
+    monkeypatch.setattr(module, "sample_of", lambda cluster: sample_of(cluster, 4))
     monkeypatch.setattr(module, "DRAWS", 1)
     text = output(capsys, "advise", path, path, "--replica-slots", "1")
     assert "Planned for a sample: 2 of the 1000 members of level dc" in text
@@ -199,10 +200,17 @@ def test_large_simulations_say_what_they_need(capsys):
 @pytest.mark.slow
 def test_calibrate_writes_what_simulate_reads(capsys, tmp_path, monkeypatch):
     # The shape of the file, not the machine: small sizes.
-    from jax_moe_lb.cli import calibrate
+    from jax_moe_lb.cli import calibrate, measured
 
     for name, value in {"HIDDEN": 16, "INNER": 32, "ROWS": (4, 16), "MANY_ROWS": 64, "REPEATS": 1}.items():
         monkeypatch.setattr(calibrate, name, value)
+    # So small a measurement is far from any preset, and says so.
+    monkeypatch.setattr(measured, "warnings", lambda found: ["it is small"])
+    assert main(["calibrate", str(tmp_path / "machine.yaml")]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "note: it is small\n"
+    assert "# Warning: it is small." in captured.out
+    monkeypatch.setattr(measured, "warnings", lambda found: [])
     found = json.loads(output(capsys, "calibrate", tmp_path / "machine.yaml", "--json"))
     assert found["ranks"] == 2
     assert [level["level"] for level in found["exchanges"]] == ["gpu"]
