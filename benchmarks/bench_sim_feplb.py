@@ -21,7 +21,17 @@ from benchmarks import bench_feplb, results
 from benchmarks.published import Comparison, tables_of
 from benchmarks.stragglers import CASES, DYNAMIC, NUM_EXPERTS, counts
 from jax_moe_lb import FEPLB, Direct, Exact, FasterMoE, PeerCopy, System, TwoPhase, UltraEP, systems
-from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Report, Step, simulate
+from jax_moe_lb.sim import (
+    AnalyticGemm,
+    Cluster,
+    Collective,
+    Communication,
+    Links,
+    ModelShape,
+    Report,
+    Step,
+    simulate,
+)
 
 LAYER_MS = {
     2: {"before": (8.2, 14.9), "FasterMoE": (7.9, 14.0), "FEPLB": (7.9, 14.4)},
@@ -74,9 +84,10 @@ class Fit:
     residual: float = 0.0
 
     def cluster(self, num_ranks: int, bytes_per_s: float = NVLINK_BYTES_PER_S) -> Cluster:
-        """One node's GPUs; the CPU plans in 50 us, as published."""
-        gemm = AnalyticGemm(self.peak_flops_per_s, self.half_rows, 0.0)
-        return Cluster((Links("gpu", num_ranks, bytes_per_s, latency_s=3e-6),), gemm, planner_s=50e-6)
+        """One node's GPUs; the CPU plans in 50 us, as published, and DeepEP tells counts to every rank at once."""
+        gemm, told = AnalyticGemm(self.peak_flops_per_s, self.half_rows, 0.0), Communication(Collective.DIRECT)
+        links = (Links("gpu", num_ranks, bytes_per_s, latency_s=3e-6),)
+        return Cluster(links, gemm, planner_s=50e-6, communication=told)
 
     def model(self, layers: int) -> ModelShape:
         """GLM-5's experts, 128 of them; a layer for each microbatch."""

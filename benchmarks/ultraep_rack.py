@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.popular_ranks import PER_TOK, TOKENS_PER_RANK, Case, counts
 from jax_moe_lb import Direct, EPLBPlus, Exact, Gather, Relay, System, systems
 from jax_moe_lb.plan import Plan
-from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Step
+from jax_moe_lb.sim import AnalyticGemm, Cluster, Collective, Communication, Links, ModelShape, Step
 from jax_moe_lb.sim.planning import groups, plan_layer
 
 IDEAL = {"MoE": (1.89, 4.32), "a2a": (1.68, 1.62), "others": (2.83, 4.49)}
@@ -34,6 +34,9 @@ PLANNER_S = 94e-6
 """Of planning and building tasks in their trace, for all planners; `Exact` takes 52 us for 64 x 256, on a CPU."""
 
 LATENCY_S = 3e-6
+TOLD_DIRECTLY = Communication(Collective.DIRECT)
+"""Its counts travel with DeepEP's kernels, to every rank at once; XLA's would go round a ring."""
+
 STEP = Step(recompute=False)
 ROOM = float(RANKS)
 """No receive buffer overflows."""
@@ -105,7 +108,8 @@ def fitted() -> Cluster:
     once = Cluster((Links("gpu", RANKS, 1.0),), flops_per_s=1.0)
     flops = 3 * QWEN3.before_experts_s(once) / sums["others"]
     links = (Links("gpu", RANKS, rate, latency_s=LATENCY_S),)
-    return Cluster(links, AnalyticGemm(peak, HALF_ROWS, 0.0), flops, planner_s=PLANNER_S)
+    gemm = AnalyticGemm(peak, HALF_ROWS, 0.0)
+    return Cluster(links, gemm, flops, planner_s=PLANNER_S, communication=TOLD_DIRECTLY)
 
 
 def in_domains(cluster: Cluster) -> Cluster:

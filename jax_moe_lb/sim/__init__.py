@@ -5,6 +5,8 @@ Use it to see what a system would do on a machine that you do not have; `docs/si
 
 from jax_moe_lb.sim.cluster import Cluster as Cluster
 from jax_moe_lb.sim.cluster import Links as Links
+from jax_moe_lb.sim.communication import Collective as Collective
+from jax_moe_lb.sim.communication import Communication as Communication
 from jax_moe_lb.sim.drift import Drift as Drift
 from jax_moe_lb.sim.drift import fitted_drift as fitted_drift
 from jax_moe_lb.sim.gemm import AnalyticGemm as AnalyticGemm

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
+from jax_moe_lb.sim.communication import Communication
 from jax_moe_lb.sim.gemm import AnalyticGemm, Gemm
 from jax_moe_lb.topology import LEVEL_NAMES, Level, Topology
 
@@ -70,6 +71,7 @@ class Cluster:
         planner_s: the seconds from counts to plan of a planner that reads the counts; usually 60e-6 to 100e-6.
         domain_level: the outermost level inside a domain, in which expert weights may move; `None` takes the innermost.
         memory_bytes: the memory of one rank, in bytes; `None` if unknown, and then nothing is refused for it.
+        communication: how the library that moves bytes does so; what XLA does, by default.
 
     Raises:
         ValueError: the levels are out of order, or a number is out of range.
@@ -88,6 +90,7 @@ class Cluster:
     planner_s: float = 0.0
     domain_level: str | None = None
     memory_bytes: float | None = None
+    communication: Communication = field(default_factory=Communication)
 
     def __post_init__(self) -> None:
         names = [level.name for level in self.levels]

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from jax_moe_lb.checks import INT32_MAX
 from jax_moe_lb.sim import units
 from jax_moe_lb.sim.cluster import Cluster, Links
+from jax_moe_lb.sim.communication import Collective, Communication
 from jax_moe_lb.sim.drift import RECORDED, Drift
 from jax_moe_lb.sim.gemm import AnalyticGemm, Gemm, MeasuredGemm
 from jax_moe_lb.sim.limits import MOST_LAYERS, MOST_POINTS, MOST_WIDTH, shown
@@ -81,6 +82,17 @@ class GemmSection(_Section):
         raise ValueError("gemm has neither one; expected rows and speeds, or peak and half_rows")
 
 
+class CommunicationSection(_Section):
+    """This section says how bytes are moved; see `Communication`."""
+
+    collectives: Collective = Collective.RING
+    by_pairs: bool = False
+
+    def build(self) -> Communication:
+        """Makes the description."""
+        return Communication(**self.model_dump())
+
+
 class ClusterSection(_Section):
     """This section has a machine; see `Cluster`."""
 
@@ -91,12 +103,20 @@ class ClusterSection(_Section):
     planner: Time = 0.0
     domain_level: Literal["dc", "node", "gpu"] | None = None
     memory: Size | None = None
+    communication: CommunicationSection = CommunicationSection()
 
     def build(self) -> Cluster:
         """Makes the machine."""
-        levels = tuple(Links(at.name, at.size, at.rate, at.links, at.latency) for at in self.levels)
-        gemm = self.gemm.build()
-        return Cluster(levels, gemm, self.compute, self.copy_engines, self.planner, self.domain_level, self.memory)
+        return Cluster(
+            levels=tuple(Links(at.name, at.size, at.rate, at.links, at.latency) for at in self.levels),
+            gemm=self.gemm.build(),
+            flops_per_s=self.compute,
+            copy_bytes_per_s=self.copy_engines,
+            planner_s=self.planner,
+            domain_level=self.domain_level,
+            memory_bytes=self.memory,
+            communication=self.communication.build(),
+        )
 
 
 class ModelSection(_Section):

@@ -6,10 +6,11 @@ level is the fabric between neighbours, which nothing else uses. A rank sends an
 its node or datacenter has: the one of its offset.
 
 Links are fluid: all bytes of a stage share them at once, whatever their order. So a stage takes the time of its busiest
-link, and one latency. That is a lower bound which a good schedule comes near to; congestion inside switches, protocols
-and unfair shares are not modelled.
+link, and the latency of its hops. That is a lower bound which a good schedule comes near to; congestion inside
+switches, protocols and unfair shares are not modelled.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,24 +30,22 @@ class Flow:
         sent: for each level `[members, links]`, the bytes that each link of each member sends; `[1, 1]` where all links
             carry the same.
         received: for each level the bytes that each link receives, in the same shape.
+        hops: for each level, how many messages follow each other there, each after the one before; `()`: all messages
+            are under way at once.
     """
 
     sent: tuple[PerLink, ...]
     received: tuple[PerLink, ...]
-
-    def __add__(self, other: "Flow") -> "Flow":
-        """Adds the bytes of two flows that share the links."""
-        sent = tuple(a + b for a, b in zip(self.sent, other.sent, strict=True))
-        return Flow(sent, tuple(a + b for a, b in zip(self.received, other.received, strict=True)))
+    hops: tuple[int, ...] = ()
 
     def times(self, factor: float) -> "Flow":
         """Multiplies the bytes by `factor`."""
-        return Flow(tuple(factor * a for a in self.sent), tuple(factor * a for a in self.received))
+        return Flow(tuple(factor * a for a in self.sent), tuple(factor * a for a in self.received), self.hops)
 
     @property
     def reversed(self) -> "Flow":
         """Sends the same bytes on their way back."""
-        return Flow(self.received, self.sent)
+        return Flow(self.received, self.sent, self.hops)
 
     @property
     def is_empty(self) -> bool:
@@ -108,26 +107,8 @@ def all_to_all(rank_bytes: float, sizes: tuple[int, ...], cluster: Cluster) -> F
     return even_flow(tuple(by_level), cluster)
 
 
-def all_reduce(num_bytes: float, cluster: Cluster) -> Flow:
-    """Computes the flow of a sum over all ranks, on a ring in their order, which enters and leaves every member once.
-
-    Args:
-        num_bytes: the bytes of the sum.
-        cluster: the links.
-    """
-    passed_on = 2 * num_bytes * (cluster.num_ranks - 1) / cluster.num_ranks
-    by_level, outside = [], 0
-    for inner in cluster.inner:
-        members = cluster.num_ranks // inner
-        crossing = members if members > 1 else 0
-        # Where the ring leaves a member of an outer level it leaves one of this level too, and counts there.
-        by_level.append(passed_on * (crossing - outside) / cluster.num_ranks)
-        outside = crossing
-    return even_flow(tuple(by_level), cluster)
-
-
 def seconds(flow: Flow, cluster: Cluster, *, messages: int = 1, copy_engine: bool = False) -> float:
-    """Computes what a stage takes at least: the time of its busiest link, and of the slowest latency that it crosses.
+    """Computes what a stage takes at least: the time of its busiest link, and the latency of its hops.
 
     Args:
         flow: the bytes on links.
@@ -135,16 +116,50 @@ def seconds(flow: Flow, cluster: Cluster, *, messages: int = 1, copy_engine: boo
         messages: how often the latency is paid, one message after the other.
         copy_engine: whether the copy engines' rate limits a rank as well.
     """
-    busy = latency = 0.0
+    return busy_s(flow, cluster, copy_engine=copy_engine) + messages * latency_s(flow, cluster)
+
+
+def busy_s(flow: Flow, cluster: Cluster, *, copy_engine: bool = False) -> float:
+    """Computes the time of the busiest link.
+
+    Args:
+        flow: the bytes on links.
+        cluster: the rates.
+        copy_engine: whether the copy engines' rate limits a rank as well.
+    """
+    return max(level_seconds(flow, cluster, copy_engine=copy_engine))
+
+
+def level_seconds(flow: Flow, cluster: Cluster, *, copy_engine: bool = False) -> tuple[float, ...]:
+    """Computes the time of the busiest link of each level; levels work side by side.
+
+    Args:
+        flow: the bytes on links.
+        cluster: the rates.
+        copy_engine: whether the copy engines' rate limits a rank as well.
+    """
+    times = []
     for at, level in enumerate(cluster.levels):
         most = max(flow.sent[at].max(initial=0), flow.received[at].max(initial=0))
-        if most:
-            rate = level.bytes_per_s
-            if copy_engine and cluster.copy_bytes_per_s is not None:
-                rate = min(rate, cluster.copy_bytes_per_s * cluster.inner[at] / level.links)
-            # Levels work side by side, and so do their latencies.
-            busy, latency = max(busy, float(most) / rate), max(latency, level.latency_s)
-    return busy + messages * latency
+        rate = level.bytes_per_s
+        if copy_engine and cluster.copy_bytes_per_s is not None:
+            rate = min(rate, cluster.copy_bytes_per_s * cluster.inner[at] / level.links)
+        times.append(float(most) / rate)
+    return tuple(times)
+
+
+def latency_s(flow: Flow, cluster: Cluster) -> float:
+    """Computes the latency of one message of a flow: of the slowest level that it crosses, or of its hops in a row.
+
+    Args:
+        flow: the bytes on links, and their hops.
+        cluster: the latencies.
+    """
+    latencies = [level.latency_s for level in cluster.levels]
+    if flow.hops:
+        return math.fsum(hops * latency for hops, latency in zip(flow.hops, latencies, strict=True))
+    used = (sent.any() or received.any() for sent, received in zip(flow.sent, flow.received, strict=True))
+    return max((latency for latency, is_used in zip(latencies, used, strict=True) if is_used), default=0.0)
 
 
 def level_bytes(flow: Flow, cluster: Cluster) -> tuple[float, ...]:

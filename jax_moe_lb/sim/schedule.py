@@ -112,7 +112,7 @@ class Scheduler:
         held = self._exchanges("gather", work.gather, at, ready)
         if work.early:
             held += self._weights("weights", work, at, ready)
-        counted = (routed, *self._exchanges("counts", self._if_counted(work.counts), at, (routed,)))
+        counted = (routed, *self._exchanges("counts", self._if_counted(*work.counts), at, (routed,)))
         planned = counted
         if work.planner_s:
             # The planner runs on the host, so that computing may go on beside it.
@@ -133,7 +133,7 @@ class Scheduler:
         before_s = self.model.before_experts_s(self.cluster)
         routed = self.timeline.add("attention", ("compute",), before_s, ready, layer=at)
         held = self._exchanges("gather", work.gather, at, ready)
-        counted = (routed, *self._exchanges("counts", self._if_counted(work.counts), at, (routed,)))
+        counted = (routed, *self._exchanges("counts", self._if_counted(*work.counts), at, (routed,)))
         # Where rows are at home follows from the counts, so nothing but the copies waits for the plan.
         told = self._exchanges("counts", self._if_counted(work.address), at, counted)
         planned = (self.timeline.add("plan", ("host",), work.planner_s, counted, layer=at),)
@@ -197,8 +197,8 @@ class Scheduler:
         # The slots are the same memory in every layer: their gradients must be gone before the next one's come.
         return done, *home
 
-    def _if_counted(self, flow: Flow) -> tuple[Flow, ...]:
-        return (flow,) if self.step.exchange_counts else ()
+    def _if_counted(self, *flows: Flow) -> tuple[Flow, ...]:
+        return flows if self.step.exchange_counts else ()
 
     def _weights(self, stage: str, work: LayerWork, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
         return () if work.replicate is None else self._exchanges(stage, (work.replicate,), at, after, work.engine)

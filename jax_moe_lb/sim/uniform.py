@@ -14,7 +14,7 @@ from jax_moe_lb.checks import home_experts_per_rank
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import all_to_all
-from jax_moe_lb.sim.work import LayerWork, Migration, Wave, shared_work
+from jax_moe_lb.sim.work import LayerWork, Migration, Wave, exchanged, shared_work
 from jax_moe_lb.transport.direct import Direct
 
 
@@ -34,7 +34,7 @@ def uniform_work(model: ModelShape, cluster: Cluster, migration: Migration = Mig
     copies = model.tokens * model.per_token
     # Members of an expert domain hold each other's experts, so a rank serves those of its whole domain.
     held = model.experts // int(np.prod(inside))
-    dispatch = all_to_all(float(copies * model.row_bytes), inside, cluster)
+    dispatch = exchanged(all_to_all(float(copies * model.row_bytes), inside, cluster), inside, cluster)
     wave = Wave((dispatch,), np.full((1, held), copies / held), 1)
     shared = shared_work(model, cluster, migration, model.experts, Direct())
     return replace(shared, waves=(wave,), load=np.array([copies]))

@@ -9,8 +9,9 @@ from jaxtyping import Int, Num
 
 from jax_moe_lb.plan import Plan, load, rows_between
 from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.collectives import Sizes, all_gather, all_reduce, pair_hops, reduce_scatter
 from jax_moe_lb.sim.model import ModelShape
-from jax_moe_lb.sim.network import Flow, all_reduce, all_to_all, even_flow, flow
+from jax_moe_lb.sim.network import Flow, all_to_all, flow
 from jax_moe_lb.sim.planning import Group, groups, plan_layer
 from jax_moe_lb.sim.traffic import gradients_between, replicas_between, rows_per_slot
 from jax_moe_lb.systems import System
@@ -101,7 +102,7 @@ class LayerWork:
             expert where there is one; they need no counts.
         gather_home: the exchanges that bring the gradients of gathered experts home.
         gather_again: whether the backward pass gathers again; see `Migration`.
-        counts: the all-gather of the counts.
+        counts: the exchanges of the all-gather of the counts.
         address: the exchange in which ranks say where their rows are; it waits for the plan.
         planner_s: the time from counts to plan, in seconds; 0 where the placement does not depend on the load.
         replicate: the exchange that copies weights into slots; `None` where there are no replicas.
@@ -118,7 +119,7 @@ class LayerWork:
     gather: tuple[Flow, ...]
     gather_home: tuple[Flow, ...]
     gather_again: bool
-    counts: Flow
+    counts: tuple[Flow, ...]
     address: Flow
     planner_s: float
     replicate: Flow | None
@@ -220,6 +221,8 @@ def receive_capacity(system: System, model: ModelShape) -> int:
 def _merged(
     system: System, model: ModelShape, cluster: Cluster, migration: Migration, counts: Counts, parts: list[_Part]
 ) -> LayerWork:
+    inside = tuple(level.size // size for level, size in zip(cluster.levels, migration.sizes(cluster), strict=True))
+
     def on_links(matrices: Any, num_bytes: int) -> Flow:
         return flow(sum(matrices) * num_bytes, cluster)
 
@@ -229,7 +232,8 @@ def _merged(
         by_rank = np.zeros((cluster.num_ranks, rows.shape[1]), np.int64)
         for part in parts:
             by_rank[part.ranks] = part.waves[at][1]
-        dispatch = [on_links((p.waves[at][0][hop] for p in parts), model.row_bytes) for hop in range(len(matrices))]
+        hops = [on_links((p.waves[at][0][hop] for p in parts), model.row_bytes) for hop in range(len(matrices))]
+        dispatch = [exchanged(hop, inside, cluster) for hop in hops]
         # One number stands for all groups: they share links, so a layer lasts as long as its busiest group.
         waves.append(Wave(tuple(dispatch), by_rank, max(part.waves[at][2] for part in parts)))
     loads = np.zeros(cluster.num_ranks, np.int64)
@@ -274,11 +278,11 @@ def shared_work(
     returning = float(num_home * model.expert_gradient_bytes * migration.gradients_home)
     return LayerWork(
         gather=(*_mean(model, migration, cluster), *_gather(travelling, sizes, cluster)),
-        gather_home=_gather(returning, sizes, cluster),
+        gather_home=_home(returning, sizes, cluster),
         gather_again=migration.gather_again,
-        # An all-gather of `E + 4` integers of 4 bytes: on links it is each rank sending the same to each.
-        counts=all_to_all(4.0 * members * (num_experts + ERROR_WORDS), inside, cluster),
-        address=all_to_all(float(members * dispatch.address_bytes), inside, cluster),
+        # Integers have 4 bytes.
+        counts=all_gather(4.0 * (num_experts + ERROR_WORDS), inside, cluster),
+        address=exchanged(all_to_all(float(members * dispatch.address_bytes), inside, cluster), inside, cluster),
         planner_s=0.0,
         replicate=None,
         return_home=None,
@@ -294,19 +298,39 @@ def shared_work(
 def _mean(model: ModelShape, migration: Migration, cluster: Cluster) -> tuple[Flow, ...]:
     """Returns the all-reduce of the shared expert, which a codec needs to encode experts as differences from it."""
     wanted = migration.codec.shares and migration.mean_travels and math.prod(migration.sizes(cluster)) > 1
-    return (all_reduce(float(model.expert_bytes), cluster),) if wanted else ()
+    everyone = tuple(level.size for level in cluster.levels)
+    return all_reduce(float(model.expert_bytes), everyone, cluster) if wanted else ()
 
 
-def _gather(num_bytes: float, sizes: tuple[int, ...], cluster: Cluster) -> tuple[Flow, ...]:
+def _gather(num_bytes: float, sizes: Sizes, cluster: Cluster) -> tuple[Flow, ...]:
     """Gathers from the outermost level inwards; each level forwards what the outer ones brought.
 
     So every expert crosses the slow outer links once for each domain member there, and not once for each rank.
     """
-    flows, held = [], num_bytes
-    for at, size in enumerate(sizes):
-        if size > 1:
-            by_level = [0.0] * len(sizes)
-            by_level[at] = held * (size - 1)
-            flows.append(even_flow(tuple(by_level), cluster))
-            held *= size
-    return tuple(flows)
+    # `transport/migrate.py` has one all-gather for each level, whatever the algorithm.
+    held = [num_bytes * math.prod(sizes[:at]) for at in range(len(sizes))]
+    return tuple(one for at, each in enumerate(held) for one in all_gather(each, _one_level(sizes, at), cluster))
+
+
+def _home(num_bytes: float, sizes: Sizes, cluster: Cluster) -> tuple[Flow, ...]:
+    """Sums the gradients of gathered experts at home, level by level from the innermost."""
+    if not num_bytes:
+        return ()
+    held = [num_bytes * math.prod(sizes[:at]) for at in range(len(sizes))]
+    levels = reversed(list(enumerate(held)))
+    return tuple(one for at, each in levels for one in reduce_scatter(each, _one_level(sizes, at), cluster))
+
+
+def _one_level(sizes: Sizes, at: int) -> Sizes:
+    return tuple(size if level == at else 1 for level, size in enumerate(sizes))
+
+
+def exchanged(tokens: Flow, inside: Sizes, cluster: Cluster) -> Flow:
+    """Returns the flow of an exchange between the ranks of a group, with the hops that it has.
+
+    Args:
+        tokens: the bytes on links.
+        inside: the members of a group at each level.
+        cluster: how its exchanges go.
+    """
+    return replace(tokens, hops=pair_hops(inside)) if cluster.communication.by_pairs else tokens

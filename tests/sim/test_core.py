@@ -12,8 +12,20 @@ from hypothesis import strategies as st
 from jax_moe_lb import Codec, CodecBase, Direct, Level, Topology, Work, choose_expert_domains, systems
 from jax_moe_lb.balancers.hybridep import HybridEP
 from jax_moe_lb.plan import load, rows_between, traffic
-from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Step, simulate, simulate_uniform
-from jax_moe_lb.sim.network import all_reduce, flow, level_bytes, seconds
+from jax_moe_lb.sim import (
+    AnalyticGemm,
+    Cluster,
+    Collective,
+    Communication,
+    Links,
+    Migration,
+    ModelShape,
+    Step,
+    simulate,
+    simulate_uniform,
+)
+from jax_moe_lb.sim.collectives import all_reduce
+from jax_moe_lb.sim.network import flow, level_bytes, seconds
 from jax_moe_lb.sim.planning import groups, plan_layer
 from jax_moe_lb.sim.traffic import gradients_between, replicas_between, rows_per_slot
 from jax_moe_lb.sim.work import layer_work, shared_work
@@ -134,7 +146,10 @@ def test_even_counts_equal_uniform_routing_by_symmetry(machine, powers, gather_a
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_hybridep_takes_what_its_stream_model_says(size):
     shape = model(layers=3, experts=8, pre_expert_s=2e-4, hidden=512, inner=1024)
-    cluster = Cluster((Links("gpu", 8, 5e9, latency_s=1e-6),), AnalyticGemm(1e12, 0.0, 0.0))
+    # The paper's gather has one latency.
+    told_directly = Communication(Collective.DIRECT)
+    links = (Links("gpu", 8, 5e9, latency_s=1e-6),)
+    cluster = Cluster(links, AnalyticGemm(1e12, 0.0, 0.0), communication=told_directly)
     step = Step(recompute=False, exchange_counts=False)
     report = simulate_uniform(shape, cluster, migration=Migration((size,)), step=step)
     forward = simulate_uniform(
@@ -332,7 +347,7 @@ def test_simulate_refuses_what_does_not_fit():
 
 def test_an_all_reduce_passes_every_member_once():
     cluster = Cluster((Links("dc", 2, 1e9), Links("node", 2, 1e9, links=2), Links("gpu", 4, 1e9)))
-    sent = all_reduce(16.0, cluster)
+    (sent,) = all_reduce(16.0, (2, 2, 4), cluster)
     # On a ring of 16 ranks every rank sends 30 bytes: 2 of them leave a datacenter, 4 a node.
     assert level_bytes(sent, cluster) == pytest.approx((2 * 30, 4 * 30, 12 * 30))
     alone = Migration((2, 1, 1), Codec(10.0, CodecBase.ZERO))
