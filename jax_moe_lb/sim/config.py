@@ -87,6 +87,10 @@ class CommunicationSection(_Section):
 
     collectives: Collective = Collective.RING
     by_pairs: bool = False
+    by_level: bool = False
+    once_per_member: bool = False
+    dispatch_bytes: float | None = None
+    combine_bytes: float | None = None
 
     def build(self) -> Communication:
         """Makes the description."""
@@ -134,6 +138,7 @@ class ModelSection(_Section):
     pre_expert: Time | None = None
     sequence: Count = 4096
     other: Time = 0.0
+    shared_inner: int = Field(default=0, strict=True, ge=0, le=MOST_WIDTH)
 
     def build(self) -> ModelShape:
         """Makes the model."""

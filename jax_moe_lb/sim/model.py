@@ -38,6 +38,7 @@ class ModelShape:
             computes them from the floating-point operations of attention.
         sequence: the tokens that attend to each other, where `pre_expert_s` is `None`.
         other_s: the seconds of a step outside these layers: optimizer, embedding, output.
+        shared_inner: the inner width of the experts that all tokens pass on their own rank, together; 0 without any.
 
     Raises:
         ValueError: a number is out of range.
@@ -61,11 +62,14 @@ class ModelShape:
     pre_expert_s: float | None = None
     sequence: int = 4096
     other_s: float = 0.0
+    shared_inner: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "inner", "experts", "per_token", "tokens", "itemsize", "gradient_itemsize"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.shared_inner < 0:
+            raise ValueError(f"shared_inner is {self.shared_inner}; expected at least 0")
         if self.itemsize not in DTYPES:
             raise ValueError(f"itemsize is {self.itemsize}; expected one of {', '.join(map(str, DTYPES))}")
         if self.per_token > self.experts:
@@ -89,6 +93,11 @@ class ModelShape:
     def row_flops(self) -> int:
         """Counts the floating-point operations of one token copy through its expert, forward."""
         return 2 * self.matrices * self.hidden * self.inner
+
+    @property
+    def shared_flops(self) -> int:
+        """Counts the floating-point operations of one token through the experts that all tokens pass, forward."""
+        return 2 * self.matrices * self.hidden * self.shared_inner
 
     @property
     def expert_bytes(self) -> int:

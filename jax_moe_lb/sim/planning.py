@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Num
 
 from jax_moe_lb.plan import Plan, plain_plan
 from jax_moe_lb.sim.cluster import Cluster
@@ -27,11 +27,11 @@ class Group:
     cluster: Cluster
     sizes: tuple[int, ...]
 
-    def spread(self, matrix: Int[np.ndarray, "G G"]) -> Int[np.ndarray, "R R"]:
+    def spread(self, matrix: Num[np.ndarray, "G G"]) -> Num[np.ndarray, "R R"]:
         """Writes a matrix over the group's ranks as one over the cluster's, which is 0 elsewhere.
 
         Args:
-            matrix: `[G, G]` integers, from rank to rank of the group.
+            matrix: `[G, G]` numbers, from rank to rank of the group.
         """
         # One group is the whole cluster, in the same order: nothing has to be copied.
         if len(self.ranks) == self.cluster.num_ranks:

@@ -1,11 +1,11 @@
 """`Scheduler` makes the tasks of a step, in the order of the library's executor (`pipeline.py`, `transport/waves.py`).
 
-Forward, each layer has these stages: `attention` (with the router), `counts` (their exchange), `plan`, `weights` (into
-slots), `dispatch` (token copies to the ranks that serve them), `experts`, `combine` (outputs back). `gather`, that of
-expert domains, begins with the layer and hides under attention. With two waves the first starts without plan and
-weights, which hide under it. In two phases `dispatch` brings all copies home without a plan, and `rows` brings some of
-them on from there, beside weights and the first wave's experts; `return` brings their outputs home, and then `combine`
-all outputs to their tokens.
+Forward, each layer has these stages: `attention` (with the router), `shared experts` (beside exchanges, if there are
+any), `counts` (their exchange), `plan`, `weights` (into slots), `dispatch` (token copies to the ranks that serve them),
+`experts`, `combine` (outputs back). `gather`, that of expert domains, begins with the layer and hides under attention.
+With two waves the first starts without plan and weights, which hide under it. In two phases `dispatch` brings all
+copies home without a plan, and `rows` brings some of them on from there, beside weights and the first wave's experts;
+`return` brings their outputs home, and then `combine` all outputs to their tokens.
 
 Backward, from the last layer to the first, their names end with ` (backward)`: weights again, upstream gradients to the
 ranks, experts, gradients of tokens back, then attention, under which the `gradients` of replicas and of gathered
@@ -107,8 +107,7 @@ class Scheduler:
     def _forward(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
         if work.passes_home:
             return self._forward_in_phases(work, at, ready)
-        before_s = self.model.before_experts_s(self.cluster)
-        routed = self.timeline.add("attention", ("compute",), before_s, ready, layer=at)
+        routed = self._attention(at, ready)
         held = self._exchanges("gather", work.gather, at, ready)
         if work.early:
             held += self._weights("weights", work, at, ready)
@@ -130,8 +129,7 @@ class Scheduler:
         return self._serve("", work.waves[-1], at, (*sent, *held), 1.0).back
 
     def _forward_in_phases(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
-        before_s = self.model.before_experts_s(self.cluster)
-        routed = self.timeline.add("attention", ("compute",), before_s, ready, layer=at)
+        routed = self._attention(at, ready)
         held = self._exchanges("gather", work.gather, at, ready)
         counted = (routed, *self._exchanges("counts", self._if_counted(*work.counts), at, (routed,)))
         # Where rows are at home follows from the counts, so nothing but the copies waits for the plan.
@@ -147,6 +145,7 @@ class Scheduler:
     def _backward_in_phases(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
         held = self._exchanges("gather" + BACKWARD, work.gather if work.gather_again else (), at, ready)
         factor, sends = (3.0, 2) if self.step.recompute else (2.0, 1)
+        self._shared(BACKWARD, at, ready, factor)
         first, second = work.waves
         sent = self._dispatch("dispatch" + BACKWARD, first, at, ready, sends)
         held += self._weights("weights" + BACKWARD, work, at, ready)
@@ -164,10 +163,8 @@ class Scheduler:
     def _home_and_back(self, mark: str, work: LayerWork, at: int, served: tuple[Task, ...]) -> tuple[Task, ...]:
         """Adds the way of what moved rows have become to their homes, and of all from there to their tokens."""
         first, second = work.waves
-        home = tuple(flow.reversed for flow in reversed(second.dispatch))
-        at_home = self._exchanges("return" + mark, home, at, served, work.engine, second.rounds) or served
-        back = tuple(flow.reversed for flow in reversed(first.dispatch))
-        return self._exchanges("combine" + mark, back, at, (*served, *at_home), messages=first.rounds) or at_home
+        at_home = self._exchanges("return" + mark, second.back, at, served, work.engine, second.rounds) or served
+        return self._exchanges("combine" + mark, first.back, at, (*served, *at_home), messages=first.rounds) or at_home
 
     def _backward(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
         if work.passes_home:
@@ -175,6 +172,7 @@ class Scheduler:
         held = self._exchanges("gather" + BACKWARD, work.gather if work.gather_again else (), at, ready)
         # With token copies sent again, gradients of their outputs come beside them.
         factor, sends = (3.0, 2) if self.step.recompute else (2.0, 1)
+        self._shared(BACKWARD, at, ready, factor)
         back = ready
         for wave in work.waves[:-1]:
             sent = self._dispatch("dispatch" + BACKWARD, wave, at, back, sends)
@@ -197,6 +195,19 @@ class Scheduler:
         # The slots are the same memory in every layer: their gradients must be gone before the next one's come.
         return done, *home
 
+    def _attention(self, at: int, ready: tuple[Task, ...]) -> Task:
+        """Adds attention with the router, and the experts that all tokens pass, which no exchange waits for."""
+        before_s = self.model.before_experts_s(self.cluster)
+        routed = self.timeline.add("attention", ("compute",), before_s, ready, layer=at)
+        self._shared("", at, (routed,), 1.0)
+        return routed
+
+    def _shared(self, mark: str, at: int, after: tuple[Task, ...], factor: float) -> None:
+        if self.model.shared_inner:
+            rows = np.array([[self.model.tokens]])
+            shared_s = self.cluster.gemm.seconds(rows, factor * self.model.shared_flops)
+            self.timeline.add("shared experts" + mark, ("compute",), shared_s, after, layer=at)
+
     def _if_counted(self, *flows: Flow) -> tuple[Flow, ...]:
         return flows if self.step.exchange_counts else ()
 
@@ -210,10 +221,8 @@ class Scheduler:
     def _serve(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> _Served:
         """Adds experts, and what they put out on its way back."""
         computed = self._experts(mark, wave, at, after, factor)
-        back = tuple(flow.reversed for flow in reversed(wave.dispatch))
-        return _Served(
-            computed, self._exchanges("combine" + mark, back, at, computed, messages=wave.rounds) or computed
-        )
+        back = self._exchanges("combine" + mark, wave.back, at, computed, messages=wave.rounds)
+        return _Served(computed, back or computed)
 
     def _experts(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> tuple[Task, ...]:
         experts_s = self.cluster.gemm.seconds(wave.rows, factor * self.model.row_flops, max(wave.rounds, 1))

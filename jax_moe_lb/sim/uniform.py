@@ -12,9 +12,10 @@ import numpy as np
 
 from jax_moe_lb.checks import home_experts_per_rank
 from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.forwarding import share_in_member
 from jax_moe_lb.sim.model import ModelShape
-from jax_moe_lb.sim.network import all_to_all
-from jax_moe_lb.sim.work import LayerWork, Migration, Wave, exchanged, shared_work
+from jax_moe_lb.sim.network import Flow, all_to_all, even_flow
+from jax_moe_lb.sim.work import LayerWork, Migration, Wave, exchanged, shared_work, token_bytes
 from jax_moe_lb.transport.direct import Direct
 
 
@@ -34,7 +35,28 @@ def uniform_work(model: ModelShape, cluster: Cluster, migration: Migration = Mig
     copies = model.tokens * model.per_token
     # Members of an expert domain hold each other's experts, so a rank serves those of its whole domain.
     held = model.experts // int(np.prod(inside))
-    dispatch = exchanged(all_to_all(float(copies * model.row_bytes), inside, cluster), inside, cluster)
-    wave = Wave((dispatch,), np.full((1, held), copies / held), 1)
+    out_bytes, back_bytes = token_bytes(model, cluster)
+    tokens = _by_level if cluster.communication.by_level else _straight
+    dispatch = exchanged(tokens(model, inside, cluster).times(out_bytes), inside, cluster)
+    wave = Wave((dispatch,), np.full((1, held), copies / held), 1, back_bytes / out_bytes)
     shared = shared_work(model, cluster, migration, model.experts, Direct())
     return replace(shared, waves=(wave,), load=np.array([copies]))
+
+
+def _straight(model: ModelShape, inside: tuple[int, ...], cluster: Cluster) -> Flow:
+    """Returns the token copies on links, each on its way to its rank."""
+    return all_to_all(float(model.tokens * model.per_token), inside, cluster)
+
+
+def _by_level(model: ModelShape, inside: tuple[int, ...], cluster: Cluster) -> Flow:
+    """Returns what is on links if tokens go level by level."""
+    by_level, outer = [], 1
+    for size in inside:
+        members = outer * size
+        # Of each rank of its offset in other members a rank sends on what is for their neighbours here.
+        share = model.per_token / members
+        if cluster.communication.once_per_member:
+            share = share_in_member(model.experts, model.per_token, members)
+        by_level.append(outer * (size - 1) * model.tokens * share)
+        outer = members
+    return even_flow(tuple(by_level), cluster)

@@ -10,6 +10,7 @@ from jaxtyping import Int, Num
 from jax_moe_lb.plan import Plan, load, rows_between
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.collectives import Sizes, all_gather, all_reduce, pair_hops, reduce_scatter
+from jax_moe_lb.sim.forwarding import copies_to, forwarded, rows_by_expert, tokens_to
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import Flow, all_to_all, flow
 from jax_moe_lb.sim.planning import Group, groups, plan_layer
@@ -86,11 +87,18 @@ class Wave:
         dispatch: the exchanges that bring them to their ranks, one after the other.
         rows: `[R, S]`, the rows of each slot of each rank; one line where all ranks have the same.
         rounds: how often the receive buffer is filled; 1 is usual under a good plan.
+        back_ratio: the bytes of a number on its way back over those on its way out; 1 but where they differ.
     """
 
     dispatch: tuple[Flow, ...]
     rows: Num[np.ndarray, "R S"]
     rounds: int
+    back_ratio: float = 1.0
+
+    @property
+    def back(self) -> tuple[Flow, ...]:
+        """Returns the exchanges that bring outputs to where their tokens came from."""
+        return tuple(flow.reversed.times(self.back_ratio) for flow in reversed(self.dispatch))
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,7 @@ def layer_work(
         mine = counts[group.ranks]
         state = system.balancer.init(mine.shape) if state is None else state
         plan, waves, state = plan_layer(system, group, mine, counts.shape[1] // len(group.ranks), state)
-        parts.append(_part(system, model, group, plan, waves))
+        parts.append(_part(system, model, group, mine, plan, waves))
         after.append(state)
     return _merged(system, model, cluster, migration, counts, parts), after
 
@@ -185,13 +193,17 @@ class _Part:
     load: Int[np.ndarray, "R"]
 
 
-def _part(system: System, model: ModelShape, group: Group, plan: Plan, waves: list[tuple[Counts, Plan]]) -> _Part:
+def _part(
+    system: System, model: ModelShape, group: Group, counts: Counts, plan: Plan, waves: list[tuple[Counts, Plan]]
+) -> _Part:
     topology, load_after = group.cluster.topology(group.sizes), np.zeros(len(group.ranks), np.int64)
     moved: list[tuple[tuple[np.ndarray, ...], np.ndarray, int]] = []
     for at, (wave_counts, wave_plan) in enumerate(waves):
         # In 64 bits, because these rows times their bytes exceed 32.
         rows = rows_between(wave_counts, wave_plan).astype(np.int64)
         matrices = system.dispatch.hops(rows, wave_plan, topology)
+        if group.cluster.communication.by_level:
+            matrices = _by_level(matrices, model, group, counts, wave_counts, wave_plan)
         # As many rounds as there are at home.
         rounds = moved[0][2] if moved and system.dispatch.passes_home else _rounds(system, model, wave_plan)
         if system.dispatch.passes_home and at == 0:
@@ -201,6 +213,29 @@ def _part(system: System, model: ModelShape, group: Group, plan: Plan, waves: li
         load_after += load(wave_plan)
     weights, gradients = group.spread(replicas_between(plan)), group.spread(gradients_between(plan))
     return _Part(group.ranks, moved, weights, gradients, load_after)
+
+
+def _by_level(
+    matrices: tuple[np.ndarray, ...], model: ModelShape, group: Group, counts: Counts, wave_counts: Counts, plan: Plan
+) -> tuple[np.ndarray, ...]:
+    """Sends what hops have level by level, and tokens of a dispatch of one hop once where that is wanted."""
+    # The hops of rails have another rank in the middle, to which each copy goes for itself.
+    if group.cluster.communication.once_per_member and len(matrices) == 1:
+        reach = tokens_to(rows_by_expert(wave_counts, plan), counts, model.per_token, group.sizes)
+        return (forwarded(reach, group.sizes),)
+    return tuple(forwarded(copies_to(matrix, group.sizes), group.sizes) for matrix in matrices)
+
+
+def token_bytes(model: ModelShape, cluster: Cluster) -> tuple[float, float]:
+    """Returns the bytes of one token on its way to experts, and on its way back.
+
+    Args:
+        model: its width, and its own bytes of a number.
+        cluster: how its communication sends numbers.
+    """
+    told = cluster.communication.dispatch_bytes, cluster.communication.combine_bytes
+    out, back = (model.itemsize if size is None else size for size in told)
+    return float(model.hidden * out), float(model.hidden * back)
 
 
 def _rounds(system: System, model: ModelShape, plan: Plan) -> int:
@@ -223,7 +258,9 @@ def _merged(
 ) -> LayerWork:
     inside = tuple(level.size // size for level, size in zip(cluster.levels, migration.sizes(cluster), strict=True))
 
-    def on_links(matrices: Any, num_bytes: int) -> Flow:
+    out_bytes, back_bytes = token_bytes(model, cluster)
+
+    def on_links(matrices: Any, num_bytes: float) -> Flow:
         return flow(sum(matrices) * num_bytes, cluster)
 
     waves = []
@@ -232,15 +269,16 @@ def _merged(
         by_rank = np.zeros((cluster.num_ranks, rows.shape[1]), np.int64)
         for part in parts:
             by_rank[part.ranks] = part.waves[at][1]
-        hops = [on_links((p.waves[at][0][hop] for p in parts), model.row_bytes) for hop in range(len(matrices))]
+        hops = [on_links((p.waves[at][0][hop] for p in parts), out_bytes) for hop in range(len(matrices))]
         dispatch = [exchanged(hop, inside, cluster) for hop in hops]
         # One number stands for all groups: they share links, so a layer lasts as long as its busiest group.
-        waves.append(Wave(tuple(dispatch), by_rank, max(part.waves[at][2] for part in parts)))
+        rounds = max(part.waves[at][2] for part in parts)
+        waves.append(Wave(tuple(dispatch), by_rank, rounds, back_bytes / out_bytes))
     loads = np.zeros(cluster.num_ranks, np.int64)
     for part in parts:
         loads[part.ranks] = part.load
-    weights = on_links((part.weights for part in parts), model.expert_bytes)
-    gradients = on_links((part.gradients for part in parts), model.expert_gradient_bytes)
+    weights = on_links((part.weights for part in parts), float(model.expert_bytes))
+    gradients = on_links((part.gradients for part in parts), float(model.expert_gradient_bytes))
     return replace(
         shared_work(model, cluster, migration, counts.shape[1], system.dispatch),
         # A placement that does not depend on the load is there before tokens are: nothing is planned in the layer.
@@ -333,4 +371,10 @@ def exchanged(tokens: Flow, inside: Sizes, cluster: Cluster) -> Flow:
         inside: the members of a group at each level.
         cluster: how its exchanges go.
     """
-    return replace(tokens, hops=pair_hops(inside)) if cluster.communication.by_pairs else tokens
+    how = cluster.communication
+    if how.by_level:
+        # The levels that it uses follow each other.
+        used = (sent.any() or received.any() for sent, received in zip(tokens.sent, tokens.received, strict=True))
+        pairs = [size - 1 if how.by_pairs else 1 for size in inside]
+        return replace(tokens, hops=tuple(hops if is_used else 0 for hops, is_used in zip(pairs, used, strict=True)))
+    return replace(tokens, hops=pair_hops(inside)) if how.by_pairs else tokens

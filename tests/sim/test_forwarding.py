@@ -1,0 +1,136 @@
+"""Tokens that go level by level, once for each member, in numbers of their own width: against hand counts."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jax_moe_lb import System, systems
+from jax_moe_lb.sim import Cluster, Communication, Links, Migration, ModelShape, Step, simulate, simulate_uniform
+from jax_moe_lb.sim.forwarding import copies_to, forwarded, share_in_member, tokens_to
+from jax_moe_lb.sim.network import latency_s
+from jax_moe_lb.sim.work import layer_work
+
+THREE = Cluster(
+    (
+        Links("dc", 2, 1e8, latency_s=1e-3),
+        Links("node", 2, 1e9, links=2, latency_s=1e-5),
+        Links("gpu", 2, 1e10, latency_s=1e-6),
+    )
+)
+ONCE = Communication(by_level=True, once_per_member=True)
+FORWARD = Step(backward=False, exchange_counts=False)
+
+
+def model(**change):
+    sizes = {"layers": 1, "hidden": 64, "inner": 32, "experts": 16, "per_token": 4, "tokens": 64, "pre_expert_s": 0.0}
+    return ModelShape(**(sizes | change))
+
+
+def test_a_copy_goes_to_its_offset_in_another_datacenter_then_node_then_to_its_rank():
+    rows = np.zeros((8, 8), np.int64)
+    rows[0, 7] = 10
+    sent = forwarded(copies_to(rows, (2, 2, 2)), (2, 2, 2))
+    assert {(a, b): sent[a, b] for a, b in zip(*np.nonzero(sent), strict=True) if a != b} == {
+        (0, 4): 10,
+        (4, 6): 10,
+        (6, 7): 10,
+    }
+
+
+def test_every_level_is_paid_for_by_what_crosses_several():
+    counts = np.zeros((8, 16), np.int32)
+    counts[0, 14] = 64  # from the first rank to the last
+    straight, by_level = (
+        layer_work(systems.plain(1e3), model(per_token=1), replace(THREE, communication=one), counts)[0]
+        for one in (Communication(), Communication(by_level=True))
+    )
+    (one,), (other,) = straight.waves[0].dispatch, by_level.waves[0].dispatch
+    assert [sent.sum() / 128 for sent in one.sent] == [64, 64, 0]
+    assert [sent.sum() / 128 for sent in other.sent] == [64, 64 + 64, 64]
+    assert latency_s(one, THREE) == 1e-3
+    assert latency_s(other, THREE) == pytest.approx(1e-3 + 1e-5 + 1e-6)
+
+
+def test_tokens_with_two_experts_on_a_node_cross_once():
+    cluster = Cluster((Links("node", 2, 1e9, links=1), Links("gpu", 1, 1e10)), communication=ONCE)
+    shape = model(experts=4, per_token=2, tokens=6)
+
+    def crossed(counts):
+        work, _ = layer_work(systems.plain(1e3), shape, cluster, np.array(counts, np.int32))
+        return work.waves[0].dispatch[0].sent[0][:, 0] / 128
+
+    # Of the six pairs of four experts one has none on the other node: 5 of 6 tokens cross.
+    assert crossed([[3, 3, 3, 3]] * 2) == pytest.approx([5, 5])
+    # All want both experts of the second node: 12 copies, 6 tokens.
+    assert crossed([[0, 0, 6, 6]] * 2) == pytest.approx([6, 0], abs=1e-3)
+    assert share_in_member(4, 2, 2) == pytest.approx(5 / 6)
+    # Of DeepSeek-V3's 256 experts 16 are on a node: of 8 choices half a copy goes there, in 0.41 tokens.
+    assert share_in_member(256, 8, 16) == pytest.approx(0.408, abs=1e-3)
+
+
+def test_tokens_with_uneven_chances_are_estimated_within_five_percent():
+    rng = np.random.default_rng(0)
+    tokens, experts, per_token = 20000, 32, 4
+    chosen = np.argsort(-(1.2 * rng.normal(size=experts) + rng.gumbel(size=(tokens, experts))), 1)[:, :per_token]
+    has = np.zeros((tokens, experts), int)
+    np.put_along_axis(has, chosen, 1, 1)
+    rows = np.zeros((4, experts, 4), np.int64)
+    rows[:, np.arange(experts), np.arange(experts) // 8] = has.sum(0)
+    counts = np.tile(has.sum(0), (4, 1))
+    found = tokens_to(rows, counts, per_token, (4,))[0][0]
+    np.testing.assert_allclose(found, has.reshape(tokens, 4, 8).any(2).sum(0), rtol=0.05)
+
+
+@pytest.mark.parametrize("system", [systems.plain(1e3), systems.exact(2, 1e3), systems.rails(1e3), systems.feplb(2)])
+def test_once_per_member_sends_no_more_and_no_less_than_a_kth(system: System):
+    counts = np.random.default_rng(1).multinomial(256, np.arange(1, 17) / 136, 8).astype(np.int32)
+    times, on_links = [], []
+    for how in (Communication(by_level=True), ONCE):
+        work, _ = layer_work(system, model(), replace(THREE, communication=how), counts)
+        on_links.append([sent.sum() for wave in work.waves for hop in wave.dispatch for sent in hop.sent])
+        times.append(simulate(system, model(), replace(THREE, communication=how), counts, step=FORWARD).step_s)
+    assert all(few <= many <= 4 * few + 1e-6 for many, few in zip(*on_links, strict=True))
+    assert times[1] <= times[0]
+
+
+@pytest.mark.parametrize("how", [Communication(by_level=True), ONCE, replace(ONCE, by_pairs=True, dispatch_bytes=1.0)])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1)])
+def test_even_counts_equal_uniform_routing(how, sizes):
+    cluster, migration = replace(THREE, communication=how), Migration(sizes)
+    even = np.full((8, 16), 16, np.int32)
+    whole = simulate(systems.plain(), model(), cluster, even, migration=migration)
+    one = simulate_uniform(model(), cluster, migration=migration)
+    assert one.step_s == pytest.approx(whole.step_s, rel=1e-9)
+    assert one.level_bytes == pytest.approx(whole.level_bytes, rel=1e-9)
+
+
+def test_dispatch_in_fp8_and_combine_in_bfloat16():
+    cluster = Cluster((Links("gpu", 8, 1e9),), communication=Communication(dispatch_bytes=1.03125))
+    even = np.full((8, 16), 16, np.int32)
+    stages = simulate(systems.plain(), model(), cluster, even).stages
+    crossing = 8 * 256 * 7 / 8
+    assert stages["dispatch"].bytes == pytest.approx(crossing * 64 * 1.03125)
+    assert stages["combine"].bytes == pytest.approx(crossing * 64 * 2)
+    # Copies are sent again, and gradients of outputs, both in fp8.
+    assert stages["dispatch (backward)"].bytes == pytest.approx(2 * crossing * 64 * 1.03125)
+
+
+def test_shared_experts_compute_beside_the_exchange():
+    shape, cluster = model(shared_inner=96), Cluster((Links("gpu", 8, 1e9),))
+    even = np.full((8, 16), 16, np.int32)
+    step = Step(exchange_counts=False)
+    with_them, without = (simulate(systems.plain(), one, cluster, even, step=step) for one in (shape, model()))
+    # Three matrices of 64 x 96 for each of 64 tokens, of which 295 more count; four times with the backward pass.
+    once_s = (64 + 295) * 2 * 3 * 64 * 96 / 600e12 + 10e-6
+    assert with_them.stages["shared experts"].busy_s == pytest.approx(once_s)
+    assert with_them.stages["shared experts (backward)"].busy_s == pytest.approx(3 * (once_s - 10e-6) + 10e-6)
+    # The exchange of 28 us each way hides them.
+    assert with_them.step_s == pytest.approx(without.step_s)
+
+
+def test_communication_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match="once_per_member is True; expected by_level as well"):
+        Communication(once_per_member=True)
+    with pytest.raises(ValueError, match=r"dispatch_bytes is 0\.0; expected more than 0 and at most 8"):
+        Communication(dispatch_bytes=0.0)
