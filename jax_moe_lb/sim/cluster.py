@@ -7,6 +7,9 @@ from jax_moe_lb.sim.communication import Communication
 from jax_moe_lb.sim.gemm import AnalyticGemm, Gemm
 from jax_moe_lb.topology import LEVEL_NAMES, Level, Topology
 
+MOST_JITTER = 1.0
+"""Beyond, a rank takes e times as long as usual every other time, which is no jitter."""
+
 
 @dataclass(frozen=True)
 class Links:
@@ -72,6 +75,9 @@ class Cluster:
         domain_level: the outermost level inside a domain, in which expert weights may move; `None` takes the innermost.
         memory_bytes: the memory of one rank, in bytes; `None` if unknown, and then nothing is refused for it.
         communication: how the library that moves bytes does so; what XLA does, by default.
+        jitter: the standard deviation of the logarithm of what a rank takes for a task, drawn for every rank and task
+            with a mean of 1: 0.02 is a machine whose ranks differ by 2 %. Exchanges wait for the slowest.
+        jitter_seed: the seed of these draws.
 
     Raises:
         ValueError: the levels are out of order, or a number is out of range.
@@ -91,6 +97,8 @@ class Cluster:
     domain_level: str | None = None
     memory_bytes: float | None = None
     communication: Communication = field(default_factory=Communication)
+    jitter: float = 0.0
+    jitter_seed: int = 0
 
     def __post_init__(self) -> None:
         names = [level.name for level in self.levels]
@@ -104,6 +112,9 @@ class Cluster:
                 raise ValueError(f"Cluster.{name} is {value}; expected a finite number above 0")
         if not 0 <= self.planner_s < math.inf:
             raise ValueError(f"Cluster.planner_s is {self.planner_s}; expected at least 0")
+        if not 0 <= self.jitter <= MOST_JITTER or self.jitter_seed < 0:
+            told = f"Cluster.jitter is {self.jitter}, of seed {self.jitter_seed}"
+            raise ValueError(f"{told}; expected 0 to {MOST_JITTER}, of a seed of at least 0")
         for level, inner in zip(self.levels, self.inner, strict=True):
             # A rank uses one link, and all links are shared by equally many.
             if inner % level.links:

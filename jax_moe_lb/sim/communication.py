@@ -47,6 +47,8 @@ class Communication:
         dispatch_bytes: the bytes of a number of a token on its way to experts, or of its gradient; `None`: the model's.
             1.03 is fp8 with a scale in float32 for every 128.
         combine_bytes: likewise of what returns; 2 where only the dispatch is in fp8.
+        shares_links: whether exchanges that overlap share the links; else one waits for the other, as XLA's collectives
+            do on their one stream.
 
     Raises:
         ValueError: a number is out of range, or tokens that go straight are to be sent once.
@@ -64,6 +66,7 @@ class Communication:
     once_per_member: bool = False
     dispatch_bytes: float | None = None
     combine_bytes: float | None = None
+    shares_links: bool = False
 
     def __post_init__(self) -> None:
         if self.once_per_member and not self.by_level:

@@ -91,6 +91,7 @@ class CommunicationSection(_Section):
     once_per_member: bool = False
     dispatch_bytes: float | None = None
     combine_bytes: float | None = None
+    shares_links: bool = False
 
     def build(self) -> Communication:
         """Makes the description."""
@@ -108,6 +109,8 @@ class ClusterSection(_Section):
     domain_level: Literal["dc", "node", "gpu"] | None = None
     memory: Size | None = None
     communication: CommunicationSection = CommunicationSection()
+    jitter: float = 0.0
+    jitter_seed: int = Field(default=0, ge=0, lt=2**64)
 
     def build(self) -> Cluster:
         """Makes the machine."""
@@ -120,6 +123,8 @@ class ClusterSection(_Section):
             domain_level=self.domain_level,
             memory_bytes=self.memory,
             communication=self.communication.build(),
+            jitter=self.jitter,
+            jitter_seed=self.jitter_seed,
         )
 
 

@@ -1,5 +1,12 @@
-"""Tasks run on streams: a task starts when what it depends on is done and its streams are free."""
+"""Tasks run on streams: a task starts when what it depends on is done and its streams are free.
 
+Transfers may share links: those that overlap get equal parts of what they need, as far as each can use them (max-min
+fairness, level by level), and so take longer. The busiest links of two transfers count as the same ones.
+"""
+
+import heapq
+import itertools
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,41 +15,59 @@ import numpy as np
 from jaxtyping import Float
 
 from jax_moe_lb.sim.network import Flow
+from jax_moe_lb.sim.sharing import Transfer, fair_parts
 
 PerRank = Float[np.ndarray, "R"]
 """It has one entry for every rank, or a single one where all ranks do the same."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Task:
     """A task happens on every rank, from `start` to `end`.
 
     Args:
         stage: its name in reports.
         layer: the layer that it belongs to; -1 for none.
-        streams: the streams that it occupies.
-        start: when it starts on each rank, in seconds since the step began.
-        end: when it ends on each rank, in seconds since the step began.
-        before: the tasks that it waited for: dependencies, and what its streams did before.
+        streams: the streams that it occupies, and the links that it uses.
+        seconds_each: how long it takes if nothing slows it down: a number, or one for every rank.
+        before: the tasks that it waits for: dependencies, and what its streams did before.
         together: whether no rank starts before all can, as in an exchange.
         flow: the bytes on links, if it sends any.
         rows: the token copies that each rank serves, if it serves any.
+        transfer: what it needs of links, if it shares them with what overlaps.
+        start: when it starts on each rank, in seconds since the step began; known once the timeline is solved.
+        end: when it ends on each rank, likewise.
     """
 
     stage: str
     layer: int
     streams: tuple[str, ...]
-    start: PerRank
-    end: PerRank
+    seconds_each: Any
     before: tuple["Task", ...] = field(repr=False)
     together: bool
     flow: Flow | None
     rows: np.ndarray | None = None
+    transfer: Transfer | None = None
+    start: PerRank = field(default_factory=lambda: np.zeros(0))
+    end: PerRank = field(default_factory=lambda: np.zeros(0))
 
     @property
     def seconds(self) -> float:
         """Tells the seconds on the rank that it takes longest on."""
         return float((self.end - self.start).max())
+
+    def begin(self, num_ranks: int) -> None:
+        """Sets the start, once all before it have ended, and the end if it shares nothing.
+
+        Args:
+            num_ranks: the length of both.
+        """
+        start: PerRank = np.zeros(num_ranks)
+        for task in self.before:
+            start = np.maximum(start, task.end)
+        self.start = np.full(num_ranks, start.max()) if self.together else start
+        if self.transfer is None:
+            self.end = self.start + self.seconds_each
 
 
 @dataclass
@@ -69,6 +94,8 @@ class Timeline:
         together: bool = False,
         flow: Flow | None = None,
         rows: np.ndarray | None = None,
+        links: tuple[str, ...] = (),
+        transfer: Transfer | None = None,
     ) -> Task:
         """Adds a task behind all those that its streams have.
 
@@ -81,18 +108,24 @@ class Timeline:
             together: whether no rank starts before all can.
             flow: the bytes on links, if it sends any.
             rows: the token copies that each rank serves, if it serves any.
+            links: the links that it uses; it waits for them as for a stream unless it is a transfer.
+            transfer: what it needs of links that it shares, instead of `seconds`.
         """
+        used = streams if transfer is not None else streams + links
         # A stream does one task after the other, in the order of these calls.
-        before = (*after, *(self._last[stream] for stream in streams if stream in self._last))
-        start: PerRank = np.zeros(self.num_ranks)
-        for task in before:
-            start = np.maximum(start, task.end)
-        if together:
-            start = np.full(self.num_ranks, start.max())
-        task = Task(stage, layer, streams, start, start + seconds, before, together, flow, rows)
+        before = (*after, *(self._last[stream] for stream in used if stream in self._last))
+        task = Task(stage, layer, streams + links, seconds, before, together, flow, rows, transfer)
         self.tasks.append(task)
-        self._last |= dict.fromkeys(streams, task)
+        self._last |= dict.fromkeys(used, task)
         return task
+
+    def solve(self) -> None:
+        """Finds when every task starts and ends."""
+        if any(task.transfer is not None for task in self.tasks):
+            share_links(self.tasks, self.num_ranks)
+            return
+        for task in self.tasks:
+            task.begin(self.num_ranks)
 
     @property
     def end_s(self) -> float:
@@ -129,3 +162,52 @@ class Timeline:
         for task in self.tasks:
             busy[task.stage] += task.seconds
         return dict(busy)
+
+
+def share_links(tasks: list[Task], num_ranks: int) -> None:
+    """Finds when tasks start and end if transfers share links.
+
+    Args:
+        tasks: all of them, in an order in which each comes behind what it waits for.
+        num_ranks: the length of their arrays.
+    """
+    waits = {id(task): len(task.before) for task in tasks}
+    next_ones: dict[int, list[Task]] = defaultdict(list)
+    for task in tasks:
+        for earlier in task.before:
+            next_ones[id(earlier)].append(task)
+    ready = [task for task in tasks if not task.before]
+    coming: list[tuple[float, int, Task]] = []
+    moving: dict[int, tuple[Task, float]] = {}
+    now, order = 0.0, itertools.count()
+
+    def done(task: Task) -> None:
+        for later in next_ones[id(task)]:
+            waits[id(later)] -= 1
+            if not waits[id(later)]:
+                ready.append(later)
+
+    while ready or coming or moving:
+        while ready:
+            task = ready.pop()
+            task.begin(num_ranks)
+            if task.transfer is None:
+                done(task)
+            else:
+                heapq.heappush(coming, (float(task.start.max()) + task.transfer.latency_s, next(order), task))
+        parts = fair_parts([task.transfer for task, _ in moving.values() if task.transfer is not None])
+        ends = [now + left / part for (_, left), part in zip(moving.values(), parts, strict=True)]
+        until = min([*ends, coming[0][0] if coming else math.inf])
+        for (key, (task, left)), part, end in zip(list(moving.items()), parts, ends, strict=True):
+            # Compared with the end itself, as what is left would be off by rounding errors.
+            if end > until:
+                moving[key] = task, left - part * (until - now)
+                continue
+            del moving[key]
+            task.end = np.full(num_ranks, until)
+            done(task)
+        now = until
+        while coming and coming[0][0] <= now:
+            task = heapq.heappop(coming)[2]
+            if task.transfer is not None:
+                moving[id(task)] = task, task.transfer.busy_s

@@ -72,7 +72,8 @@ def flow(rank_bytes: RankBytes, cluster: Cluster) -> Flow:
                 for at in range(len(inside))
             )
         )
-    return Flow(*sides)
+    sent, received = sides
+    return Flow(sent, received)
 
 
 def even_flow(rank_bytes: tuple[float, ...], cluster: Cluster) -> Flow:

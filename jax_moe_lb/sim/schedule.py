@@ -16,15 +16,16 @@ Tasks run on the streams `compute`, `host` (the planner), `copy` (copy engines),
 """
 
 import math
+import zlib
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jax_moe_lb.sim.cluster import Cluster
-from jax_moe_lb.sim.events import Task, Timeline
+from jax_moe_lb.sim.events import Task, Timeline, Transfer
 from jax_moe_lb.sim.model import ModelShape
-from jax_moe_lb.sim.network import Flow, seconds
+from jax_moe_lb.sim.network import Flow, busy_s, latency_s, level_seconds, seconds
 from jax_moe_lb.sim.work import LayerWork, Wave
 
 BACKWARD = " (backward)"
@@ -103,6 +104,7 @@ class Scheduler:
                 ready = self._backward(layers[at], at, ready)
         if self.model.other_s:
             self.timeline.add("other", ("compute",), self.model.other_s, (*ready, *self.timeline.tasks[-1:]))
+        self.timeline.solve()
 
     def _forward(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
         if work.passes_home:
@@ -191,14 +193,14 @@ class Scheduler:
         home += self._exchanges("gradients" + BACKWARD, work.gather_home, at, served.experts)
         # A backward pass has two products for each one of the forward pass.
         before_s = 2 * self.model.before_experts_s(self.cluster)
-        done = self.timeline.add("attention" + BACKWARD, ("compute",), before_s, served.back, layer=at)
+        done = self._compute("attention" + BACKWARD, before_s, at, served.back)
         # The slots are the same memory in every layer: their gradients must be gone before the next one's come.
         return done, *home
 
     def _attention(self, at: int, ready: tuple[Task, ...]) -> Task:
         """Adds attention with the router, and the experts that all tokens pass, which no exchange waits for."""
         before_s = self.model.before_experts_s(self.cluster)
-        routed = self.timeline.add("attention", ("compute",), before_s, ready, layer=at)
+        routed = self._compute("attention", before_s, at, ready)
         self._shared("", at, (routed,), 1.0)
         return routed
 
@@ -206,7 +208,7 @@ class Scheduler:
         if self.model.shared_inner:
             rows = np.array([[self.model.tokens]])
             shared_s = self.cluster.gemm.seconds(rows, factor * self.model.shared_flops)
-            self.timeline.add("shared experts" + mark, ("compute",), shared_s, after, layer=at)
+            self._compute("shared experts" + mark, shared_s, at, after)
 
     def _if_counted(self, *flows: Flow) -> tuple[Flow, ...]:
         return flows if self.step.exchange_counts else ()
@@ -226,7 +228,18 @@ class Scheduler:
 
     def _experts(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> tuple[Task, ...]:
         experts_s = self.cluster.gemm.seconds(wave.rows, factor * self.model.row_flops, max(wave.rounds, 1))
-        return (self.timeline.add("experts" + mark, ("compute",), experts_s, after, layer=at, rows=wave.rows.sum(1)),)
+        return (self._compute("experts" + mark, experts_s, at, after, wave.rows.sum(1)),)
+
+    def _compute(
+        self, stage: str, seconds: Any, at: int, after: tuple[Task, ...], rows: np.ndarray | None = None
+    ) -> Task:
+        """Adds what computes; jitter makes it faster on some ranks and slower on others, by the same on average."""
+        deviation = self.cluster.jitter
+        if deviation:
+            # The same for all systems: neither what is simulated before nor beside it changes what a stage draws.
+            rng = np.random.default_rng([self.cluster.jitter_seed, at, zlib.crc32(stage.encode())])
+            seconds = seconds * rng.lognormal(-(deviation**2) / 2, deviation, self.timeline.num_ranks)
+        return self.timeline.add(stage, ("compute",), seconds, after, layer=at, rows=rows)
 
     def _exchanges(
         self,
@@ -243,10 +256,27 @@ class Scheduler:
             if flow.is_empty:
                 continue
             # In an exchange each rank waits for all others, so it starts on all of them together.
-            took = seconds(flow, self.cluster, messages=messages, copy_engine=engine)
-            streams = self._links(flow) + (("copy",) if engine else ())
-            last = (self.timeline.add(stage, streams, took, last or after, layer=at, together=True, flow=flow),)
+            last = (
+                self.timeline.add(
+                    stage,
+                    ("copy",) if engine else (),
+                    seconds(flow, self.cluster, messages=messages, copy_engine=engine),
+                    last or after,
+                    layer=at,
+                    together=True,
+                    flow=flow,
+                    links=self._links(flow),
+                    transfer=self._transfer(flow, engine, messages),
+                ),
+            )
         return last
+
+    def _transfer(self, flow: Flow, engine: bool, messages: int) -> Transfer | None:
+        if not self.cluster.communication.shares_links:
+            return None
+        busy = busy_s(flow, self.cluster, copy_engine=engine)
+        # Copy engines that limit it leave room on its links.
+        return Transfer(messages * latency_s(flow, self.cluster), busy, level_seconds(flow, self.cluster))
 
     def _links(self, flow: Flow) -> tuple[str, ...]:
         used = (sent.any() or received.any() for sent, received in zip(flow.sent, flow.received, strict=True))

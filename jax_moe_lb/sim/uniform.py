@@ -28,8 +28,10 @@ def uniform_work(model: ModelShape, cluster: Cluster, migration: Migration = Mig
         migration: the expert domains in which experts are gathered; none by default.
 
     Raises:
-        ValueError: the experts are no multiple of the ranks.
+        ValueError: the experts are no multiple of the ranks, or ranks differ by jitter.
     """
+    if cluster.jitter:
+        raise ValueError(f"Cluster.jitter is {cluster.jitter}; expected 0 where one rank stands for all")
     home_experts_per_rank(model.experts, cluster.num_ranks, "model")
     inside = tuple(level.size // size for level, size in zip(cluster.levels, migration.sizes(cluster), strict=True))
     copies = model.tokens * model.per_token
