@@ -37,8 +37,8 @@ AT_ONCE = 1e15
 """A rate that takes no time: of what the file's own calibration contains."""
 
 
-def simulated(row: dict[str, Any]) -> Report:
-    """The step of one measured row."""
+def simulated(row: dict[str, Any], rate: float = 1.0) -> Report:
+    """The step of one measured row, with the link at this part of its rate."""
     sizes = row["sizes"]
     model = ModelShape(
         layers=1,
@@ -51,7 +51,7 @@ def simulated(row: dict[str, Any]) -> Report:
         gated=False,
         pre_expert_s=0.0,
     )
-    wan = Links("dc", 2, payload_bytes_per_s(row["wan_bits_per_s"]))
+    wan = Links("dc", 2, rate * payload_bytes_per_s(row["wan_bits_per_s"]))
     cluster = Cluster((wan, Links("gpu", 2, AT_ONCE)), AnalyticGemm(AT_ONCE, 0.0, 0.0))
     copies = model.tokens * model.per_token // model.experts
     counts = np.full((cluster.num_ranks, model.experts), copies, np.int32)

@@ -1,0 +1,39 @@
+"""What the simulator predicts beside what was measured: real networks and the papers, without what was fitted.
+
+    python -m benchmarks.bench_validation [--out FILE.json] [--only networks interfaces hybridep ultraep feplb rails]
+
+One line is one source. It says what of it the prediction knows, how far seconds are off, how far the speed-up over a
+baseline is, which is what one asks a simulator for, and how far seconds are off under other assumptions than ours.
+"""
+
+import argparse
+
+from benchmarks.results import out_option, report
+from benchmarks.validation import assumptions_table, table
+from benchmarks.validation_networks import datacenters, rails
+from benchmarks.validation_papers import of_feplb, of_hybridep, of_rails, of_ultraep
+
+SOURCES = {
+    "networks": datacenters,
+    "interfaces": rails,
+    "hybridep": of_hybridep,
+    "ultraep": of_ultraep,
+    "feplb": of_feplb,
+    "rails": of_rails,
+}
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SOURCES, default=list(SOURCES), help="these sources")
+    out_option(parser)
+    given = parser.parse_args()
+    checks = [check for name in given.only for check in SOURCES[name]()]
+    report(
+        {"predicted beside measured": table(checks), "under other assumptions": assumptions_table(checks)}, given.out
+    )
+
+
+if __name__ == "__main__":
+    main()
