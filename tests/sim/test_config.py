@@ -5,7 +5,7 @@ import copy
 import pytest
 import yaml
 
-from jax_moe_lb.sim import AnalyticGemm, MeasuredGemm, ModelShape, units
+from jax_moe_lb.sim import AnalyticGemm, Collective, Communication, MeasuredGemm, ModelShape, units
 from jax_moe_lb.sim.config import load_config, preset_names
 
 BASE = {
@@ -142,3 +142,26 @@ def test_no_yaml(tmp_path, content):
     (tmp_path / "x.yaml").write_bytes(content)
     with pytest.raises(ValueError, match=r"CONFIG .*x.yaml"):
         load_config("CONFIG", str(tmp_path / "x.yaml"))
+
+
+def test_a_file_says_how_bytes_are_moved_and_how_much_ranks_differ(written):
+    told = {
+        "collectives": "tree",
+        "by_level": True,
+        "once_per_member": True,
+        "dispatch_bytes": 1.03,
+        "combine_bytes": 2,
+    }
+    config = load_config("CONFIG", written(("cluster",), communication=told, jitter=0.02, jitter_seed=7))
+    cluster = config.cluster.build()
+    assert cluster.communication == Communication(Collective.TREE, False, True, True, 1.03, 2.0)
+    assert (cluster.jitter, cluster.jitter_seed) == (0.02, 7)
+    with pytest.raises(ValueError, match=r"cluster\.communication\.collectives is 'rings'"):
+        load_config("CONFIG", written(("cluster",), communication={"collectives": "rings"}))
+    with pytest.raises(ValueError, match="once_per_member is True; expected by_level as well"):
+        load_config("CONFIG", written(("cluster",), communication={"once_per_member": True}))
+
+
+def test_a_model_may_have_experts_that_all_tokens_pass(written):
+    assert load_config("CONFIG", written(MODEL, shared_inner=96)).model.build().shared_flops == 2 * 3 * 64 * 96
+    assert load_config("--model", "deepseek_v3").model.build().shared_inner == 2048
