@@ -151,7 +151,7 @@ class Scheduler:
         first, second = work.waves
         sent = self._dispatch("dispatch" + BACKWARD, first, at, ready, sends)
         held += self._weights("weights" + BACKWARD, work, at, ready)
-        onward = tuple(flow.times(float(sends)) for flow in second.dispatch)
+        onward = second.gradients_out(sends - 1)
         held += self._exchanges("rows" + BACKWARD, onward, at, sent, work.engine, sends * second.rounds)
         # The plan is known, so all that stays at home is computed beside the copies.
         is_home = np.arange(second.rows.shape[1]) < work.num_home
@@ -165,8 +165,10 @@ class Scheduler:
     def _home_and_back(self, mark: str, work: LayerWork, at: int, served: tuple[Task, ...]) -> tuple[Task, ...]:
         """Adds the way of what moved rows have become to their homes, and of all from there to their tokens."""
         first, second = work.waves
-        at_home = self._exchanges("return" + mark, second.back, at, served, work.engine, second.rounds) or served
-        return self._exchanges("combine" + mark, first.back, at, (*served, *at_home), messages=first.rounds) or at_home
+        home = second.gradients_back if mark else second.back
+        at_home = self._exchanges("return" + mark, home, at, served, work.engine, second.rounds) or served
+        back = first.gradients_back if mark else first.back
+        return self._exchanges("combine" + mark, back, at, (*served, *at_home), messages=first.rounds) or at_home
 
     def _backward(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
         if work.passes_home:
@@ -216,14 +218,17 @@ class Scheduler:
     def _weights(self, stage: str, work: LayerWork, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
         return () if work.replicate is None else self._exchanges(stage, (work.replicate,), at, after, work.engine)
 
-    def _dispatch(self, stage: str, wave: Wave, at: int, after: tuple[Task, ...], sends: int = 1) -> tuple[Task, ...]:
-        flows = tuple(flow.times(float(sends)) for flow in wave.dispatch)
+    def _dispatch(self, stage: str, wave: Wave, at: int, after: tuple[Task, ...], sends: int = 0) -> tuple[Task, ...]:
+        """Adds the way to the experts: of tokens, or of gradients with tokens beside them if there are two sends."""
+        flows = wave.gradients_out(sends - 1) if sends else wave.dispatch
+        sends = max(sends, 1)
         return self._exchanges(stage, flows, at, after, messages=sends * wave.rounds) or after
 
     def _serve(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> _Served:
         """Adds experts, and what they put out on its way back."""
         computed = self._experts(mark, wave, at, after, factor)
-        back = self._exchanges("combine" + mark, wave.back, at, computed, messages=wave.rounds)
+        flows = wave.gradients_back if mark else wave.back
+        back = self._exchanges("combine" + mark, flows, at, computed, messages=wave.rounds)
         return _Served(computed, back or computed)
 
     def _experts(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> tuple[Task, ...]:

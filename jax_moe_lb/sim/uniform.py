@@ -15,7 +15,7 @@ from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.forwarding import share_in_member
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import Flow, all_to_all, even_flow
-from jax_moe_lb.sim.work import LayerWork, Migration, Wave, exchanged, shared_work, token_bytes
+from jax_moe_lb.sim.work import LayerWork, Migration, Wave, exchanged, shared_work, widths_of
 from jax_moe_lb.transport.direct import Direct
 
 
@@ -37,10 +37,10 @@ def uniform_work(model: ModelShape, cluster: Cluster, migration: Migration = Mig
     copies = model.tokens * model.per_token
     # Members of an expert domain hold each other's experts, so a rank serves those of its whole domain.
     held = model.experts // int(np.prod(inside))
-    out_bytes, back_bytes = token_bytes(model, cluster)
+    widths = widths_of(model, cluster, Direct())
     tokens = _by_level if cluster.communication.by_level else _straight
-    dispatch = exchanged(tokens(model, inside, cluster).times(out_bytes), inside, cluster)
-    wave = Wave((dispatch,), np.full((1, held), copies / held), 1, back_bytes / out_bytes)
+    dispatch = exchanged(tokens(model, inside, cluster).times(widths.out), inside, cluster)
+    wave = Wave((dispatch,), np.full((1, held), copies / held), 1, widths)
     shared = shared_work(model, cluster, migration, model.experts, Direct())
     return replace(shared, waves=(wave,), load=np.array([copies]))
 

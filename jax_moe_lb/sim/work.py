@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Num
@@ -79,6 +79,22 @@ class Migration:
         return model.experts // cluster.num_ranks * others * model.expert_bytes
 
 
+class Widths(NamedTuple):
+    """Has the bytes of a row on its ways.
+
+    Args:
+        out: of a token copy to its expert.
+        back: of what its expert puts out.
+        gradients_out: of the gradient of that, to the expert.
+        gradients_back: of the gradient of the token.
+    """
+
+    out: float = 1.0
+    back: float = 1.0
+    gradients_out: float = 1.0
+    gradients_back: float = 1.0
+
+
 @dataclass(frozen=True)
 class Wave:
     """Holds token copies that are served together.
@@ -87,18 +103,35 @@ class Wave:
         dispatch: the exchanges that bring them to their ranks, one after the other.
         rows: `[R, S]`, the rows of each slot of each rank; one line where all ranks have the same.
         rounds: how often the receive buffer is filled; 1 is usual under a good plan.
-        back_ratio: the bytes of a number on its way back over those on its way out; 1 but where they differ.
+        widths: the bytes of a row; those of `dispatch` are `widths.out`.
     """
 
     dispatch: tuple[Flow, ...]
     rows: Num[np.ndarray, "R S"]
     rounds: int
-    back_ratio: float = 1.0
+    widths: Widths
 
     @property
     def back(self) -> tuple[Flow, ...]:
         """Returns the exchanges that bring outputs to where their tokens came from."""
-        return tuple(flow.reversed.times(self.back_ratio) for flow in reversed(self.dispatch))
+        return self._returned(self.widths.back)
+
+    @property
+    def gradients_back(self) -> tuple[Flow, ...]:
+        """Returns the exchanges that bring the gradients of tokens to where these came from."""
+        return self._returned(self.widths.gradients_back)
+
+    def gradients_out(self, copies: int) -> tuple[Flow, ...]:
+        """Returns the exchanges that bring the gradients of outputs to their ranks, and copies of the tokens again.
+
+        Args:
+            copies: how often these are sent again.
+        """
+        factor = copies + self.widths.gradients_out / self.widths.out
+        return tuple(flow.times(factor) for flow in self.dispatch)
+
+    def _returned(self, row_bytes: float) -> tuple[Flow, ...]:
+        return tuple(flow.reversed.times(row_bytes / self.widths.out) for flow in reversed(self.dispatch))
 
 
 @dataclass(frozen=True)
@@ -226,16 +259,20 @@ def _by_level(
     return tuple(forwarded(copies_to(matrix, group.sizes), group.sizes) for matrix in matrices)
 
 
-def token_bytes(model: ModelShape, cluster: Cluster) -> tuple[float, float]:
-    """Returns the bytes of one token on its way to experts, and on its way back.
+def widths_of(model: ModelShape, cluster: Cluster, dispatch: Dispatch) -> Widths:
+    """Returns the bytes of a row on its ways.
 
     Args:
         model: its width, and its own bytes of a number.
-        cluster: how its communication sends numbers.
+        cluster: its communication may say otherwise.
+        dispatch: its wire, which gradients do not take.
     """
-    told = cluster.communication.dispatch_bytes, cluster.communication.combine_bytes
-    out, back = (model.itemsize if size is None else size for size in told)
-    return float(model.hidden * out), float(model.hidden * back)
+    plainly = float(model.row_bytes)
+    forward = plainly if dispatch.wire is None else float(dispatch.wire.row_bytes(model.hidden))
+    out, back = cluster.communication.dispatch_bytes, cluster.communication.combine_bytes
+    outward = (forward, plainly) if out is None else (model.hidden * out,) * 2
+    inward = (forward, plainly) if back is None else (model.hidden * back,) * 2
+    return Widths(outward[0], inward[0], outward[1], inward[1])
 
 
 def _rounds(system: System, model: ModelShape, plan: Plan) -> int:
@@ -258,7 +295,7 @@ def _merged(
 ) -> LayerWork:
     inside = tuple(level.size // size for level, size in zip(cluster.levels, migration.sizes(cluster), strict=True))
 
-    out_bytes, back_bytes = token_bytes(model, cluster)
+    widths = widths_of(model, cluster, system.dispatch)
 
     def on_links(matrices: Any, num_bytes: float) -> Flow:
         return flow(sum(matrices) * num_bytes, cluster)
@@ -269,11 +306,11 @@ def _merged(
         by_rank = np.zeros((cluster.num_ranks, rows.shape[1]), np.int64)
         for part in parts:
             by_rank[part.ranks] = part.waves[at][1]
-        hops = [on_links((p.waves[at][0][hop] for p in parts), out_bytes) for hop in range(len(matrices))]
+        hops = [on_links((p.waves[at][0][hop] for p in parts), widths.out) for hop in range(len(matrices))]
         dispatch = [exchanged(hop, inside, cluster) for hop in hops]
         # One number stands for all groups: they share links, so a layer lasts as long as its busiest group.
         rounds = max(part.waves[at][2] for part in parts)
-        waves.append(Wave(tuple(dispatch), by_rank, rounds, back_bytes / out_bytes))
+        waves.append(Wave(tuple(dispatch), by_rank, rounds, widths))
     loads = np.zeros(cluster.num_ranks, np.int64)
     for part in parts:
         loads[part.ranks] = part.load

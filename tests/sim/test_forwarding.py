@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jax_moe_lb import System, systems
+from jax_moe_lb import System, Wire, systems
 from jax_moe_lb.sim import Cluster, Communication, Links, Migration, ModelShape, Step, simulate, simulate_uniform
 from jax_moe_lb.sim.forwarding import copies_to, forwarded, share_in_member, tokens_to
 from jax_moe_lb.sim.network import latency_s
@@ -114,6 +114,17 @@ def test_dispatch_in_fp8_and_combine_in_bfloat16():
     assert stages["combine"].bytes == pytest.approx(crossing * 64 * 2)
     # Copies are sent again, and gradients of outputs, both in fp8.
     assert stages["dispatch (backward)"].bytes == pytest.approx(2 * crossing * 64 * 1.03125)
+
+
+def test_a_wire_is_for_rows_forward_and_gradients_travel_as_they_are():
+    cluster, even = Cluster((Links("gpu", 8, 1e9),)), np.full((8, 16), 16, np.int32)
+    system = systems.plain().with_wire(Wire(block=32))
+    stages = simulate(system, model(), cluster, even).stages
+    # 64 numbers of a byte and two scales of 4, beside 64 numbers of 2.
+    wire, plainly = 8 * 256 * 7 / 8 * (64 + 8), 8 * 256 * 7 / 8 * 128
+    assert stages["dispatch"].bytes == stages["combine"].bytes == pytest.approx(wire)
+    assert stages["dispatch (backward)"].bytes == pytest.approx(wire + plainly)
+    assert stages["combine (backward)"].bytes == pytest.approx(plainly)
 
 
 def test_shared_experts_compute_beside_the_exchange():
