@@ -106,6 +106,7 @@ RUNS = (
     Run("bench_stale_plans"),
     Run("bench_bandwidth_aware", ("--loads", "LOADS", "--step", "12"), ("--step", "29"), _loads),
     Run("bench_sim_rails", quick=("--domains", "4", "--seeds", "1")),
+    Run("bench_validation", quick=("--only", "interfaces", "hybridep")),
     Run("bench_exact", ("table", "--loads", "LOADS"), ("table", "--step", "8"), _loads, "bench_exact_quality"),
     Run("bench_exact", ("optimum", "--loads", "LOADS", "--step", "4"), None, _loads, "bench_exact_optimum"),
     Run("bench_exact_frontier", ("--loads", "LOADS"), ("--step", "16"), _loads),

@@ -12,7 +12,7 @@ from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.limits import MOST_PLANNED_RANKS
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import Flow
-from jax_moe_lb.sim.work import LayerWork, Migration, Wave, layer_work, shared_work
+from jax_moe_lb.sim.work import LayerWork, Migration, Wave, exchanged, layer_work, shared_work
 from jax_moe_lb.systems import System
 from jax_moe_lb.types import Counts
 
@@ -75,14 +75,15 @@ def sampled_work(
     part = replace(model, experts=counts.shape[1])
     planned, _ = layer_work(system, part, sample, counts, migration)
     whole = shared_work(model, cluster, migration, model.experts, system.dispatch)
-    leaves = _leaves(cluster.levels[0].size // size) / _leaves(sample.levels[0].size // size)
+    inside = tuple(level.size // members for level, members in zip(cluster.levels, migration.sizes(cluster), strict=True))
+    leaves = _leaves(inside[0]) / _leaves(sample.levels[0].size // size)
     return replace(
         planned,
         gather=whole.gather,
         gather_home=whole.gather_home,
         counts=whole.counts,
         address=whole.address,
-        waves=tuple(_more_outside(wave, leaves) for wave in planned.waves),
+        waves=tuple(_more_outside(wave, leaves, inside, cluster) for wave in planned.waves),
     )
 
 
@@ -91,10 +92,11 @@ def _leaves(members: int) -> float:
     return (members - 1) / members
 
 
-def _more_outside(wave: Wave, factor: float) -> Wave:
+def _more_outside(wave: Wave, factor: float, inside: tuple[int, ...], cluster: Cluster) -> Wave:
     def more(flow: Flow) -> Flow:
         sides = ((side[0] * factor, *side[1:]) for side in (flow.sent, flow.received))
         sent, received = sides
-        return replace(flow, sent=sent, received=received)
+        # As many pairs follow each other as the whole machine has.
+        return exchanged(replace(flow, sent=sent, received=received), inside, cluster)
 
     return replace(wave, dispatch=tuple(map(more, wave.dispatch)))
