@@ -30,9 +30,7 @@ def main() -> None:
     out_option(parser)
     given = parser.parse_args()
     checks = [check for name in given.only for check in SOURCES[name]()]
-    report(
-        {"predicted beside measured": table(checks), "under other assumptions": assumptions_table(checks)}, given.out
-    )
+    report({"predicted": table(checks), "assumptions": assumptions_table(checks)}, given.out)
 
 
 if __name__ == "__main__":
