@@ -75,7 +75,9 @@ def sampled_work(
     part = replace(model, experts=counts.shape[1])
     planned, _ = layer_work(system, part, sample, counts, migration)
     whole = shared_work(model, cluster, migration, model.experts, system.dispatch)
-    inside = tuple(level.size // members for level, members in zip(cluster.levels, migration.sizes(cluster), strict=True))
+    inside = tuple(
+        level.size // members for level, members in zip(cluster.levels, migration.sizes(cluster), strict=True)
+    )
     leaves = _leaves(inside[0]) / _leaves(sample.levels[0].size // size)
     return replace(
         planned,
