@@ -131,13 +131,13 @@ Status GroupedOuter(MatrixView<const T> rows, MatrixView<const T> others, View<c
   }
   if (Status bad = CheckSizes(group_sizes, static_cast<int64_t>(rows.rows()))) return bad;
   const auto width = static_cast<int64_t>(rows.columns()), columns = static_cast<int64_t>(others.columns());
-  AskForHugePages(out.flat().data(), out.flat().size() * sizeof(SumOf<T>));
 
   std::vector<Span> spans;
   int64_t end = 0;
   for (size_t g = 0; g < group_sizes.size(); ++g) {
-    // An empty group has spans too, of depth 0: its gradient is 0, and nobody has written it yet.
-    Cut({static_cast<int64_t>(g), static_cast<int64_t>(g) * width, width, end, group_sizes[g]}, spans);
+    // An empty group adds nothing, and its sums are not touched.
+    if (group_sizes[g] > 0)
+      Cut({static_cast<int64_t>(g), static_cast<int64_t>(g) * width, width, end, group_sizes[g]}, spans);
     end += group_sizes[g];
   }
   SortByWork(spans);
@@ -145,10 +145,10 @@ Status GroupedOuter(MatrixView<const T> rows, MatrixView<const T> others, View<c
     // The rows of this product are columns of `rows`, which is read with its strides exchanged and never transposed in
     // memory.
     const int64_t column = span.first - span.group * width;
-    return Multiply(instructions,
-                    Block<T, SumOf<T>>{rows.flat().data() + span.depth_first * width + column, 1, width,
-                                       others.flat().data() + span.depth_first * columns, columns, false, span.num_rows,
-                                       span.depth, first, last, out.flat().data() + span.first * columns, columns});
+    return Multiply(instructions, Block<T, SumOf<T>>{rows.flat().data() + span.depth_first * width + column, 1, width,
+                                                     others.flat().data() + span.depth_first * columns, columns, false,
+                                                     span.num_rows, span.depth, first, last,
+                                                     out.flat().data() + span.first * columns, columns, true});
   });
 }
 

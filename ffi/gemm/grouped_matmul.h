@@ -20,7 +20,7 @@ template <typename T>
 Status GroupedMatmul(MatrixView<const T> rows, View<const T> weights, bool transposed, View<const int32_t> group_sizes,
                      MatrixView<T> out, const Pool& pool, Instructions instructions);
 
-// out[g] = rows_g^T @ others_g, where x_g are the rows of group g; 0 for an empty group. The gradient of `weights`.
+// out[g] += rows_g^T @ others_g, where x_g are the rows of group g. The gradient of `weights`, block by block of rows.
 //   rows: [A, K], others: [A, N], both sorted by group.
 //   out: [G, K, N] as a matrix [G * K, N].
 template <typename T>

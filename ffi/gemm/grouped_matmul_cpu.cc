@@ -1,5 +1,6 @@
 // Grouped products on the threads that XLA:CPU computes with.
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <utility>
 
@@ -85,7 +86,7 @@ Status RunOuter(xf::ThreadPool& threads, const xf::AnyBuffer& rows, const xf::An
 }
 
 Status Outer(xf::ThreadPool& threads, const xf::AnyBuffer& rows, const xf::AnyBuffer& others, Sizes& sizes,
-             const xf::AnyBuffer& out) {
+             const xf::AnyBuffer& before, const xf::AnyBuffer& out) {
   if (Status bad = CheckDimensions("rows", rows, 2)) return bad;
   if (Status bad = CheckDimensions("others", others, 2)) return bad;
   const int64_t num_rows = rows.dimensions()[0], width = rows.dimensions()[1], columns = others.dimensions()[1];
@@ -93,7 +94,12 @@ Status Outer(xf::ThreadPool& threads, const xf::AnyBuffer& rows, const xf::AnyBu
   const xf::DataType dtype = rows.element_type(), sums = dtype == xf::BF16 ? xf::F32 : dtype;
   if (Status bad = CheckShape("others", others, dtype, {num_rows, columns})) return bad;
   const auto num_groups = static_cast<int64_t>(sizes.element_count());
+  if (Status bad = CheckShape("sums", before, sums, {num_groups, width, columns})) return bad;
   if (Status bad = CheckShape("the result", out, sums, {num_groups, width, columns})) return bad;
+  // The sums are aliased to the result, and where XLA could not do that they are copied.
+  if (out.size_bytes() > 0 && out.untyped_data() != before.untyped_data()) {
+    std::memcpy(out.untyped_data(), before.untyped_data(), out.size_bytes());
+  }
   if (dtype == xf::F32) return RunOuter<float>(threads, rows, others, sizes, out);
   if (dtype == xf::F64) return RunOuter<double>(threads, rows, others, sizes, out);
   if (dtype == xf::BF16) return RunOuter<Bf16>(threads, rows, others, sizes, out);
@@ -111,8 +117,8 @@ xf::Error HandleMatmul(xf::ThreadPool threads, int32_t device, xf::AnyBuffer row
 }
 
 xf::Error HandleOuter(xf::ThreadPool threads, int32_t device, xf::AnyBuffer rows, xf::AnyBuffer others, Sizes sizes,
-                      Result out) {
-  return OnDevice(device, Outer(threads, rows, others, sizes, *out));
+                      xf::AnyBuffer sums, Result out) {
+  return OnDevice(device, Outer(threads, rows, others, sizes, sums, *out));
 }
 
 XLA_FFI_DEFINE_HANDLER(kMatmul, HandleMatmul,
@@ -132,6 +138,7 @@ XLA_FFI_DEFINE_HANDLER(kOuter, HandleOuter,
                            .Arg<xf::AnyBuffer>()    // rows [A, K]
                            .Arg<xf::AnyBuffer>()    // others [A, N]
                            .Arg<Sizes>()            // group_sizes [G]
+                           .Arg<xf::AnyBuffer>()    // sums [G, K, N], aliased to the result
                            .Ret<xf::AnyBuffer>());  // [G, K, N]
 
 }  // namespace

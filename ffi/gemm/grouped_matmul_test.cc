@@ -115,7 +115,7 @@ struct Case {
   }
 
   std::vector<SumOf<T>> Outer(const Pool& pool, Instructions instructions) const {
-    std::vector<SumOf<T>> out(weights.size(), 77);
+    std::vector<SumOf<T>> out(weights.size(), 3);
     const Status bad = GroupedOuter<T>(
         Rows(), Others(), sizes(), {out.data(), shape.sizes.size() * shape.depth, shape.columns}, pool, instructions);
     EXPECT_EQ(bad.value_or(""), "");
@@ -145,7 +145,7 @@ std::vector<double> ProductByLoops(const Case<T>& c) {
 
 template <typename T>
 std::vector<double> OuterByLoops(const Case<T>& c) {
-  std::vector<double> out(c.weights.size());
+  std::vector<double> out(c.weights.size(), 3);  // what the sums hold before
   size_t row = 0;
   for (size_t g = 0; g < c.shape.sizes.size(); ++g) {
     for (int32_t i = 0; i < c.shape.sizes[g]; ++i, ++row) {

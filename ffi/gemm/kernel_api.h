@@ -27,7 +27,8 @@ constexpr int64_t kMaxBlockRows = 256;
 // every kernel's panel width.
 constexpr int64_t kColumnStep = 48;
 
-// out[i, j] = sum over r of a[i, r] * b[r, j], for j from first_column to before last_column; 0 where depth is 0.
+// out[i, j] = sum over r of a[i, r] * b[r, j], for j from first_column to before last_column; 0 where depth is 0. Where
+// `adds`, which only Outs that are sums can, that is added to what `out` holds.
 template <typename T, typename Out>
 struct Block {
   const T* a;  // a[i, r] is at i * a_row_stride + r * a_depth_stride; one of the strides is 1
@@ -42,6 +43,7 @@ struct Block {
   int64_t last_column;
   Out* out;  // out[i, j] is at i * out_stride + j
   int64_t out_stride;
+  bool adds = false;
 };
 
 // False, and nothing done, if no memory could be had for packed operands. T and Out are float and float, double and

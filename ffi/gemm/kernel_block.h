@@ -90,7 +90,7 @@ class BlockKernel {
     Prefetch ahead = NextPiece(panel, r, num_tiles * Elems(depth));
     Tile<Elem> tile{};
     tile.depth = Elems(depth);
-    tile.add = r > 0;
+    tile.add = r > 0 || (block_.adds && IsDirect(panel));
     SetA(panel, r, depth, tile);
     SetB(panel, r, depth, tile);
     SetOut(panel, tile);
@@ -171,7 +171,11 @@ class BlockKernel {
   void CopySums(const Panel& panel) {
     for (int64_t i = 0; i < block_.rows; ++i) {
       Out* out = block_.out + i * block_.out_stride + panel.first;
-      for (int64_t j = 0; j < panel.columns; ++j) out[j] = Narrow<Out>(sums_[i * panel.width + j]);
+      for (int64_t j = 0; j < panel.columns; ++j) {
+        Sum sum = sums_[i * panel.width + j];
+        if constexpr (std::is_same_v<Sum, Out>) sum += block_.adds ? out[j] : Sum{0};
+        out[j] = Narrow<Out>(sum);
+      }
     }
   }
 

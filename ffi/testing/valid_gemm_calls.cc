@@ -37,10 +37,12 @@ class Groups {
   Call Outer(Random& random) const {
     const XLA_FFI_DataType sums = dtype_ == XLA_FFI_DataType_BF16 ? XLA_FFI_DataType_F32 : dtype_;
     Call call;
-    call.devices.push_back(
-        {{Filled(random, dtype_, {num_rows_, depth_}), Filled(random, dtype_, {num_rows_, columns_}), sizes_},
-         {Result(sums, {groups_, depth_, columns_})},
-         {}});
+    call.devices.push_back({{Filled(random, dtype_, {num_rows_, depth_}), Filled(random, dtype_, {num_rows_, columns_}),
+                             sizes_, Filled(random, sums, {groups_, depth_, columns_})},
+                            {Result(sums, {groups_, depth_, columns_})},
+                            {}});
+    // XLA aliases the sums to the result, or copies them where it cannot: a handler must work with both.
+    if (random.Chance(70)) call.devices.back().aliases[3] = 0;
     return call;
   }
 

@@ -6,7 +6,7 @@ the length of a loop, as the one around each group's own blocks would make it.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb._varying import vary_like
 from jax_moe_lb.types import GroupSizes, iota, wide_dtype
+
+Carry = TypeVar("Carry")
 
 MAX_BLOCK_ROWS = 512
 """A product of more rows with one matrix gains little on any device."""
@@ -45,17 +47,17 @@ def matmul_by_blocks(
         transposed: whether rows are multiplied with the transposes.
     """
     width = weights.shape[1 if transposed else 2]
+    if weights.shape[0] == 1:
+        return _product(rows, weights[0], transposed)
 
     def step(block: Block, out: Array) -> Array:
-        matrix = weights[block.group]
-        window = _window(rows, block)
-        product = jnp.matmul(window, matrix.T if transposed else matrix, preferred_element_type=wide_dtype(rows))
+        product = _product(_window(rows, block), weights[block.group], transposed)
         # Rows of the window that are another block's keep what that one wrote.
-        mixed = jnp.where(block.inside[:, None], product.astype(rows.dtype), _window(out, block))
+        mixed = jnp.where(block.inside[:, None], product, _window(out, block))
         return jax.lax.dynamic_update_slice_in_dim(out, mixed, block.start, 0)
 
     out = jnp.zeros((rows.shape[0], width), rows.dtype)
-    return _each_block(step, out, rows, weights, group_sizes)
+    return each_block(step, vary_like(out, rows, weights), rows.shape[0], group_sizes)
 
 
 def outer_by_blocks(
@@ -68,6 +70,10 @@ def outer_by_blocks(
         others: `[A, O]`, in the same order.
         group_sizes: `[S]` int32.
     """
+    if group_sizes.shape[0] == 1:
+        inside = (iota(rows.shape[0]) < group_sizes)[:, None]
+        mine, theirs = (jnp.where(inside, array, 0) for array in (rows, others))
+        return jnp.matmul(mine.T, theirs, preferred_element_type=wide_dtype(rows))[None]
 
     def step(block: Block, sums: Array) -> Array:
         # Both factors are masked: 0 times the NaN of a row that nobody wrote is NaN.
@@ -75,7 +81,7 @@ def outer_by_blocks(
         return sums.at[block.group].add(jnp.matmul(mine.T, theirs, preferred_element_type=sums.dtype))
 
     sums = jnp.zeros((group_sizes.shape[0], rows.shape[1], others.shape[1]), wide_dtype(rows))
-    return _each_block(step, sums, rows, others, group_sizes)
+    return each_block(step, vary_like(sums, rows, others), rows.shape[0], group_sizes)
 
 
 def block_rows(num_rows: int, num_groups: int) -> int:
@@ -88,18 +94,27 @@ def block_rows(num_rows: int, num_groups: int) -> int:
     return max(1, min(MAX_BLOCK_ROWS, num_rows // (4 * num_groups)))
 
 
-def _each_block(step: Callable[[Block, Array], Array], carry: Array, *operands: Array) -> Array:
-    *arrays, group_sizes = operands
-    num_rows, num_groups = arrays[0].shape[0], group_sizes.shape[0]
+def each_block(
+    step: Callable[[Block, Carry], Carry], carry: Carry, num_rows: int, group_sizes: Int[Array, "S"]
+) -> Carry:
+    """Runs a step for each block, some of which are empty; each row of a group is inside of one block.
+
+    Args:
+        step: takes a block and the carry, and returns the new carry.
+        carry: it varies over the mesh axes of what the step reads.
+        num_rows: `A`.
+        group_sizes: `[S]` int32.
+    """
+    num_groups = group_sizes.shape[0]
     if num_rows == 0 or num_groups == 0:
-        return vary_like(carry, *operands)
+        return vary_like(carry, group_sizes)
     size = block_rows(num_rows, num_groups)
     # Each group has as many whole blocks as it fills, and at most one more.
     num_blocks = num_rows // size + num_groups
     ends, blocks_of = group_sizes.cumsum(dtype=jnp.int32), (group_sizes + size - 1) // size
     last_block = blocks_of.cumsum(dtype=jnp.int32)
 
-    def one(carry: Array, i: Array) -> tuple[Array, None]:
+    def one(carry: Carry, i: Array) -> tuple[Carry, None]:
         # Blocks beyond the last are of the last group, beyond its rows, and so empty.
         group = jnp.minimum((last_block <= i).sum(dtype=jnp.int32), num_groups - 1)
         first = ends[group] - group_sizes[group] + (i - last_block[group] + blocks_of[group]) * size
@@ -109,7 +124,12 @@ def _each_block(step: Callable[[Block, Array], Array], carry: Array, *operands: 
         inside = (row >= first) & (row < jnp.minimum(first + size, ends[group]))
         return step(Block(group, start, inside), carry), None
 
-    return jax.lax.scan(one, vary_like(carry, *operands), vary_like(iota(num_blocks), *operands))[0]
+    return jax.lax.scan(one, vary_like(carry, group_sizes), vary_like(iota(num_blocks), group_sizes))[0]
+
+
+def _product(rows: Array, matrix: Array, transposed: bool) -> Array:
+    product = jnp.matmul(rows, matrix.T if transposed else matrix, preferred_element_type=wide_dtype(rows))
+    return product.astype(rows.dtype)
 
 
 def _window(array: Array, block: Block) -> Any:

@@ -1,8 +1,13 @@
-"""The experts' feed-forward network over rows sorted by slot, out of products of groups of rows."""
+"""The experts' feed-forward network over rows sorted by slot, out of products of groups of rows.
+
+On accelerators a product is one of all rows. On CPUs rows go window by window through the whole network, forward and
+backward, and results are written over them: hidden activations, which are wider than rows, take the memory of a window.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +18,8 @@ from jax_moe_lb.activations import swiglu
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops.grouped_bias import bias_rows, bias_sums
 from jax_moe_lb.ops.grouped_kernels import clear_tail
-from jax_moe_lb.ops.grouped_matmul import grouped_matmul, grouped_outer
+from jax_moe_lb.ops.grouped_matmul import grouped_matmul, grouped_outer, products_are_by_group
+from jax_moe_lb.ops.row_windows import Window, each_window, num_windows
 from jax_moe_lb.types import DType, GroupSizes, Rows, wide_dtype
 
 
@@ -32,8 +38,26 @@ def grouped_ffn(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
         The outputs, `[A, H]`, in which rows beyond `group_sizes.sum()` hold anything. Only `rows` and `experts` are
         kept for the backward pass, which computes the hidden activations again.
     """
-    # All hidden activations at once, in `O(A F)` memory. A row meets no other, so what stands beyond the groups reaches
-    # nothing, and nothing is masked.
+    return _by_platform(_at_once, _in_windows, rows, experts, group_sizes)
+
+
+def _by_platform(at_once: Callable[..., Any], in_windows: Callable[..., Any], rows: Rows, *args: Any) -> Any:
+    if num_windows(rows.shape[0]) == 1 and not products_are_by_group():
+        return at_once(rows, *args)
+    # Both forms return values of one type.
+    alike = vary_like((rows, *args), rows, *args)
+    return jax.lax.platform_dependent(*alike, cpu=in_windows, default=at_once)
+
+
+def _in_windows(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
+    def step(window: Window, rows: Rows) -> Rows:
+        return window.put(_at_once(window.take(rows), window.of_groups(experts), window.group_sizes), rows)
+
+    return each_window(step, rows, rows.shape[0], group_sizes, of_one_group=products_are_by_group())
+
+
+def _at_once(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
+    # A row meets no other, so what stands beyond the groups reaches nothing, and nothing is masked.
     hidden = activate(experts, _inner_products(rows, experts, group_sizes))
     return _with_bias(grouped_matmul(hidden, experts.down, group_sizes), experts.down_bias, group_sizes)
 
@@ -58,6 +82,7 @@ def grouped_ffn_gradients(
     group_sizes: GroupSizes,
     upstream: Rows,
     sums_dtype: DType,
+    sums: Experts | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], Experts]:
     """Computes the gradients of `weights * grouped_ffn(rows, experts, group_sizes)`.
 
@@ -72,11 +97,64 @@ def grouped_ffn_gradients(
             they may hold anything beyond `group_sizes.sum()`.
         sums_dtype: that of the gradients of the experts. They are summed over rows in float32 at least; give that where
             they are summed on, so that nothing is rounded twice.
+        sums: in that dtype, what the gradients of the experts are added to; `None`, the default: nothing.
 
     Returns:
         The gradients of the rows and of the weights, in their dtypes, which hold anything beyond `group_sizes.sum()`,
         and those of the experts.
     """
+    return _by_platform(
+        partial(_gradients_at_once, sums_dtype=sums_dtype),
+        partial(_gradients_in_windows, sums_dtype=sums_dtype),
+        *(rows, weights, experts, group_sizes, upstream, sums),
+    )
+
+
+def _gradients_in_windows(
+    rows: Rows,
+    weights: Float[Array, "A 1"],
+    experts: Experts,
+    group_sizes: GroupSizes,
+    upstream: Rows,
+    sums: Experts | None,
+    *,
+    sums_dtype: DType,
+) -> tuple[Rows, Float[Array, "A 1"], Experts]:
+    wide = wide_dtype(rows)
+    if sums is None:
+        sums = jax.tree.map(jnp.zeros_like, experts)
+    # Rounded when all windows are summed.
+    sums = jax.tree.map(lambda leaf: leaf.astype(wide), sums)
+
+    def step(window: Window, carry: Any) -> Any:
+        rows, weights, sums = carry
+        of_rows, of_weights, of_experts = _gradients_at_once(
+            window.take(rows),
+            window.take(weights),
+            window.of_groups(experts),
+            window.group_sizes,
+            window.take(upstream),
+            window.of_groups(sums),
+            sums_dtype=wide,
+        )
+        return window.put(of_rows, rows), window.put(of_weights, weights), window.put_of_groups(of_experts, sums)
+
+    of_rows, of_weights, sums = each_window(
+        step, (rows, weights, sums), rows.shape[0], group_sizes, of_one_group=products_are_by_group()
+    )
+    return of_rows, of_weights, jax.tree.map(lambda leaf: leaf.astype(sums_dtype), sums)
+
+
+def _gradients_at_once(
+    rows: Rows,
+    weights: Float[Array, "A 1"],
+    experts: Experts,
+    group_sizes: GroupSizes,
+    upstream: Rows,
+    sums: Experts | None,
+    *,
+    sums_dtype: DType,
+) -> tuple[Rows, Float[Array, "A 1"], Experts]:
     # Gradients of weights sum over rows, and there what stands beyond the groups would count.
     rows, upstream = clear_tail(rows, group_sizes), clear_tail(upstream, group_sizes)
     inner = inner_weights(experts)
@@ -97,20 +175,22 @@ def grouped_ffn_gradients(
         grouped_matmul(part, matrix, group_sizes, transposed=True)
         for part, matrix in zip(upstreams, inner, strict=True)
     ]
-    up, gate = _of_up_and_gate(lambda part: grouped_outer(rows, part, group_sizes, sums_dtype), upstreams)
-    of_experts = Experts(up, grouped_outer(hidden, upstream, group_sizes, sums_dtype), gate, experts.activation)
+
+    def outer(kind: str, left: Array, right: Array) -> Array:
+        return grouped_outer(left, right, group_sizes, sums_dtype, None if sums is None else getattr(sums, kind))
+
+    def bias_sum(kind: str, part: Array) -> Array:
+        total = bias_sums(part, group_sizes, sums_dtype)
+        return total if sums is None else getattr(sums, kind) + total
+
+    of_kinds = {kind: outer(kind, rows, part) for kind, part in zip(("up", "gate"), upstreams, strict=False)}
+    of_kinds["down"] = outer("down", hidden, upstream)
     if experts.up_bias is not None:
-        up_bias, gate_bias = _of_up_and_gate(lambda part: bias_sums(part, group_sizes, sums_dtype), upstreams)
-        of_experts = replace(of_experts, up_bias=up_bias, gate_bias=gate_bias)
+        biases = zip(("up_bias", "gate_bias"), upstreams, strict=False)
+        of_kinds |= {kind: bias_sum(kind, part) for kind, part in biases}
     if experts.down_bias is not None:
-        weighted = upstream.astype(weights.dtype) * weights
-        of_experts = replace(of_experts, down_bias=bias_sums(weighted, group_sizes, sums_dtype))
-    return sum(back[1:], start=back[0]), of_weights, of_experts
-
-
-def _of_up_and_gate(gradient: Callable[[Array], Array], upstreams: list[Array]) -> tuple[Array, Array | None]:
-    up, *gate = (gradient(part) for part in upstreams)
-    return up, gate[0] if gate else None
+        of_kinds["down_bias"] = bias_sum("down_bias", upstream.astype(weights.dtype) * weights)
+    return sum(back[1:], start=back[0]), of_weights, replace(experts, **of_kinds)
 
 
 def _backward(saved: tuple[Rows, Experts, GroupSizes], upstream: Rows) -> tuple[Rows, Experts, None]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_moe_lb._custom_calls import call, is_built, like
-from jax_moe_lb._varying import vary_alike
+from jax_moe_lb._varying import vary_alike, vary_like
 from jax_moe_lb.ops.grouped_blocks import matmul_by_blocks, outer_by_blocks
 from jax_moe_lb.ops.grouped_kernels import clear_tail, ragged_matmul, ragged_outer, tokamax_matmul, tokamax_outer
 from jax_moe_lb.types import DType, GroupSizes, wide_dtype
@@ -93,7 +93,9 @@ def _backward(transposed: bool, saved: tuple[Array, ...], upstream: Outputs) -> 
 _matmul.defvjp(_save, _backward)
 
 
-def grouped_outer(rows: Inputs, others: Outputs, group_sizes: GroupSizes, dtype: DType | None = None) -> Sums:
+def grouped_outer(
+    rows: Inputs, others: Outputs, group_sizes: GroupSizes, dtype: DType | None = None, sums: Sums | None = None
+) -> Sums:
     """Computes `rows.T @ others` of each group: the gradient of the weights of `grouped_matmul`.
 
     It is not differentiable; use it in backward passes that are written by hand.
@@ -104,28 +106,42 @@ def grouped_outer(rows: Inputs, others: Outputs, group_sizes: GroupSizes, dtype:
         group_sizes: `[S]`, the rows of each group, at least 0; their sum must be at most `A`.
         dtype: that of the result; `None`, the default, is float32 at least, in which sums are kept in any case. Take
             that of the weights where nothing is added any more: kernels then write half as much in bfloat16.
+        sums: `[S, I, O]`, what the products are added to, on CPUs in place; `None`: nothing.
 
     Returns:
-        The sums, `[S, I, O]`; exactly 0 for an empty group.
+        The sums, `[S, I, O]`; for an empty group exactly those before, or 0.
     """
     wide = wide_dtype(rows)
     dtype = wide if dtype is None else dtype
+    shape = (group_sizes.shape[0], rows.shape[1], others.shape[1])
 
-    def custom_call(rows: Inputs, others: Outputs, group_sizes: GroupSizes) -> Sums:
-        out = like(rows, (group_sizes.shape[0], rows.shape[1], others.shape[1]), wide)
-        return call("grouped_outer", out, rows, others, group_sizes).astype(dtype)
+    def custom_call(*args: Array) -> Sums:
+        # The call adds to what it is given, block by block of rows.
+        before = args[3].astype(wide) if sums is not None else vary_like(jnp.zeros(shape, wide), *args)
+        return call("grouped_outer", like(args[0], shape, wide), *args[:3], before, aliases={3: 0}).astype(dtype)
+
+    def added(products: Sums, *before: Sums) -> Sums:
+        return products.astype(dtype) if sums is None else (before[0] + products).astype(dtype)
 
     def by_blocks(*args: Array) -> Sums:
-        return outer_by_blocks(*args).astype(dtype)
+        return added(outer_by_blocks(*args[:3]), *args[3:])
 
     def on_gpus(*args: Array) -> Sums:
-        sums = tokamax_outer(*args, dtype=dtype)
-        return by_blocks(*args) if sums is None else sums
+        products = tokamax_outer(*args[:3], dtype=dtype)
+        return by_blocks(*args) if products is None else added(products, *args[3:])
+
+    def on_tpus(*args: Array) -> Sums:
+        return added(ragged_outer(*args[:3], dtype=dtype), *args[3:])
 
     return jax.lax.platform_dependent(
-        *vary_alike((rows, others, group_sizes.astype(jnp.int32))),
+        *vary_alike((rows, others, group_sizes.astype(jnp.int32), *([] if sums is None else [sums]))),
         cpu=custom_call if is_built("cpu") else by_blocks,
         cuda=on_gpus,
-        tpu=partial(ragged_outer, dtype=dtype),
+        tpu=on_tpus,
         default=by_blocks,
     )
+
+
+def products_are_by_group() -> bool:
+    """Says whether a product on a CPU had better be of rows of one group, since it has no call for several."""
+    return not is_built("cpu")

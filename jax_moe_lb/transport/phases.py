@@ -40,7 +40,7 @@ from jax_moe_lb.transport.dispatch import Routed, served_plan
 from jax_moe_lb.transport.exchange import Copies
 from jax_moe_lb.transport.phase_receipts import Blocks, Dynamic, Phases, Streams, address_home, window
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import Batch, OfCopies, further_rounds, no_gradients
+from jax_moe_lb.transport.rounds import Batch, OfCopies, further_rounds, no_gradients, of_round
 from jax_moe_lb.types import Rows, Tokens, wide_dtype
 
 
@@ -234,7 +234,7 @@ def _serve(
     by_exchange = forward._replace(ways=ways._replace(route=None))
 
     def one_round(i: Array, copies: Copies) -> Copies:
-        rows = forward.come_home(i)
+        rows = forward._replace(tokens=of_round(i, tokens)).come_home(i)
         (taken,) = _start_onward((rows,), phases, i, room, by_exchange.ways, ())[1]
         out = forward.static_wave(rows, forward.static_sizes(i, rows))
         return by_exchange.finish(i, rows, out, _Arrived(phases, slots, taken), copies)
@@ -407,7 +407,7 @@ def _gradients(ways: Ways, room: int, saved: Saved, upstream: Tokens) -> tuple[T
     by_exchange = backward._replace(ways=ways._replace(route=None))
 
     def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
-        parts = by_exchange.come_home(i)
+        parts = by_exchange._replace(batch=of_round(i, by_exchange.batch)).come_home(i)
         staying, onward = _start_onward(parts, phases, i, room, by_exchange.ways, by_exchange.staying(i, parts[0]))
         of_rows, of_home = by_exchange.at_home(parts, staying)
         of_copies, of_slots = by_exchange.finish(i, of_rows, _arrived(onward, of_rows), slots, carry[0])

@@ -41,8 +41,9 @@ OfCopies = tuple[Copies, CopyWeights]
 RowWeights = Float[Array, "A 1"]
 """What the output of each row is multiplied with."""
 
-PullBack = Callable[[Rows, RowWeights, GroupSizes, Rows], tuple[Rows, RowWeights, Any]]
-"""Given the gradients of outputs, it returns those of rows, of their weights and of experts."""
+PullBack = Callable[[Rows, RowWeights, GroupSizes, Rows, Any], tuple[Rows, RowWeights, Any]]
+"""Given the gradients of outputs and the sums of those of experts (`None` at first), it returns those of rows, of their
+weights, and the new sums."""
 
 
 class Batch(NamedTuple):
@@ -169,8 +170,9 @@ def serve_rounds(
 
     def one_round(i: Array, out: Travelling) -> Travelling:
         # Gathered again in every round: kept, they would be there beside the rows all the time.
+        now = of_round(i, travelling)
         with jax.named_scope("dispatch"):
-            rows, group_sizes = exchange.send(to_sending_order(travelling, receipt, per_token), receipt, i, topology)
+            rows, group_sizes = exchange.send(to_sending_order(now, receipt, per_token), receipt, i, topology)
             rows = unpacked(wire, rows, tokens)
         outputs = ffn(rows, group_sizes)
         with jax.named_scope("combine"):
@@ -209,28 +211,36 @@ def gradient_rounds(
     # As the experts had them in the forward pass: rounded in the same way again.
     travelling = packed(exchange.wire, tokens)
 
-    def gradients_of(i: Array, of_copies: OfCopies) -> tuple[OfCopies, Any]:
+    def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
+        of_copies, sums = carry
+        now, upstream_now = of_round(i, (travelling, upstream))
         with jax.named_scope("dispatch"):
-            words, group_sizes = exchange.send(to_sending_order(travelling, order, per_token), receipt, i, topology)
+            words, group_sizes = exchange.send(to_sending_order(now, order, per_token), receipt, i, topology)
             rows = unpacked(exchange.wire, words, tokens)
-            row_upstream, _ = exchange.send(to_sending_order(upstream, order, per_token), receipt, i, topology)
+            row_upstream, _ = exchange.send(to_sending_order(upstream_now, order, per_token), receipt, i, topology)
             row_weights, _ = exchange.send(weights_in_order(weights, order), receipt, i, topology)
-        *of_rows, of_experts = pull_back(rows, row_weights, group_sizes, row_upstream)
+        *of_rows, sums = pull_back(rows, row_weights, group_sizes, row_upstream, sums)
         with jax.named_scope("combine"):
             both = zip(of_rows, of_copies, strict=True)
             copies, copy_weights = (exchange.send_back(part, receipt, i, out, topology) for part, out in both)
-        return (copies, copy_weights), of_experts
+        return (copies, copy_weights), sums
 
-    def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
-        of_copies, of_experts = gradients_of(i, carry[0])
-        return of_copies, jax.tree.map(jnp.add, carry[1], of_experts)
-
-    return further_rounds(receipt, exchange, one_round, gradients_of(jnp.int32(0), of_copies))
+    return further_rounds(receipt, exchange, one_round, one_round(jnp.int32(0), (of_copies, None)))
 
 
 def no_gradients(tokens: Tokens, weights: Weights) -> OfCopies:
     """Makes room for the gradients of all copies and of their weights, which holds anything."""
     return unwritten(tokens, weights.size), unwritten(weights.reshape(-1, 1), weights.size)
+
+
+def of_round(i: Array, tree: Carry) -> Carry:
+    """Ties arrays to a round: what is made of them alone a compiler would take out of the loop, and keep.
+
+    Args:
+        i: the number of the round.
+        tree: what copies are made of.
+    """
+    return jax.lax.optimization_barrier((i, tree))[1]
 
 
 def further_rounds(
@@ -296,9 +306,9 @@ def _gradients(
     sums_dtype = experts.up.dtype if exchange.max_rounds == 1 else wide_dtype(experts.up)
 
     @jax.named_scope("experts")
-    def pull_back(rows: Rows, row_weights: RowWeights, group_sizes: GroupSizes, row_upstream: Rows) -> Any:
+    def pull_back(rows: Rows, row_weights: RowWeights, group_sizes: GroupSizes, upstream: Rows, sums: Any) -> Any:
         at = slots.weights(group_sizes)
-        return grouped_ffn_gradients(rows, row_weights, at, group_sizes, row_upstream, sums_dtype)
+        return grouped_ffn_gradients(rows, row_weights, at, group_sizes, upstream, sums_dtype, sums)
 
     batch = Batch(tokens, weights, upstream)
     (of_copies, of_weights), of_slots = gradient_rounds(

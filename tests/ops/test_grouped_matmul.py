@@ -104,6 +104,17 @@ def test_products_equal_one_group_at_a_time(form, shape, dtype, x64):
     assert_close(got, sums, min(RELATIVE[dtype], 1e-5))
 
 
+@pytest.mark.parametrize("has_call", [True, False])
+def test_sums_are_added_to(has_call, monkeypatch):
+    monkeypatch.setattr(op, "is_built", lambda platform: has_call)
+    rows, others, _, sizes = case(SHAPES["rows of no group"])
+    before = jnp.full((4, 7, 5), 3.0)
+    got = jax.jit(lambda *args: op.grouped_outer(*args[:3], sums=args[3]))(rows, others, sizes, before)
+    _, _, sums = loops(*case(SHAPES["rows of no group"]))
+    assert_close(got, sums + 3, 1e-5)
+    np.testing.assert_array_equal(got[1], before[1])
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", RELATIVE)
 def test_gradients_are_those_of_the_loops_and_the_tail_is_never_read(transposed, dtype, x64):
