@@ -1,18 +1,38 @@
 """Memory of a layer with one-hot routing: 1.05 times the mean in rounds, against a worst-case buffer.
 
-Run it with `python -m benchmarks.bench_memory`.
+Run it with `python -m benchmarks.bench_memory`. It also lists what fills the memory at the peak, buffer by buffer.
 """
+
+import argparse
+import re
+import tempfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.stages import Compiled, Wrapped
 
-from benchmarks.options import no_options
-from benchmarks.timing import interleaved_s, summary
+from benchmarks.results import Table, out_option, report, spread
+from benchmarks.timing import interleaved_s
 from jax_moe_lb import Experts, System, TopK, Topology, greedy, moe, plain, use_virtual_cpu_devices
+from jax_moe_lb.compiled.hlo import parse_module
+from jax_moe_lb.compiled.memory import Buffer, peak_buffers
 
 RANKS, TOKENS, WIDTH, INNER, EXPERTS, PER_TOK = 8, 4096, 256, 512, 16, 2
+
+MEAN_LOAD_BYTES = TOKENS * PER_TOK * WIDTH * 4
+"""The rows of a rank where all ranks have as many; everything is measured in these."""
+
+PLACE = re.compile(
+    r"^ value: <\d+ ([\w.\-]+)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)", re.MULTILINE
+)
+LIVE = re.compile(r"^    (\S+):(\d+)-(\d+)$", re.MULTILINE)
+"""In XLA's dumps: where a buffer lies, and from when to when it lives."""
+
+SMALL = 0.05
+"""Smaller buffers, in mean loads, are one row of the list."""
 
 
 def layer(mesh: jax.sharding.Mesh, system: System):
@@ -48,9 +68,52 @@ def arguments(mesh: jax.sharding.Mesh) -> tuple[jax.Array, jax.Array, Experts]:
     return tuple(jax.device_put(arg, sharding) for arg, sharding in zip(args, place, strict=True))
 
 
+def compiled(program: Wrapped, args: tuple) -> tuple[Compiled, list[Buffer]]:
+    """A program, and what fills its memory at the peak."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        run = program.lower(*args).compile(compiler_options=options)
+        dumps = ("after_optimizations", "after_optimizations-live-range", "after_optimizations-buffer-assignment")
+        text, ranges, assignment = (next(Path(folder).glob(f"*{name}.txt")).read_text() for name in dumps)
+    return run, peak_buffers(parse_module(text), at_the_peak(ranges, assignment), assignment, frozenset())
+
+
+def at_the_peak(ranges: str, assignment: str) -> str:
+    """What lives when most memory is in use, as XLA writes it of what it holds for the peak.
+
+    That is another time: it does not count the states of loops.
+    """
+    _, _, temporaries = assignment.partition("preallocated-temp:\n")
+    found = PLACE.findall(temporaries.partition("\nallocation")[0])
+    place = {name + (index or "{}"): (int(size), int(offset)) for name, index, size, offset in found}
+    live = [(name, int(first), int(last)) for name, first, last in LIVE.findall(ranges) if name in place]
+
+    def there(moment: int) -> dict[tuple[int, int], str]:
+        # By place: what is written over something else begins when that ends.
+        return {place[name]: name for name, first, last in live if first <= moment <= last}
+
+    most = max((there(first) for _, first, _ in live), key=lambda one: sum(size for size, _ in one))
+    return "(peak):\n" + "\n".join(f"    {name}: {size} bytes" for (size, _), name in most.items())
+
+
+def buffer_list(buffers: list[Buffer]) -> Table:
+    """Buffers as a table, the largest first, equal ones as one row."""
+    loads: dict[tuple[str, str], float] = {}
+    for one in buffers:
+        small = one.nbytes < SMALL * MEAN_LOAD_BYTES
+        # What the names of all begin with says nothing.
+        what = one.holds.partition("shard_map/")[2] or ("state of a loop" if one.holds == "tuple" else one.holds)
+        key = ("", "all smaller ones") if small else (one.shape, what)
+        loads[key] = loads.get(key, 0) + one.nbytes / MEAN_LOAD_BYTES
+    rows = [[of, shape, what.replace("branch_0_fun/", "")] for (shape, what), of in loads.items()]
+    return Table({"times the mean load": ".2f", "shape": "", "made by": ""}, rows=rows)
+
+
 def main() -> None:
-    """Prints the table."""
-    no_options(__doc__)
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out_option(parser)
+    given = parser.parse_args()
     use_virtual_cpu_devices(RANKS)
     mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(AxisType.Auto,))
     systems = {
@@ -59,16 +122,24 @@ def main() -> None:
         "greedy, headroom 1.05": greedy(headroom=1.05),
     }
     args = arguments(mesh)
-    compiled = {name: layer(mesh, system).lower(*args).compile() for name, system in systems.items()}
-    times_s = interleaved_s({name: lambda run=run: run(*args) for name, run in compiled.items()}, repeats=5)
-    print("| system | rounds | temporary MB per rank | step ms |")
-    print("|---|---|---|---|")
-    for name, run in compiled.items():
-        rounds = int(run(*args)[1])
-        megabytes = run.memory_analysis().temp_size_in_bytes / 1e6
-        print(f"| {name} | {rounds} | {megabytes:.1f} | {summary(times_s[name], 1e3, 0)} |")
-    rows_mb, expert_mb = TOKENS * PER_TOK * WIDTH * 4 / 1e6, 3 * WIDTH * INNER * 4 / 1e6
-    print(f"\nThe mean load of a rank is {rows_mb:.1f} MB of rows; an expert is {expert_mb:.1f} MB.")
+    runs = {name: compiled(layer(mesh, system), args) for name, system in systems.items()}
+    times_s = interleaved_s({name: lambda run=run: run(*args) for name, (run, _) in runs.items()}, repeats=5)
+    columns = {
+        "system": "",
+        "rounds": "d",
+        "temporary MB per rank": ".1f",
+        "times the mean load": ".1f",
+        "step ms": ".0f",
+    }
+    steps = []
+    for name, (run, _) in runs.items():
+        temporary_bytes = run.memory_analysis().temp_size_in_bytes
+        sizes = [temporary_bytes / 1e6, temporary_bytes / MEAN_LOAD_BYTES]
+        steps.append([name, int(run(*args)[1]), *sizes, spread(times_s[name] * 1e3)])
+    lists = {f"peak_{name}": buffer_list(runs[f"{name}, headroom 1.05"][1]) for name in ("plain", "greedy")}
+    report({"steps": Table(columns, rows=steps), **lists}, given.out)
+    expert_mb = 3 * WIDTH * INNER * 4 / 1e6
+    print(f"The mean load of a rank is {MEAN_LOAD_BYTES / 1e6:.1f} MB of rows; an expert is {expert_mb:.1f} MB.")
 
 
 if __name__ == "__main__":
