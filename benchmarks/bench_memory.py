@@ -117,7 +117,7 @@ def main() -> None:
     use_virtual_cpu_devices(RANKS)
     mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(AxisType.Auto,))
     systems = {
-        "plain, worst-case buffer": plain(headroom=float(RANKS)),
+        "plain, worst-case buffer (headroom 8)": plain(headroom=float(RANKS)),
         "plain, headroom 1.05": plain(headroom=1.05),
         "greedy, headroom 1.05": greedy(headroom=1.05),
     }
@@ -137,7 +137,7 @@ def main() -> None:
         sizes = [temporary_bytes / 1e6, temporary_bytes / MEAN_LOAD_BYTES]
         steps.append([name, int(run(*args)[1]), *sizes, spread(times_s[name] * 1e3)])
     lists = {f"peak_{name}": buffer_list(runs[f"{name}, headroom 1.05"][1]) for name in ("plain", "greedy")}
-    report({"steps": Table(columns, rows=steps), **lists}, given.out)
+    report({"memory": Table(columns, rows=steps), **lists}, given.out)
     expert_mb = 3 * WIDTH * INNER * 4 / 1e6
     print(f"The mean load of a rank is {MEAN_LOAD_BYTES / 1e6:.1f} MB of rows; an expert is {expert_mb:.1f} MB.")
 
