@@ -114,7 +114,7 @@ RUNS = (
     Run("bench_exact_time", ("--loads", "LOADS"), None, _loads),
     Run("bench_relocation", ("--loads", "DIR", "--groups", "8"), None, _loads),
     Run("bench_relocation", ("--loads", "DIR"), None, _loads, "bench_relocation_no_groups"),
-    Run("bench_scaling", quick=("--quick",)),
+    Run("bench_scaling", ("--plot", "docs/results/scaling.png"), ("--quick",)),
     Run("bench_break_even", ("--plot", "docs/how-to/break_even.png"), ("--quick",)),
     Run("bench_break_even_two_ranks", quick=("--repeats", "3")),
     Run("bench_peers", quick=("--quick",)),

@@ -183,7 +183,9 @@ def _gradients_at_once(
         total = bias_sums(part, group_sizes, sums_dtype)
         return total if sums is None else getattr(sums, kind) + total
 
-    of_kinds = {kind: outer(kind, rows, part) for kind, part in zip(("up", "gate"), upstreams, strict=False)}
+    of_kinds: dict[str, Any] = {
+        kind: outer(kind, rows, part) for kind, part in zip(("up", "gate"), upstreams, strict=False)
+    }
     of_kinds["down"] = outer("down", hidden, upstream)
     if experts.up_bias is not None:
         biases = zip(("up_bias", "gate_bias"), upstreams, strict=False)

@@ -60,15 +60,17 @@ class Window(NamedTuple):
 
     def of_groups(self, tree: Any) -> Any:
         """Reads what each of its groups has, out of arrays `[S, ...]`."""
-        if self.group is None:
+        group = self.group
+        if group is None:
             return tree
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, self.group, 1, 0), tree)
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, group, 1, 0), tree)
 
     def put_of_groups(self, part: Any, tree: Any) -> Any:
         """Writes what each of its groups has, in place."""
-        if self.group is None:
+        group = self.group
+        if group is None:
             return part
-        return jax.tree.map(lambda new, leaf: jax.lax.dynamic_update_slice_in_dim(leaf, new, self.group, 0), part, tree)
+        return jax.tree.map(lambda new, leaf: jax.lax.dynamic_update_slice_in_dim(leaf, new, group, 0), part, tree)
 
 
 def each_window(
