@@ -20,9 +20,11 @@ TOLERANCE = 1e-5
 """Relative. Sums in another order round differently in float32, by some 1e-7 of a loss, and training carries that on
 from step to step; here 2e-7 was seen after 50, and other processors round otherwise."""
 
-MAY_REST = {"fastermoe", "rails", "hybridep"}
-"""With the default costs of the one, replicas for so few tokens never pay; the second leaves loads as they are; to
-the third two slots are too few for a domain of two ranks."""
+MAY_REST = {"rails", "hybridep"}
+"""The one leaves loads as they are; to the other two slots are too few for a domain of two ranks."""
+
+AS_EXACT = {"eplb_plus", "fastermoe", "greedy"}
+"""They differ from `exact` in the plan alone, and `tests/balancers` holds a layer with theirs against a dense one."""
 
 TRAINING = dataclasses.replace(
     CONFIG,
@@ -67,7 +69,7 @@ def plain_losses(params):
     return losses("plain", params)
 
 
-@pytest.mark.parametrize("system", [name for name in system_names() if name != "plain"])
+@pytest.mark.parametrize("system", sorted(set(system_names()) - {"plain", *AS_EXACT}))
 def test_losses_of_fifty_steps_are_those_of_plain(plain_losses, params, system):
     want, before, _ = plain_losses
     got, _, after = losses(system, params)
