@@ -29,8 +29,8 @@ REFUSED = {
 PROCESSES = 2
 """Compilers use more than one core at times, and a GB or two of memory each."""
 
-BEYOND_A_DOMAIN, ONLY_PLANNERS = "h100:2x8", {"eplb_plus", "fastermoe", "greedy"}
-"""These plan as on one node, and their plans travel as those of `eplb`: both are compiled."""
+BEYOND_A_DOMAIN, ONLY_PLANNERS = "h100:2x8", {"eplb", "eplb_plus", "fastermoe", "greedy", "plain"}
+"""These plan as on one node, and their plans travel as those of `exact`; `plain` has its reference size there."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ for folder in ${PIP_FIND_LINKS:-}; do find_links+=(--find-links "$folder"); done
 install "${find_links[@]}" "$torch+cpu" 2> /dev/null ||
   install --extra-index-url https://download.pytorch.org/whl/cpu "$torch+cpu" 2> /dev/null || install "$torch"
 install -e '.[models]' -C wheel.cmake=false optax pytest pytest-xdist beartype
-# The same programs are compiled once for both.
+# The same programs are compiled once for both: see tests/parity/conftest.py.
 cache=$(mktemp -d)
 trap 'rm -rf "$cache"' EXIT
 export JAX_COMPILATION_CACHE_DIR=$cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0

@@ -57,24 +57,8 @@ def loses_a_token(plan):
     return replace(plan, quota=plan.quota.at[0, 0].add(-1))
 
 
-def serves_less_than_nothing(plan):
-    return replace(plan, quota=plan.quota.at[0, 0].add(7).at[0, 1].add(-7))
-
-
-def leaves_home(plan):
-    return replace(plan, placement=plan.placement.at[2, 0].set(15))
-
-
-def holds_twice(plan):
-    return replace(plan, placement=plan.placement.at[2, -1].set(5).at[2, -2].set(5))
-
-
 def holds_what_is_not_there(plan):
     return replace(plan, placement=plan.placement.at[2, -1].set(99))
-
-
-def serves_without_a_slot(plan):
-    return replace(plan, quota=plan.quota.at[0, 3].add(1).at[0, 0].add(-1))
 
 
 def relays_from_nowhere(plan):
@@ -86,14 +70,8 @@ def sprays_rows_that_are_not_there(plan):
     return replace(plan, rails=jnp.zeros((8, 8, 4), jnp.int32).at[0, 5, 0].set(1))
 
 
-BROKEN = (
-    loses_a_token,
-    serves_less_than_nothing,
-    leaves_home,
-    holds_twice,
-    holds_what_is_not_there,
-    serves_without_a_slot,
-)
+# One of each array; every rule of a plan is broken in test_plan.py, where no layer is compiled.
+BROKEN = (loses_a_token, holds_what_is_not_there)
 
 
 def message_of(layer, *args):

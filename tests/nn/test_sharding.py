@@ -52,7 +52,6 @@ def rules(**axes):
 
 CASES = {
     "tensor": ((2, 2, 2), ("data", "expert", "tensor"), rules(mlp="tensor"), PartitionSpec("data")),
-    "fsdp": ((2, 4), ("fsdp", "expert"), rules(embed="fsdp"), PartitionSpec("fsdp")),
     "fsdp and tensor": ((2, 2, 2), ("fsdp", "expert", "tensor"), rules(embed="fsdp", mlp="tensor"), PartitionSpec()),
     "context": ((2, 2, 2), ("data", "context", "expert"), rules(), PartitionSpec("data", "context")),
 }

@@ -1,6 +1,10 @@
+import jax
 import pytest
 
 from tests.parity.references import make_reference
+
+# Most of what is compiled for one release of transformers is compiled for the next one, too.
+jax.config.update("jax_enable_compilation_cache", True)
 
 
 @pytest.fixture(scope="session")
