@@ -89,7 +89,8 @@ def advise(
             with_history=sample is None and all(workload.before is not None for workload in workloads),
         )
         _tell(workloads, shapes)
-        judge = Judge(shape, machine, of_cluster.step.build(), sample)
+        step = of_cluster.step.build()
+        judge = Judge(step.parallel.share(shape, machine), machine, step, sample)
         with working("searching"):
             answer = find(judge, space, shapes, workloads, ratio)
         if as_json:

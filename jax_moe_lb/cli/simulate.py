@@ -61,8 +61,8 @@ def simulate(
         read = load_config("CONFIG", config)
         cluster, model = cluster_of("CONFIG", config, read), model_of("CONFIG", config, read, tokens)
         counts = counts_of(read, model, cluster, trace, imbalance)
-        model = as_recorded(model, counts, trace)
         step, name = read.step.build(), system or read.system
+        model = step.parallel.share(as_recorded(model, counts, trace), cluster)
         slots = slots_of(replica_slots, read.replica_slots, model, cluster)
         migration = _migration(read, name, domain_sizes)
         candidate = compose(name, model, cluster, step, slots, migration)

@@ -15,6 +15,8 @@ from jax_moe_lb.sim.loads import LoadShape as LoadShape
 from jax_moe_lb.sim.loads import drifting_counts as drifting_counts
 from jax_moe_lb.sim.loads import skewed_counts as skewed_counts
 from jax_moe_lb.sim.model import ModelShape as ModelShape
+from jax_moe_lb.sim.parallel import Parallel as Parallel
+from jax_moe_lb.sim.parallel import Peers as Peers
 from jax_moe_lb.sim.run import Report as Report
 from jax_moe_lb.sim.run import mean_report as mean_report
 from jax_moe_lb.sim.run import replay as replay

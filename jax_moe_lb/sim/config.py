@@ -20,6 +20,7 @@ from jax_moe_lb.sim.gemm import AnalyticGemm, Gemm, MeasuredGemm
 from jax_moe_lb.sim.limits import MOST_LAYERS, MOST_POINTS, MOST_WIDTH, shown
 from jax_moe_lb.sim.loads import LoadShape
 from jax_moe_lb.sim.model import ModelShape
+from jax_moe_lb.sim.parallel import Parallel, Peers
 from jax_moe_lb.sim.schedule import Step
 from jax_moe_lb.sim.work import Migration
 from jax_moe_lb.sim.yaml_file import read_yaml
@@ -164,6 +165,36 @@ class MigrationSection(_Section):
         return Migration(self.domain_sizes, Codec(self.ratio, self.base), self.gather_again)
 
 
+class PeersSection(_Section):
+    """This section has the ranks of a group beside the expert-parallel one; see `Peers`."""
+
+    size: Count
+    rate: Rate | None = None
+    latency: Time = 0.0
+
+    def build(self) -> Peers:
+        """Makes the group."""
+        return Peers(self.size, self.rate, self.latency)
+
+
+ALONE = PeersSection(size=1)
+
+
+class ParallelSection(_Section):
+    """This section has the groups beside the expert-parallel one; see `Parallel`."""
+
+    tensor: PeersSection = ALONE
+    data: PeersSection = ALONE
+    pipeline: PeersSection = ALONE
+    microbatches: Count = 1
+    interleave: Count = 1
+
+    def build(self) -> Parallel:
+        """Makes the groups."""
+        groups = (self.tensor.build(), self.data.build(), self.pipeline.build())
+        return Parallel(*groups, self.microbatches, self.interleave)
+
+
 class StepSection(_Section):
     """This section says which passes a step has; see `Step`."""
 
@@ -171,10 +202,11 @@ class StepSection(_Section):
     recompute: bool = True
     exchange_counts: bool = True
     optimizer_bytes: float | None = Field(default=None, ge=0.0, le=1000.0)
+    parallel: ParallelSection = ParallelSection()
 
     def build(self) -> Step:
         """Makes the passes."""
-        return Step(**self.model_dump())
+        return Step(**dict(self) | {"parallel": self.parallel.build()})
 
 
 class DriftSection(_Section):
@@ -237,9 +269,12 @@ def load_config(argument: str, source: str) -> Config:
     try:
         config = Config.model_validate(data)
         # What the sections make checks more than their types: mistakes shall be found before anything runs.
-        for part in (config.cluster, config.model, config.migration, config.routing.drift):
+        parts = (config.cluster, config.model, config.migration, config.routing.drift, config.step)
+        for part in parts:
             if part is not None:
                 part.build()
+        if config.model is not None and config.cluster is not None:
+            config.step.parallel.build().share(config.model.build(), config.cluster.build())
     except ValidationError as error:
         raise ValueError(f"{argument} {source}: {_first(error)}") from error
     except ValueError as error:

@@ -35,6 +35,7 @@ class Task:
         flow: the bytes on links, if it sends any.
         rows: the token copies that each rank serves, if it serves any.
         transfer: what it needs of links, if it shares them with what overlaps.
+        rank_bytes: the bytes that each rank sends to ranks of other groups, by links that no flow knows.
         start: when it starts on each rank, in seconds since the step began; known once the timeline is solved.
         end: when it ends on each rank, likewise.
     """
@@ -48,6 +49,7 @@ class Task:
     flow: Flow | None
     rows: np.ndarray | None = None
     transfer: Transfer | None = None
+    rank_bytes: float = 0.0
     start: PerRank = field(default_factory=lambda: np.zeros(0))
     end: PerRank = field(default_factory=lambda: np.zeros(0))
 
@@ -96,6 +98,7 @@ class Timeline:
         rows: np.ndarray | None = None,
         links: tuple[str, ...] = (),
         transfer: Transfer | None = None,
+        rank_bytes: float = 0.0,
     ) -> Task:
         """Adds a task behind all those that its streams have.
 
@@ -110,11 +113,12 @@ class Timeline:
             rows: the token copies that each rank serves, if it serves any.
             links: the links that it uses; it waits for them as for a stream unless it is a transfer.
             transfer: what it needs of links that it shares, instead of `seconds`.
+            rank_bytes: the bytes that each rank sends to ranks of other groups.
         """
         used = streams if transfer is not None else streams + links
         # A stream does one task after the other, in the order of these calls.
         before = (*after, *(self._last[stream] for stream in used if stream in self._last))
-        task = Task(stage, layer, streams + links, seconds, before, together, flow, rows, transfer)
+        task = Task(stage, layer, streams + links, seconds, before, together, flow, rows, transfer, rank_bytes)
         self.tasks.append(task)
         self._last |= dict.fromkeys(used, task)
         return task

@@ -47,9 +47,10 @@ class Judge:
         """
         key = choice, workload.name
         if key not in self._seen:
-            # What other layers do is the same for all choices.
+            # What other layers and microbatches do is the same for all choices.
             model = replace(self.model, layers=1, other_s=0.0)
-            self._seen[key] = self._simulated(choice, workload.first_layer, model).step_s
+            step = replace(self.step, parallel=self.step.parallel.of_one_microbatch)
+            self._seen[key] = self._simulated(choice, workload.first_layer, model, step).step_s
         return self._seen[key]
 
     def report(self, choice: Choice, workload: Workload) -> Report:
@@ -59,7 +60,7 @@ class Judge:
             choice: what to simulate.
             workload: its counts; without counts routing is uniform.
         """
-        return self._simulated(choice, workload, self.model)
+        return self._simulated(choice, workload, self.model, self.step)
 
     def memory(self, choice: Choice) -> Memory:
         """Counts what a rank holds, without a simulation."""
@@ -86,10 +87,10 @@ class Judge:
         # Experts wait for the gathers before them, and gradients go home after them.
         return experts_s + max(before_s, sum(seconds(flow, self.cluster) for flow in flows))
 
-    def _simulated(self, choice: Choice, workload: Workload, model: ModelShape) -> Report:
+    def _simulated(self, choice: Choice, workload: Workload, model: ModelShape, step: Step) -> Report:
         one = self.candidate(choice)
         if workload.counts is None:
-            return simulate_uniform(model, self.cluster, migration=one.migration, step=self.step)
+            return simulate_uniform(model, self.cluster, migration=one.migration, step=step)
         counts = workload.counts
         if one.system.relocates:
             # All that relocate get the same homes, whose plan takes longer than many a simulation.
@@ -99,11 +100,11 @@ class Judge:
             counts = self._placed[key]
         if self.sample is not None:
             parts = model, self.cluster, self.sample, counts
-            return simulate_sample(one.system, *parts, migration=one.migration, step=self.step)
+            return simulate_sample(one.system, *parts, migration=one.migration, step=step)
         states = None
         if workload.before is not None and keeps_history(one.system, model, self.cluster):
             states = remembered(one.system, model, self.cluster, workload.before)
-        return simulate(one.system, model, self.cluster, counts, migration=one.migration, step=self.step, states=states)
+        return simulate(one.system, model, self.cluster, counts, migration=one.migration, step=step, states=states)
 
 
 def at_homes(workload: Workload, candidate: Candidate, cluster: Cluster) -> Int[np.ndarray, "X R E"]:

@@ -50,7 +50,8 @@ class Memory:
         gathered: the bytes of the experts that expert domains gather, of all layers if they are kept, else of two; with
             a backward pass of the gradients of one layer, too; and of what a codec remembers of all layers.
         kept: the bytes of what all layers keep between forward and backward: their tokens and where the copies go, or,
-            where nothing is computed again, the copies and hidden activations.
+            where nothing is computed again, the copies and hidden activations; in a pipeline of all microbatches that
+            the first stage has begun and not ended.
         buffers: the bytes of tokens, of copies as they are sent and received, and of hidden activations.
         in_use: the bytes of weights as products take them: those of one layer out of the stack of all, and, with
             replicas, one kind of all slots in one array; in the backward pass also its transpose.
@@ -94,7 +95,7 @@ def memory_of(system: System, model: ModelShape, cluster: Cluster, migration: Mi
 
     Args:
         system: its replica slots and its dispatch say what a layer needs while it runs.
-        model: the sizes of the layers.
+        model: the sizes of the layers of one rank; see `Parallel.share`.
         cluster: its ranks share the experts.
         migration: which experts are gathered.
         step: without a backward pass there are no gradients, no optimizer, and nothing that is kept for them.
@@ -106,7 +107,7 @@ def memory_of(system: System, model: ModelShape, cluster: Cluster, migration: Mi
         gradients=parameters * model.gradient_itemsize,
         optimizer=parameters * optimizer_bytes(model, step),
         gathered=_gathered_bytes(model, cluster, migration, step),
-        kept=float(model.layers * _kept_bytes(model, step)) if step.backward else 0.0,
+        kept=float(step.parallel.in_flight * model.layers * _kept_bytes(model, step)) if step.backward else 0.0,
     )
     layer = _Layer(system, model, cluster, migration)
     backward = [layer.of_rows(), layer.of_weights(), layer.gradients_come_home()]

@@ -16,9 +16,10 @@ from jax_moe_lb.sim.events import Timeline
 from jax_moe_lb.sim.limits import check_entries, check_timeline
 from jax_moe_lb.sim.memory import Memory, memory_of
 from jax_moe_lb.sim.model import ModelShape
-from jax_moe_lb.sim.network import level_bytes
+from jax_moe_lb.sim.parallel import Parallel
 from jax_moe_lb.sim.sample import experts_of, sampled_work
 from jax_moe_lb.sim.schedule import Scheduler, Step
+from jax_moe_lb.sim.stages import StageTime, Totals
 from jax_moe_lb.sim.uniform import uniform_work
 from jax_moe_lb.sim.work import LayerWork, Migration, layer_work
 from jax_moe_lb.systems import System
@@ -26,26 +27,6 @@ from jax_moe_lb.types import State
 
 States = list[list[State]]
 """What the balancer of every layer remembers, one state per group of ranks."""
-
-
-@dataclass(frozen=True)
-class StageTime:
-    """Sums up all tasks of one stage in a step.
-
-    Args:
-        busy_s: the seconds that they take, each on its slowest rank.
-        exposed_s: the seconds of them on the critical path. Over all stages these add up to the time of the step.
-        bytes: the bytes that they send on all links of all levels together.
-    """
-
-    busy_s: float
-    exposed_s: float
-    bytes: float
-
-    @property
-    def hidden_s(self) -> float:
-        """Returns the seconds that other stages hide; at least 0."""
-        return max(self.busy_s - self.exposed_s, 0.0)
 
 
 @dataclass(frozen=True)
@@ -61,7 +42,7 @@ class Report:
             quotas are planned and slots suffice.
         rounds: the most rounds of any layer; 1 is usual under good plans.
         memory: the bytes on one rank.
-        timeline: all tasks with their times.
+        timeline: all tasks with their times; of several microbatches those of the last one.
         states: what the balancers remember, for the next step.
     """
 
@@ -92,7 +73,7 @@ def simulate(
 
     Args:
         system: the strategies, as `moe` takes them.
-        model: the sizes of its layers.
+        model: the sizes of its layers; with groups beside the expert-parallel one a rank's `Parallel.share` of them.
         cluster: the machine.
         counts: `[X, R, E]`, of `X` layers, or `[R, E]`. Layer `i` of the model has those of `i % X`.
         migration: which experts are gathered in expert domains before (HybridEP); none by default.
@@ -230,10 +211,9 @@ def mean_report(reports: Sequence[Report]) -> Report:
 
     names = dict.fromkeys(name for report in reports for name in report.stages)
     # A stage that a step lacks, as a step without replicas does, counts as 0 in the mean.
-    nothing = StageTime(0.0, 0.0, 0.0)
     stages = {}
     for name in names:
-        of_steps = [report.stages.get(name, nothing) for report in reports]
+        of_steps = [report.stages.get(name, StageTime()) for report in reports]
         stages[name] = StageTime(
             mean(stage.busy_s for stage in of_steps),
             mean(stage.exposed_s for stage in of_steps),
@@ -323,23 +303,24 @@ def _report(
     states: States,
 ) -> Report:
     # Under uniform routing one rank stands for all, and then the waves have one line.
-    timeline = Timeline(max(len(wave.rows) for work in layers for wave in work.waves))
-    Scheduler(model, cluster, step, timeline).run(list(layers))
-    stage_bytes: dict[str, float] = {}
-    totals = np.zeros(len(cluster.levels))
-    for task in timeline.tasks:
-        # Products and the planner send nothing.
-        sent = np.zeros(len(cluster.levels)) if task.flow is None else np.array(level_bytes(task.flow, cluster))
-        stage_bytes[task.stage] = stage_bytes.get(task.stage, 0.0) + float(sent.sum())
-        totals += sent
-    exposed = timeline.exposed_s()
-    stages = {
-        name: StageTime(busy, exposed.get(name, 0.0), stage_bytes[name]) for name, busy in timeline.busy_s().items()
-    }
+    num_ranks, parallel = max(len(wave.rows) for work in layers for wave in work.waves), step.parallel
+
+    def microbatch(is_last: bool) -> Timeline:
+        timeline = Timeline(num_ranks)
+        Scheduler(model, cluster, step, timeline, is_last).run(list(layers))
+        return timeline
+
+    timeline = microbatch(is_last=True)
+    totals = Totals.of(timeline, cluster)
+    if parallel != Parallel():
+        # All microbatches are alike; but for the last one's, gradients are not complete when they end.
+        before = Totals.of(microbatch(is_last=False), cluster)
+        turns = parallel.bubble * parallel.microbatches
+        totals = totals.plus(before, float(parallel.microbatches - 1)).waiting(turns * before.step_s)
     return Report(
-        step_s=timeline.end_s,
-        stages=stages,
-        level_bytes=dict(zip((level.name for level in cluster.levels), totals.tolist(), strict=True)),
+        step_s=totals.step_s,
+        stages=totals.stages,
+        level_bytes=totals.level_bytes,
         imbalance_before=imbalance_before,
         imbalance_after=float(np.mean([imbalance(work.load) for work in layers])),
         rounds=max(work.rounds for work in layers),

@@ -9,15 +9,16 @@ copies home without a plan, and `rows` brings some of them on from there, beside
 
 Backward, from the last layer to the first, their names end with ` (backward)`: weights again, upstream gradients to the
 ranks, experts, gradients of tokens back, then attention, under which the `gradients` of replicas and of gathered
-experts go home. `other` is what the step does outside these layers.
+experts go home. `other` is what the step does outside these layers. Groups beside the expert-parallel one have stages
+of their own: see `parallel.py`.
 
-Tasks run on the streams `compute`, `host` (the planner), `copy` (copy engines), and `dc links`, `node links` and
-`gpu links`, one for each level that there is.
+Tasks run on the streams `compute`, `host` (the planner), `copy` (copy engines), `dc links`, `node links` and
+`gpu links`, one for each level that there is, and `tensor links`, `data links` and `pipeline links`.
 """
 
 import math
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,10 +27,13 @@ from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.events import Task, Timeline, Transfer
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import Flow, busy_s, latency_s, level_seconds, seconds
+from jax_moe_lb.sim.parallel import Parallel, Peers
 from jax_moe_lb.sim.work import LayerWork, Wave
 
 BACKWARD = " (backward)"
 """The names of the backward pass's stages end with it."""
+
+DATA_SUMS = "data sums" + BACKWARD
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Step:
         optimizer_bytes: the bytes of the optimizer's state that a rank keeps for each parameter of its home experts,
             where the step has a backward pass. `None`, the default, is Adam: 8 for two moments in float32, and 4 more
             for a copy in float32 where parameters have fewer bytes. Give less where the state is split over groups.
+        parallel: the groups beside the expert-parallel one; none by default.
 
     Raises:
         ValueError: `optimizer_bytes` is out of range.
@@ -61,6 +66,7 @@ class Step:
     recompute: bool = True
     exchange_counts: bool = True
     optimizer_bytes: float | None = None
+    parallel: Parallel = field(default_factory=Parallel)
 
     def __post_init__(self) -> None:
         if self.optimizer_bytes is not None and not 0 <= self.optimizer_bytes < math.inf:
@@ -83,12 +89,14 @@ class Scheduler:
         cluster: the machine, with its rates.
         step: the passes of a step.
         timeline: all tasks so far, to which it adds.
+        is_last: whether this is the last microbatch of a step, after which gradients are complete.
     """
 
     model: ModelShape
     cluster: Cluster
     step: Step
     timeline: Timeline
+    is_last: bool = True
 
     def run(self, layers: list[LayerWork]) -> None:
         """Runs forward over all layers, and backward if the step does.
@@ -97,13 +105,17 @@ class Scheduler:
             layers: the work of each layer, in the order of the forward pass.
         """
         ready: tuple[Task, ...] = ()
+        part = len(layers) // self.step.parallel.interleave
         for at, work in enumerate(layers):
-            ready = self._forward(work, at, ready)
+            ready = self._from_stage("", at, ready, at % part == 0)
+            ready = self._tensor_sum("", at, self._forward(work, at, ready))
         if self.step.backward:
             for at in reversed(range(len(layers))):
+                ready = self._from_stage(BACKWARD, at, ready, (at + 1) % part == 0)
                 ready = self._backward(layers[at], at, ready)
-        if self.model.other_s:
-            self.timeline.add("other", ("compute",), self.model.other_s, (*ready, *self.timeline.tasks[-1:]))
+        if self.model.other_s and self.is_last:
+            summed = [task for task in self.timeline.tasks if task.stage == DATA_SUMS][-1:]
+            self.timeline.add("other", ("compute",), self.model.other_s, (*ready, *summed, *self.timeline.tasks[-1:]))
         self.timeline.solve()
 
     def _forward(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
@@ -193,18 +205,52 @@ class Scheduler:
         if work.return_home is not None:
             home = self._exchanges("gradients" + BACKWARD, (work.return_home,), at, served.experts, work.engine)
         home += self._exchanges("gradients" + BACKWARD, work.gather_home, at, served.experts)
+        self._data_sum(at, (*served.experts, *home))
         # A backward pass has two products for each one of the forward pass.
         before_s = 2 * self.model.before_experts_s(self.cluster)
-        done = self._compute("attention" + BACKWARD, before_s, at, served.back)
+        done = self._compute("attention" + BACKWARD, before_s, at, self._tensor_sum(BACKWARD, at, served.back))
         # The slots are the same memory in every layer: their gradients must be gone before the next one's come.
-        return done, *home
+        return *self._tensor_sum(BACKWARD, at, (done,)), *home
 
     def _attention(self, at: int, ready: tuple[Task, ...]) -> Task:
         """Adds attention with the router, and the experts that all tokens pass, which no exchange waits for."""
         before_s = self.model.before_experts_s(self.cluster)
-        routed = self._compute("attention", before_s, at, ready)
+        (routed,) = self._tensor_sum("", at, (self._compute("attention", before_s, at, ready),))
         self._shared("", at, (routed,), 1.0)
         return routed
+
+    def _from_stage(self, mark: str, at: int, ready: tuple[Task, ...], begins: bool) -> tuple[Task, ...]:
+        """Adds the way of a microbatch's activations, or their gradients, to where a part of a pipeline begins."""
+        peers, num_bytes = self.step.parallel.pipeline, float(self.model.tokens * self.model.row_bytes)
+        if peers.size == 1 or not begins:
+            return ready
+        return (self._beside("stages" + mark, "pipeline", peers.send_s(num_bytes), num_bytes, at, ready),)
+
+    def _tensor_sum(self, mark: str, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
+        """Adds the sum of what the ranks of a tensor group have of all their tokens."""
+        num_bytes = float(self.model.tokens * self.model.row_bytes)
+        return self._sum("tensor sums" + mark, "tensor", self.step.parallel.tensor, num_bytes, at, after)
+
+    def _data_sum(self, at: int, after: tuple[Task, ...]) -> None:
+        """Adds the sum of the gradients of home experts, which nothing in a step waits for but its end."""
+        if self.is_last:
+            num_bytes = float(self.model.experts // self.cluster.num_ranks * self.model.expert_gradient_bytes)
+            self._sum(DATA_SUMS, "data", self.step.parallel.data, num_bytes, at, after)
+
+    def _sum(
+        self, stage: str, links: str, peers: Peers, num_bytes: float, at: int, after: tuple[Task, ...]
+    ) -> tuple[Task, ...]:
+        if peers.size == 1 or not after:
+            return after
+        return (self._beside(stage, links, peers.sum_s(num_bytes), peers.sent_in_sum(num_bytes), at, after),)
+
+    def _beside(
+        self, stage: str, links: str, seconds: float, rank_bytes: float, at: int, after: tuple[Task, ...]
+    ) -> Task:
+        """Adds what a rank sends to ranks of other groups; they all wait for each other."""
+        return self.timeline.add(
+            stage, (f"{links} links",), seconds, after, layer=at, together=True, rank_bytes=rank_bytes
+        )
 
     def _shared(self, mark: str, at: int, after: tuple[Task, ...], factor: float) -> None:
         if self.model.shared_inner:
