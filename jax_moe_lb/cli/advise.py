@@ -110,7 +110,7 @@ def _drawn(
     if sample is not None:
         model, cluster = replace(model, experts=experts_of(model, cluster, sample)), sample
     layers = min(config.routing.layers, model.layers)
-    drift, seed = config.routing.drift.build(), config.routing.seed
+    drift, seed = config.routing.drift, config.routing.seed
     return drawn_workloads(model, cluster.num_ranks, wanted, layers, list(LoadShape), DRAWS, seed, drift)
 
 

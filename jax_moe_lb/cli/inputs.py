@@ -61,8 +61,7 @@ def drifted_counts_of(config: Config, model: ModelShape, cluster: Cluster, imbal
     """Draws steps for systems that plan from earlier ones: a cycle of theirs that is only remembered, and one more."""
     layers, routing = min(config.routing.layers, model.layers), config.routing
     wanted, times = imbalance_of(config, imbalance), range(2 * CYCLE)
-    drift = routing.drift.build()
-    return drifting_counts(model, cluster.num_ranks, times, layers, drift, wanted, routing.seed, routing.shape)
+    return drifting_counts(model, cluster.num_ranks, times, layers, routing.drift, wanted, routing.seed, routing.shape)
 
 
 def recorded_counts(model: ModelShape, cluster: Cluster, trace: Path) -> Counts:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from jax_moe_lb.checks import INT32_MAX
 from jax_moe_lb.sim import units
 from jax_moe_lb.sim.cluster import Cluster, Links
-from jax_moe_lb.sim.communication import Collective, Communication
+from jax_moe_lb.sim.communication import Communication
 from jax_moe_lb.sim.drift import RECORDED, Drift
 from jax_moe_lb.sim.gemm import AnalyticGemm, Gemm, MeasuredGemm
 from jax_moe_lb.sim.limits import MOST_LAYERS, MOST_POINTS, MOST_WIDTH, shown
@@ -83,22 +83,6 @@ class GemmSection(_Section):
         raise ValueError("gemm has neither one; expected rows and speeds, or peak and half_rows")
 
 
-class CommunicationSection(_Section):
-    """This section says how bytes are moved; see `Communication`."""
-
-    collectives: Collective = Collective.RING
-    by_pairs: bool = False
-    by_level: bool = False
-    once_per_member: bool = False
-    dispatch_bytes: float | None = None
-    combine_bytes: float | None = None
-    shares_links: bool = False
-
-    def build(self) -> Communication:
-        """Makes the description."""
-        return Communication(**self.model_dump())
-
-
 class ClusterSection(_Section):
     """This section has a machine; see `Cluster`."""
 
@@ -109,7 +93,7 @@ class ClusterSection(_Section):
     planner: Time = 0.0
     domain_level: Literal["dc", "node", "gpu"] | None = None
     memory: Size | None = None
-    communication: CommunicationSection = CommunicationSection()
+    communication: Communication = Communication()
     jitter: float = 0.0
     jitter_seed: int = Field(default=0, ge=0, lt=2**64)
 
@@ -123,7 +107,7 @@ class ClusterSection(_Section):
             planner_s=self.planner,
             domain_level=self.domain_level,
             memory_bytes=self.memory,
-            communication=self.communication.build(),
+            communication=self.communication,
             jitter=self.jitter,
             jitter_seed=self.jitter_seed,
         )
@@ -209,20 +193,6 @@ class StepSection(_Section):
         return Step(**dict(self) | {"parallel": self.parallel.build()})
 
 
-class DriftSection(_Section):
-    """This section says how popularity changes from step to step, as `jax-moe-lb drift` prints it; see `Drift`."""
-
-    steady: float = RECORDED.steady
-    drifting: float = RECORDED.drifting
-    steps: float = RECORDED.steps
-    rank_std: float = RECORDED.rank_std
-    spread: float | None = None
-
-    def build(self) -> Drift:
-        """Makes the drift."""
-        return Drift(**self.model_dump())
-
-
 class RoutingSection(_Section):
     """This section says which counts are drawn where no trace is given; see `drifting_counts`."""
 
@@ -230,7 +200,7 @@ class RoutingSection(_Section):
     seed: int = Field(default=0, ge=0, lt=2**64)
     layers: Layers = 4
     shape: LoadShape = LoadShape.RANKS
-    drift: DriftSection = DriftSection()
+    drift: Drift = RECORDED
 
 
 class Config(_Section):
@@ -269,7 +239,7 @@ def load_config(argument: str, source: str) -> Config:
     try:
         config = Config.model_validate(data)
         # What the sections make checks more than their types: mistakes shall be found before anything runs.
-        parts = (config.cluster, config.model, config.migration, config.routing.drift, config.step)
+        parts = (config.cluster, config.model, config.migration, config.step)
         for part in parts:
             if part is not None:
                 part.build()
@@ -319,7 +289,8 @@ def _first(error: ValidationError) -> str:
     found = error.errors()[0]
     parts = [f"[{part}]" if isinstance(part, int) else f".{part[:MOST_NAME]}" for part in found["loc"]]
     path = "".join(parts).lstrip(".")
-    if found["type"] == "extra_forbidden":
+    # The latter of dataclasses that are no section of their own.
+    if found["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{path} is unknown"
     if found["type"] == "missing":
         return f"{path} is missing"

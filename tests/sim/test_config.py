@@ -84,6 +84,8 @@ BAD = {
     "no version": ((), {"remove": "version"}, "version is None; expected 1"),
     "unknown section": ((), {"clutser": 1}, "clutser is unknown"),
     "unknown key": (LEVEL, {"siz": 3}, "cluster.levels[0].siz is unknown"),
+    "unknown key of a part": ((), {"routing": {"drift": {"stedy": 1}}}, "routing.drift.stedy is unknown"),
+    "value of a part": ((), {"routing": {"drift": {"steady": -1}}}, "routing.drift steady is -1.0; expected a share"),
     "rate without unit": (LEVEL, {"rate": 400}, "cluster.levels[0].rate is 400; expected a rate above 0 with its unit"),
     "no bandwidth": (LEVEL, {"rate": "0 GB/s"}, "cluster.levels[0].rate is '0 GB/s'; expected a rate above 0"),
     "negative bandwidth": (LEVEL, {"rate": "-5 GB/s"}, "rate is '-5 GB/s'; expected a rate above 0"),
