@@ -1,23 +1,29 @@
-"""Whether balancing pays on two ranks with a core each: measured as `bench_two_ranks` does it, and simulated.
+"""Calibrate, simulate, measure: six steps on two ranks with a core each, predicted from this machine's own rates.
 
     python -m benchmarks.bench_break_even_two_ranks [--repeats 15] [--out FILE.json]
 
-Forward and backward of one layer of width 256, 8 experts, top-2, float32; `ultraep` with one replica slot beside plain,
-taken in turn. Nothing else may run meanwhile. It is simulated on the preset `cpu_2_cores`, whose rates were measured
-between the devices of one process, not between processes over loopback: compare on which side of 1 a point is.
+Forward and backward of one layer of width 256, 8 experts, top-2, float32, between two processes as `bench_two_ranks`
+runs them; `ultraep` with one replica slot beside plain, taken in turn. Nothing else may run meanwhile.
+
+Nothing is fitted to a step. Before its steps each pair of processes measures what `jax-moe-lb calibrate` does: grouped
+FFNs, exchanges, copies of weights and a planner, each by itself and all but the first of one size. `simulate` puts
+steps together from them that nobody has timed, with the counts of the measured ones.
 """
 
 import argparse
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from benchmarks.bench_break_even import cluster_of, step_s
-from benchmarks.bench_two_ranks import NUM_RANKS, PLAN, REPLICA_SLOTS, Point, measure, slowest_s
+import numpy as np
+
+from benchmarks.bench_two_ranks import PLAN, REPLICA_SLOTS, Point, measure, slowest_s
 from benchmarks.results import Table, Value, out_option, report, spread
-from jax_moe_lb import plain, ultraep
-from jax_moe_lb.sim import LoadShape, ModelShape
-from jax_moe_lb.sim.choice import Candidate
-from jax_moe_lb.sim.workloads import drawn_workloads
+from jax_moe_lb import System, plain, ultraep
+from jax_moe_lb.sim import Cluster, ModelShape, simulate
+from jax_moe_lb.sim.config import load_config
 
 POINTS = (
     Point(256, 1024, 1.8),
@@ -29,21 +35,38 @@ POINTS = (
 )
 
 
+def cluster_of(machine: str) -> Cluster:
+    """The machine of a file that `jax-moe-lb calibrate` would have written."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "machine.yaml"
+        path.write_text(machine)
+        found = load_config("machine", str(path)).cluster
+    if found is None:
+        raise RuntimeError("the file has no cluster; expected one")
+    return found.build()
+
+
+def predicted_s(found: dict[str, Any], name: str, system: System, point: Point) -> float:
+    """Seconds of a step with the counts of one row of what a rank reports."""
+    sizes = point.sizes
+    model = ModelShape(
+        1, sizes.width, sizes.inner, sizes.num_experts, sizes.per_tok, sizes.num_tokens, itemsize=4, pre_expert_s=0.0
+    )
+    counts = np.asarray(found["rows"][name]["counts"], np.int32)
+    return simulate(system, model, cluster_of(found["machine"]), counts).step_s
+
+
 def measured(repeats: int) -> Iterator[list[Value]]:
-    """Time of `ultraep` over that of plain on two ranks: measured, and simulated."""
-    cluster = cluster_of("cpu_2_cores")
+    """Both systems on two ranks, predicted and measured, and the one over the other."""
     for point in POINTS:
-        times_s = slowest_s(measure(repeats, point))
-        base, ours = times_s["plain"], times_s[PLAN]
-        sizes = point.sizes
-        model = ModelShape(
-            1, sizes.width, sizes.inner, sizes.num_experts, sizes.per_tok, sizes.num_tokens, itemsize=4, pre_expert_s=0
-        )
-        candidate = Candidate(PLAN, ultraep(REPLICA_SLOTS))
-        workload = drawn_workloads(model, NUM_RANKS, point.imbalance, 1, [LoadShape.HOT], draws=1, seed=0)[0]
-        expected = step_s(candidate, model, cluster, workload)
-        expected /= step_s(Candidate("plain", plain()), model, cluster, workload)
-        yield [sizes.num_tokens, sizes.inner, point.imbalance, spread(base * 1e3), spread(ours / base), expected]
+        found = measure(repeats, point)
+        times_s, systems = slowest_s(found), {"plain": plain(), PLAN: ultraep(REPLICA_SLOTS)}
+        expected_s = {name: predicted_s(found[0], name, system, point) for name, system in systems.items()}
+        row: list[Value] = [point.num_tokens, point.inner, point.imbalance]
+        for name, expected in expected_s.items():
+            median_s = float(np.median(times_s[name]))
+            row += [expected * 1e3, spread(times_s[name] * 1e3), 100 * (expected / median_s - 1)]
+        yield [*row, expected_s[PLAN] / expected_s["plain"], spread(times_s[PLAN] / times_s["plain"])]
 
 
 def main() -> None:
@@ -52,10 +75,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15, help="of each point")
     out_option(parser)
     given = parser.parse_args()
-    columns = {"tokens per rank": "d", "inner width": "d", "skew asked for": ".2f", "plain ms": ".1f"}
-    columns |= {"ultraep / plain, measured": ".2f", "simulated": ".2f"}
-    table = Table(columns, list(measured(given.repeats)))
-    report({"two_ranks": table}, given.out)
+    columns = {"tokens per rank": "d", "inner width": "d", "skew asked for": ".2f"}
+    columns |= {"plain ms, predicted": ".1f", "plain ms, measured": ".1f", "plain off %": "+.0f"}
+    columns |= {"ultraep ms, predicted": ".1f", "ultraep ms, measured": ".1f", "ultraep off %": "+.0f"}
+    columns |= {"ultraep / plain, predicted": ".2f", "ultraep / plain, measured": ".2f"}
+    report({"two_ranks": Table(columns, list(measured(given.repeats)))}, given.out)
     print(f"Load averages at the end: {os.getloadavg()}.")
 
 

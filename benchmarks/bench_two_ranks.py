@@ -28,6 +28,8 @@ from benchmarks.popular_ranks import Case, popularity
 from benchmarks.results import Table, out_option, report, spread
 from benchmarks.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
 from jax_moe_lb import ForceBalanced, Stats, TopK, plain, ultraep, use_virtual_cpu_devices
+from jax_moe_lb.cli import calibrate
+from jax_moe_lb.cli.measured import to_yaml
 from jax_moe_lb.routing import Router
 
 NUM_RANKS, REPLICA_SLOTS = 2, 1
@@ -82,13 +84,14 @@ def configurations(router: Router) -> dict:
 
 
 def run_rank(rank: int, address: str, repeats: int, folder: Path, point: Point) -> None:
-    """Times every configuration in turn; writes seconds and statistics into the folder."""
+    """Calibrates, then times every configuration in turn; writes what it found into the folder."""
     faulthandler.dump_traceback_later(limit_s(repeats), exit=True)
     jax.config.update("jax_platforms", "cpu")
     use_virtual_cpu_devices(1)
     _join(rank, address)
     sizes = point.sizes
     mesh = jax.make_mesh((NUM_RANKS,), ("expert",), axis_types=(AxisType.Auto,))
+    machine = to_yaml(calibrate.measure(NUM_RANKS), calibrate.HIDDEN, calibrate.INNER)
     weights = popularity(Case(sizes.num_experts, NUM_RANKS, REPLICA_SLOTS, point.imbalance), sizes.per_tok)
     args = (tokens_of(mesh, sizes, logits_by_popularity(weights, sizes, 0)), *weights_of(mesh, sizes))
     steps, rows = {}, {}
@@ -102,7 +105,8 @@ def run_rank(rank: int, address: str, repeats: int, folder: Path, point: Point) 
             jax.block_until_ready(step((), *args))
             rows[name]["wall_s"].append(time.perf_counter() - start_s)
             rows[name]["cpu_s"].append(time.process_time() - start_cpu_s)
-    report = {"cores": sorted(os.sched_getaffinity(0)), "dense_flops_per_s": dense_flops_per_s(sizes), "rows": rows}
+    dense = dense_flops_per_s(sizes)
+    report = {"cores": sorted(os.sched_getaffinity(0)), "dense_flops_per_s": dense, "rows": rows, "machine": machine}
     (folder / f"{rank}.json").write_text(json.dumps(report))
     jax.distributed.shutdown()
 
@@ -111,6 +115,7 @@ def _statistics(stats: Stats) -> dict:
     """Of one step, with room for its times."""
     stats = jax.device_get(stats)
     return {
+        "counts": stats.counts.tolist(),
         "imbalance": float(stats.imbalance_after),
         "rounds": int(stats.rounds),
         "rows_moved": int(stats.rows_moved),

@@ -76,6 +76,8 @@ def measure(ranks: int) -> Measured:
         dense_flops_per_s=2.0 * 1024 * 1024 * 1024 / _product_s(mesh),
         copy_bytes_per_s=3.0 * HIDDEN * INNER * 4 * GROUPS / _copy_s(mesh),
         planner_s=_planner_s(mesh.size),
+        # Each row is read once and written once.
+        hbm_bytes_per_s=2.0 * MANY_ROWS * HIDDEN * 4 / _permutation_s(mesh),
         memory_bytes=(device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None,
     )
 
@@ -169,6 +171,12 @@ def _exchange_s(mesh: Mesh, level: str, rows: int) -> float:
     starts = np.arange(size, dtype=np.int32) * each
     sizes = np.full(size, each, np.int32)
     return median_s(_on_ranks(mesh, one_rank, np.ones((size * each, HIDDEN), np.float32), starts, sizes), REPEATS)
+
+
+def _permutation_s(mesh: Mesh) -> float:
+    order = np.random.default_rng(0).permutation(MANY_ROWS).astype(np.int32)
+    rows = np.ones((MANY_ROWS, HIDDEN), np.float32)
+    return median_s(_on_ranks(mesh, lambda rows, order: rows[order], rows, order), REPEATS)
 
 
 def _copy_s(mesh: Mesh) -> float:

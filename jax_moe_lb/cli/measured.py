@@ -53,6 +53,7 @@ class Measured:
         dense_flops_per_s: the rate of one large product on every rank, in operations per second.
         copy_bytes_per_s: what copies of weights bring into one rank, in bytes per second.
         planner_s: the seconds of `Greedy` on the host.
+        hbm_bytes_per_s: what a rank reads and writes, together, in a permutation of rows.
         memory_bytes: what a device may allocate; `None` if it does not say, and of CPUs.
     """
 
@@ -68,6 +69,7 @@ class Measured:
     dense_flops_per_s: float
     copy_bytes_per_s: float
     planner_s: float
+    hbm_bytes_per_s: float
     memory_bytes: int | None = None
 
     @property
@@ -102,6 +104,7 @@ def _far(found: Measured, preset: str, cluster: Cluster) -> Iterator[str]:
         "compute": (found.dense_flops_per_s, cluster.flops_per_s, "FLOP/s"),
         "copy_engines": (found.copy_bytes_per_s, cluster.copy_bytes_per_s, "B/s"),
         "planner": (found.planner_s, cluster.planner_s, "s"),
+        "hbm": (found.hbm_bytes_per_s, cluster.hbm_bytes_per_s, "B/s"),
     }
     for name, (mine, its, unit) in pairs.items():
         # A preset without the figure says nothing about it.
@@ -128,6 +131,7 @@ def to_yaml(found: Measured, hidden: int, inner: int) -> str:
         "compute": f"{found.dense_flops_per_s / 1e9:.4g} GFLOP/s",
         "copy_engines": f"{found.copy_bytes_per_s / 1e9:.4g} GB/s",
         "planner": f"{found.planner_s * 1e6:.4g} us",
+        "hbm": f"{found.hbm_bytes_per_s / 1e9:.4g} GB/s",
     }
     if found.memory_bytes is not None:
         cluster["memory"] = f"{found.memory_bytes / 1e9:.4g} GB"

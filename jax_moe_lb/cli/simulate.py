@@ -29,6 +29,7 @@ from jax_moe_lb.cli.report import note, print_json, print_table, print_text, wit
 from jax_moe_lb.cli.tables import layer_table, report_json
 from jax_moe_lb.sim import Migration, Report, mean_report, replay
 from jax_moe_lb.sim.config import Config, load_config
+from jax_moe_lb.sim.hbm import traffic_of
 from jax_moe_lb.sim.limits import check_timeline, forecast
 from jax_moe_lb.sim.run import keeps_history, remembered
 from jax_moe_lb.sim.trace import write_png, write_trace
@@ -79,12 +80,13 @@ def simulate(
         )
         report = mean_report(list(with_progress(steps, len(counts), "simulating")))
         _write(report, timeline, png, f"{config}, {name}")
+        hbm = traffic_of(candidate.system, model, cluster, step)
         head = {"config": config, "system": name, "num_ranks": cluster.num_ranks, "layers": model.layers}
         if as_json:
             domains = list(candidate.migration.sizes(cluster))
-            print_json({**head, "domain_sizes": domains, **report_json(report)})
+            print_json({**head, "domain_sizes": domains, **report_json(report), "hbm_bytes": asdict(hbm)})
         else:
-            print_table(layer_table(head, report), least_width=90)
+            print_table(layer_table(head, report, hbm), least_width=90)
 
 
 def calibrate(

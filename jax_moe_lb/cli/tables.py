@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jax_moe_lb.sim import Report
+from jax_moe_lb.sim.hbm import HbmTraffic
 
 UNITS = (("ms", 1e3, 10.0), ("s", 1.0, 600.0), ("min", 1 / 60, 7200.0), ("h", 1 / 3600, float("inf")))
 """Each with how many there are in a second, and up to how many seconds it is used."""
@@ -33,14 +34,16 @@ def report_json(report: Report) -> dict[str, Any]:
     }
 
 
-def layer_table(head: dict[str, Any], report: Report) -> Table:
+def layer_table(head: dict[str, Any], report: Report, hbm: HbmTraffic) -> Table:
     """Makes a table with a line for every stage, and one for the step."""
     title = ", ".join(f"{name} {value}" for name, value in head.items())
     moved = ", ".join(f"{name} {decimal(round(total))}" for name, total in report.level_bytes.items())
     parts = ", ".join(f"{name} {decimal(round(value))}" for name, value in report.memory.by_name.items())
+    in_memory = ", ".join(f"{name} {decimal(round(value))}" for name, value in asdict(hbm).items() if value)
     caption = (
         f"imbalance {report.imbalance_before:.3f} -> {report.imbalance_after:.3f}, rounds {report.rounds}\n"
-        f"sent over all links: {moved}\nmemory of a rank: {decimal(round(report.memory.total))} ({parts})"
+        f"sent over all links: {moved}\nmemory of a rank: {decimal(round(report.memory.total))} ({parts})\n"
+        f"read and written in its memory in a layer: {decimal(round(hbm.total))} ({in_memory})"
     )
     table = Table(title=escape(title), title_justify="left", caption=caption, caption_justify="left", box=SIMPLE_HEAD)
     table.add_column("stage", no_wrap=True)

@@ -74,6 +74,8 @@ class Cluster:
         planner_s: the seconds from counts to plan of a planner that reads the counts; usually 60e-6 to 100e-6.
         domain_level: the outermost level inside a domain, in which expert weights may move; `None` takes the innermost.
         memory_bytes: the memory of one rank, in bytes; `None` if unknown, and then nothing is refused for it.
+        hbm_bytes_per_s: what a rank reads from and writes to its memory, together: 3.35e12 by the datasheet of an H100.
+            `None` takes permutations and sums of rows to cost nothing; see `sim/hbm.py`.
         communication: how the library that moves bytes does so; what XLA does, by default.
         jitter: the standard deviation of the logarithm of what a rank takes for a task, drawn for every rank and task
             with a mean of 1: 0.02 is a machine whose ranks differ by 2 %. Exchanges wait for the slowest.
@@ -96,6 +98,7 @@ class Cluster:
     planner_s: float = 0.0
     domain_level: str | None = None
     memory_bytes: float | None = None
+    hbm_bytes_per_s: float | None = None
     communication: Communication = field(default_factory=Communication)
     jitter: float = 0.0
     jitter_seed: int = 0
@@ -106,7 +109,7 @@ class Cluster:
             raise ValueError(f"Cluster.levels are {names}; expected some of {LEVEL_NAMES}, in this order")
         if self.domain_level is not None and self.domain_level not in names:
             raise ValueError(f"Cluster.domain_level is {self.domain_level!r}; expected one of {names}")
-        for name in ("flops_per_s", "copy_bytes_per_s", "memory_bytes"):
+        for name in ("flops_per_s", "copy_bytes_per_s", "memory_bytes", "hbm_bytes_per_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"Cluster.{name} is {value}; expected a finite number above 0")

@@ -93,6 +93,7 @@ class ClusterSection(_Section):
     planner: Time = 0.0
     domain_level: Literal["dc", "node", "gpu"] | None = None
     memory: Size | None = None
+    hbm: Rate | None = None
     communication: Communication = Communication()
     jitter: float = 0.0
     jitter_seed: int = Field(default=0, ge=0, lt=2**64)
@@ -107,6 +108,7 @@ class ClusterSection(_Section):
             planner_s=self.planner,
             domain_level=self.domain_level,
             memory_bytes=self.memory,
+            hbm_bytes_per_s=self.hbm,
             communication=self.communication,
             jitter=self.jitter,
             jitter_seed=self.jitter_seed,

@@ -9,8 +9,9 @@ copies home without a plan, and `rows` brings some of them on from there, beside
 
 Backward, from the last layer to the first, their names end with ` (backward)`: weights again, upstream gradients to the
 ranks, experts, gradients of tokens back, then attention, under which the `gradients` of replicas and of gathered
-experts go home. `other` is what the step does outside these layers. Groups beside the expert-parallel one have stages
-of their own: see `parallel.py`.
+experts go home. Where the rate of a rank's own memory is known, `permutation`, `sums of copies` and `joined weights`
+take time, too: see `hbm.py`. `other` is what the step does outside these layers. Groups beside the expert-parallel one
+have stages of their own: see `parallel.py`.
 
 Tasks run on the streams `compute`, `host` (the planner), `copy` (copy engines), `dc links`, `node links` and
 `gpu links`, one for each level that there is, and `tensor links`, `data links` and `pipeline links`.
@@ -71,6 +72,41 @@ class Step:
     def __post_init__(self) -> None:
         if self.optimizer_bytes is not None and not 0 <= self.optimizer_bytes < math.inf:
             raise ValueError(f"optimizer_bytes is {self.optimizer_bytes}; expected a finite number, at least 0")
+
+
+def permuted_bytes(copies_bytes: float) -> float:
+    """Counts what a permutation of token copies moves in a rank's memory: each is read and written.
+
+    Args:
+        copies_bytes: those of the copies.
+    """
+    return 2 * copies_bytes
+
+
+def summed_bytes(copies_bytes: float, tokens_bytes: float) -> float:
+    """Counts what a sum of each token's copies moves in a rank's memory.
+
+    Args:
+        copies_bytes: those of the copies, which are read.
+        tokens_bytes: those of the tokens, which are written.
+    """
+    return copies_bytes + tokens_bytes
+
+
+def joined_bytes(weights_bytes: float, *, is_backward: bool) -> float:
+    """Counts what moves in a rank's memory to have weights of home experts and replicas in one array.
+
+    Args:
+        weights_bytes: those of all slots.
+        is_backward: whether their transposes are needed, too.
+    """
+    return (4 if is_backward else 2) * weights_bytes
+
+
+def _of_home(work: LayerWork) -> Wave:
+    """Makes one wave of all that comes home, of a layer in two phases."""
+    first, second = work.waves
+    return replace(first, rows=np.hstack([first.rows, second.rows]))
 
 
 class _Served(NamedTuple):
@@ -150,7 +186,7 @@ class Scheduler:
         told = self._exchanges("counts", self._if_counted(work.address), at, counted)
         planned = (self.timeline.add("plan", ("host",), work.planner_s, counted, layer=at),)
         first, second = work.waves
-        sent = self._dispatch("dispatch", first, at, (*counted, *told))
+        sent = self._dispatch("dispatch", _of_home(work), at, (*counted, *told))
         held += self._weights("weights", work, at, (*planned, *sent))
         held += self._exchanges("rows", second.dispatch, at, (*planned, *sent), work.engine, second.rounds)
         static = self._experts("", first, at, sent, 1.0)
@@ -161,7 +197,7 @@ class Scheduler:
         factor, sends = (3.0, 2) if self.step.recompute else (2.0, 1)
         self._shared(BACKWARD, at, ready, factor)
         first, second = work.waves
-        sent = self._dispatch("dispatch" + BACKWARD, first, at, ready, sends)
+        sent = self._dispatch("dispatch" + BACKWARD, _of_home(work), at, ready, sends)
         held += self._weights("weights" + BACKWARD, work, at, ready)
         onward = second.gradients_out(sends - 1)
         held += self._exchanges("rows" + BACKWARD, onward, at, sent, work.engine, sends * second.rounds)
@@ -180,7 +216,8 @@ class Scheduler:
         home = second.gradients_back if mark else second.back
         at_home = self._exchanges("return" + mark, home, at, served, work.engine, second.rounds) or served
         back = first.gradients_back if mark else first.back
-        return self._exchanges("combine" + mark, back, at, (*served, *at_home), messages=first.rounds) or at_home
+        done = self._exchanges("combine" + mark, back, at, (*served, *at_home), messages=first.rounds) or at_home
+        return self._sums_of_tokens(mark, _of_home(work), at, done)
 
     def _backward(self, work: LayerWork, at: int, ready: tuple[Task, ...]) -> tuple[Task, ...]:
         if work.passes_home:
@@ -262,20 +299,40 @@ class Scheduler:
         return flows if self.step.exchange_counts else ()
 
     def _weights(self, stage: str, work: LayerWork, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
-        return () if work.replicate is None else self._exchanges(stage, (work.replicate,), at, after, work.engine)
+        if work.replicate is None:
+            return ()
+        held = self._exchanges(stage, (work.replicate,), at, after, work.engine)
+        weights_bytes = float(work.waves[-1].rows.shape[1] * self.model.expert_bytes)
+        is_backward = stage.endswith(BACKWARD)
+        joined = joined_bytes(weights_bytes, is_backward=is_backward)
+        return self._in_memory("joined weights" + BACKWARD * is_backward, joined, at, held)
+
+    def _in_memory(self, stage: str, num_bytes: float, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
+        """Adds what only moves bytes in a rank's own memory, where its rate is known."""
+        rate = self.cluster.hbm_bytes_per_s
+        return (self._compute(stage, num_bytes / rate, at, after),) if rate and after else after
 
     def _dispatch(self, stage: str, wave: Wave, at: int, after: tuple[Task, ...], sends: int = 0) -> tuple[Task, ...]:
         """Adds the way to the experts: of tokens, or of gradients with tokens beside them if there are two sends."""
         flows = wave.gradients_out(sends - 1) if sends else wave.dispatch
-        sends = max(sends, 1)
+        mark, sends = BACKWARD if sends else "", max(sends, 1)
+        after = self._in_memory("permutation" + mark, sends * permuted_bytes(self._copies_bytes(wave)), at, after)
         return self._exchanges(stage, flows, at, after, messages=sends * wave.rounds) or after
 
     def _serve(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> _Served:
         """Adds experts, and what they put out on its way back."""
         computed = self._experts(mark, wave, at, after, factor)
         flows = wave.gradients_back if mark else wave.back
-        back = self._exchanges("combine" + mark, flows, at, computed, messages=wave.rounds)
-        return _Served(computed, back or computed)
+        back = self._exchanges("combine" + mark, flows, at, computed, messages=wave.rounds) or computed
+        return _Served(computed, self._sums_of_tokens(mark, wave, at, back))
+
+    def _sums_of_tokens(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...]) -> tuple[Task, ...]:
+        summed = summed_bytes(self._copies_bytes(wave), float(self.model.tokens * self.model.row_bytes))
+        return self._in_memory("sums of copies" + mark, summed, at, after)
+
+    def _copies_bytes(self, wave: Wave) -> float:
+        """Counts the bytes of the copies that a rank sends in a wave, on average over the ranks."""
+        return float(wave.rows.sum() / len(wave.rows) * self.model.row_bytes)
 
     def _experts(self, mark: str, wave: Wave, at: int, after: tuple[Task, ...], factor: float) -> tuple[Task, ...]:
         experts_s = self.cluster.gemm.seconds(wave.rows, factor * self.model.row_flops, max(wave.rounds, 1))

@@ -333,7 +333,7 @@ def measured(monkeypatch):
     from jax_moe_lb.cli.measured import Exchange, Measured
 
     level, curve = Exchange("gpu", 2, 1e9, 1e-5), ((1.0, 2.0), (1e9, 2e9))
-    found = Measured("machine", "gpu", "2026-01-31", 0.0, 2, 2, (level,), *curve, 1e10, 1e9, 1e-4)
+    found = Measured("machine", "gpu", "2026-01-31", 0.0, 2, 2, (level,), *curve, 1e10, 1e9, 1e-4, 1e10)
     monkeypatch.setattr(calibrate, "measure", lambda ranks: found)
 
 

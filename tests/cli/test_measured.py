@@ -24,6 +24,7 @@ SOUND = Measured(
     dense_flops_per_s=500e12,
     copy_bytes_per_s=300e9,
     planner_s=50e-6,
+    hbm_bytes_per_s=3e12,
     memory_bytes=80_000_000_000,
 )
 
@@ -56,7 +57,7 @@ def test_every_level_is_written(tmp_path):
         ("node", 2, 8, 45e9),
         ("gpu", 8, 1, 300e9),
     ]
-    assert cluster.memory_bytes == 80e9
+    assert (cluster.memory_bytes, cluster.hbm_bytes_per_s) == (80e9, 3e12)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,56 @@
+"""What a rank reads from and writes to its memory in a layer: the simulator's count beside programs compiled for H100s.
+
+Run it with `python -m benchmarks.bench_hbm_model` in an environment with compilers for GPUs (`ci/accelerators.sh` makes
+one), for some 5 minutes. The terms were found in the programs of Qwen3-30B-A3B's sizes; of the other sizes nothing was
+known when they were written down.
+"""
+
+from collections.abc import Iterator
+
+from benchmarks.results import Table, Value, out_alone, report
+from jax_moe_lb.compiled import LayerSizes, Target, compile_layer, quiet_stderr, use_no_accelerators
+from jax_moe_lb.sim import ModelShape, Step
+from jax_moe_lb.sim.config import load_config
+from jax_moe_lb.sim.hbm import traffic_of
+from jax_moe_lb.systems import system_named
+
+SIZES = {
+    "Qwen3-30B-A3B": LayerSizes(),
+    "Mixtral-8x7B": LayerSizes(hidden=4096, inner=14336, experts=8, per_token=2),
+    "GLM-4.5-Air": LayerSizes(hidden=4096, inner=1408, experts=128),
+}
+PROGRAMS = [("plain", False, 1), ("exact", False, None), ("plain", True, 1), ("exact", True, 1), ("exact", True, None)]
+"""System, whether with gradients, and the rounds that it has; `None` for a loop."""
+
+TARGET = "h100:1x8"
+
+
+def rows() -> Iterator[list[Value]]:
+    """Every program."""
+    node = load_config("preset", "h100_node").cluster
+    if node is None:
+        raise RuntimeError("h100_node has no cluster; expected one")
+    cluster = node.build()
+    for name, sizes in SIZES.items():
+        shape = ModelShape(1, sizes.hidden, sizes.inner, sizes.experts, sizes.per_token, sizes.tokens)
+        for system_name, backward, rounds in PROGRAMS:
+            system = system_named(system_name).with_rounds(rounds)
+            predicted = traffic_of(system, shape, cluster, Step(backward=backward)).total
+            with quiet_stderr():
+                program = compile_layer(system, Target.parse(TARGET), sizes, gradients=backward, fused=rounds == 1)
+            passes = "forward and backward" if backward else "forward"
+            what = f"{name}, {system_name}, {passes}, {'a loop' if rounds is None else 'one round'}"
+            compiled = program.hbm_bytes
+            yield [what, predicted / 1e9, compiled / 1e9, 100 * (predicted / compiled - 1)]
+
+
+def main() -> None:
+    """Reports the table."""
+    out = out_alone(__doc__)
+    use_no_accelerators()
+    columns = {"layer": "", "GB": ".2f", "compiled GB": ".2f", "off %": "+.1f"}
+    report({"traffic": Table(columns, list(rows()), f"Memory traffic of a rank, {TARGET}, compiled and not run")}, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""`traffic_of` counts what one rank reads from and writes to its own memory in one layer, by name.
+
+Caches are left out, as in `compiled/memory_traffic.py`: each array counts once when it is written and once for every
+operation that reads it. Each term is one of operations that programs compiled for H100s have, and
+`benchmarks/bench_hbm_model.py` holds the sum against what they move in all.
+"""
+
+from dataclasses import asdict, dataclass
+
+from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.memory import SUMS_BYTES
+from jax_moe_lb.sim.model import ModelShape
+from jax_moe_lb.sim.schedule import Step, joined_bytes, permuted_bytes, summed_bytes
+from jax_moe_lb.systems import System
+
+
+@dataclass(frozen=True)
+class HbmTraffic:
+    """Counts bytes, read and written, on one rank.
+
+    `simulate` gives time to the first three where `Cluster.hbm_bytes_per_s` is known: permutations, sums and joined
+    weights. Exchanges take that of their links, and products and activations that of the experts' curve.
+
+    Args:
+        permutation: what brings token copies into the order in which they are sent.
+        sums: what adds the outputs of a token's experts, or the gradients of its copies.
+        joined: what puts weights of home experts and replicas into one array for the products.
+        exchanges: what sends and receives rows, beside the links.
+        products: what multiplies: rows, hidden activations and weights, and the gradients of all of them.
+        activations: what is between products.
+        carried: outputs and sums of gradients that a loop over rounds carries.
+    """
+
+    permutation: float = 0.0
+    sums: float = 0.0
+    joined: float = 0.0
+    exchanges: float = 0.0
+    products: float = 0.0
+    activations: float = 0.0
+    carried: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Returns the bytes of all of them together."""
+        return sum(asdict(self).values())
+
+    def __add__(self, other: "HbmTraffic") -> "HbmTraffic":
+        """Returns both, part by part."""
+        mine, its = asdict(self), asdict(other)
+        return HbmTraffic(**{name: mine[name] + its[name] for name in mine})
+
+
+def traffic_of(system: System, model: ModelShape, cluster: Cluster, step: Step) -> HbmTraffic:
+    """Counts the traffic of one layer in one microbatch, of a system whose receive buffer is filled once.
+
+    Args:
+        system: its slots, and what its dispatch says of buffers and rounds.
+        model: the sizes of the layer.
+        cluster: its ranks share the experts.
+        step: without a backward pass there is the forward pass alone. It takes `recompute` for granted.
+
+    Examples:
+        >>> from jax_moe_lb import plain
+        >>> from jax_moe_lb.sim import Cluster, Links, ModelShape, Step
+        >>> model = ModelShape(1, hidden=2048, inner=768, experts=128, per_token=8, tokens=4096)
+        >>> round(traffic_of(plain(), model, Cluster((Links("gpu", 8, 360e9),)), Step()).total / 1e9, 1)
+        6.6
+    """
+    copies = model.tokens * model.per_token
+    rows = system.dispatch.buffer_rows(copies)
+    slots = model.experts // cluster.num_ranks + system.replica_slots
+    each = _Arrays(
+        tokens=float(model.tokens * model.row_bytes),
+        copies=float(copies * model.row_bytes),
+        rows=float(rows * model.row_bytes),
+        hidden=float(rows * model.inner * model.itemsize),
+        kind=float(slots * model.expert_bytes / model.matrices),
+    )
+    inner, joins, loops = model.matrices - 1, system.replica_slots > 0, system.dispatch.max_rounds != 1
+    forward = each.forward(inner, joins, loops)
+    return forward + each.backward(inner, joins, loops, SUMS_BYTES / model.itemsize) if step.backward else forward
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """Has the bytes of one layer's arrays; of `kind` that of one matrix of every slot."""
+
+    tokens: float
+    copies: float
+    rows: float
+    hidden: float
+    kind: float
+
+    def forward(self, inner: int, joins: bool, loops: bool) -> HbmTraffic:
+        return HbmTraffic(
+            permutation=permuted_bytes(self.copies),
+            sums=summed_bytes(self.copies, self.tokens),
+            joined=joins * joined_bytes((inner + 1) * self.kind, is_backward=False),
+            exchanges=2 * (self.copies + self.rows),
+            # Rows are read once, by the products of up and gate together, and written once.
+            products=2 * self.rows + (inner + 1) * (self.hidden + self.kind),
+            activations=(inner + 1) * self.hidden,
+            carried=loops * self.copies,
+        )
+
+    def backward(self, inner: int, joins: bool, loops: bool, widened: float) -> HbmTraffic:
+        """Counts the pass that receives rows and gradients, and multiplies rows once more for what they had become."""
+        again = self.rows + inner * (self.hidden + self.kind)
+        of_hidden = self.rows + self.hidden + self.kind
+        of_rows = 2 * self.rows + inner * (self.hidden + self.kind)
+        of_weights = 2 * self.rows + (inner + 1) * (self.hidden + self.kind)
+        all_kinds = (inner + 1) * self.kind
+        # Sums are wider than weights: a loop reads and writes them, and writes them wide, and at the end rounds them.
+        carried = (2 * widened + (widened - 1) + widened + 1) * all_kinds
+        return HbmTraffic(
+            permutation=2 * permuted_bytes(self.copies),
+            sums=summed_bytes(self.copies, self.tokens),
+            joined=joins * joined_bytes(all_kinds, is_backward=True),
+            exchanges=3 * (self.copies + self.rows),
+            products=again + of_hidden + of_rows + of_weights,
+            activations=2 * (inner + 1) * self.hidden,
+            carried=loops * carried,
+        )

@@ -1,0 +1,77 @@
+"""What only moves bytes in a rank's own memory takes time where its rate is known."""
+
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+
+from jax_moe_lb import feplb, systems
+from jax_moe_lb.sim import Cluster, Links, ModelShape, Step, simulate
+from jax_moe_lb.sim.hbm import traffic_of
+
+MODEL = ModelShape(layers=2, hidden=64, inner=128, experts=8, per_token=2, tokens=256)
+CLUSTER = Cluster((Links("gpu", 4, 1e9),))
+SLOW = replace(CLUSTER, hbm_bytes_per_s=1e6)
+SKEWED = np.repeat([[200, 120, 64, 64, 16, 16, 16, 16]], 4, 0).astype(np.int32)
+COPIES, TOKENS = 256 * 2 * 128, 256 * 128
+
+
+def simulated(system, cluster, step=Step()):
+    return simulate(system, MODEL, cluster, SKEWED, step=step)
+
+
+@pytest.mark.parametrize("system", [systems.plain(), feplb(1)], ids=["plain", "feplb"])
+def test_permutations_and_sums_take_the_time_of_their_bytes(system):
+    """Copies are read and written in order, backward with their gradients; sums read them and write tokens."""
+    stages = simulated(system, SLOW).stages
+    expected = {
+        "permutation": 2 * COPIES,
+        "permutation (backward)": 4 * COPIES,
+        "sums of copies": COPIES + TOKENS,
+    }
+    for name, num_bytes in expected.items():
+        assert stages[name].busy_s == pytest.approx(2 * num_bytes / 1e6), name
+    assert stages["sums of copies (backward)"].busy_s == pytest.approx(stages["sums of copies"].busy_s)
+
+
+def test_weights_of_replicas_are_joined():
+    stages = simulated(systems.exact(1), SLOW).stages
+    slots_bytes = 3 * MODEL.expert_bytes
+    assert stages["joined weights"].busy_s == pytest.approx(2 * 2 * slots_bytes / 1e6)
+    assert stages["joined weights (backward)"].busy_s == pytest.approx(2 * 4 * slots_bytes / 1e6)
+    assert "joined weights" not in simulated(systems.plain(), SLOW).stages
+
+
+def test_without_a_rate_they_are_left_out():
+    before, after = (simulated(systems.exact(1), one) for one in (CLUSTER, replace(CLUSTER, hbm_bytes_per_s=1e30)))
+    assert before.step_s == pytest.approx(after.step_s)
+    assert not {"permutation", "sums of copies", "joined weights"} & set(before.stages)
+
+
+def test_the_traffic_of_a_layer_has_what_takes_time_and_more():
+    """By hand, with a buffer for exactly the mean load and one round."""
+    system = replace(
+        systems.plain(headroom=1.0), dispatch=replace(systems.plain().dispatch, headroom=1.0, max_rounds=1)
+    )
+    hidden, kind = 256 * 2 * 256, 2 * 64 * 128 * 2
+    found = asdict(traffic_of(system, MODEL, CLUSTER, Step(backward=False)))
+    assert found == {
+        "permutation": 2 * COPIES,
+        "sums": COPIES + TOKENS,
+        "joined": 0,
+        "exchanges": 4 * COPIES,
+        "products": 2 * COPIES + 3 * hidden + 3 * kind,
+        "activations": 3 * hidden,
+        "carried": 0,
+    }
+    both = traffic_of(system, MODEL, CLUSTER, Step())
+    assert both.permutation == 3 * found["permutation"]
+    assert both.sums == 2 * found["sums"]
+    assert both.total > 3 * sum(found.values())
+
+
+def test_loops_carry_outputs_and_wide_sums():
+    loop, once = (traffic_of(systems.exact(1).with_rounds(n), MODEL, CLUSTER, Step()) for n in (None, 1))
+    assert replace(loop, carried=0.0) == once
+    # Weights of two bytes, sums of four: read and written, the half that is wider, and rounded at the end.
+    assert loop.carried == COPIES + (4 + 1 + 2 + 1) * 3 * MODEL.expert_bytes
