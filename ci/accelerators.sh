@@ -13,13 +13,7 @@ cudart=$(echo "$toolkit"/lib/libcudart.so.*)
 # Not in the folder of the other build, which is for another toolkit or none.
 CUDAToolkit_ROOT=$toolkit install --no-build-isolation -C build-dir=build/accelerators \
   -C cmake.define.JAX_MOE_LB_CUDA=ON -C cmake.define.CUDA_CUDART="$cudart" -e '.[cuda,tpu,train]'
-# Beside the other programs: a compiler uses one core for most of its time.
-reference=$(mktemp)
-"$venv/bin/python" -m tests.models.compile_reference > "$reference" 2>&1 &
+"$venv/bin/python" -m tests.models.compile_reference
 # The program of a page, as it stands.
 "$venv/bin/python" -c "$(sed -n '/^```python$/,/^```$/{/^```/!p}' docs/compiling.md)"
-"$venv/bin/python" ci/accelerators.py "$@" || bad=1
-wait %1 || bad=1
-cat "$reference"
-rm "$reference"
-exit ${bad:-0}
+exec "$venv/bin/python" ci/accelerators.py "$@"

@@ -1,5 +1,6 @@
 """One MoE layer runs over a mesh here, next to its dense reference."""
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -88,8 +89,9 @@ def with_gradients(layer):
     return run
 
 
+@functools.cache
 def dense_with_gradients(router):
-    """The same for the dense reference."""
+    """The same for the dense reference, compiled once for all tests of a process."""
     return with_gradients(lambda x, mask, kernel, experts: (dense_moe(x, kernel, experts, router, mask), None))
 
 

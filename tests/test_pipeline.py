@@ -49,7 +49,7 @@ def arguments(case, workload, shards, dtype="float32"):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "check_vma"),
-    [*((layout, True) for layout in LAYOUTS), ("tuple of axes", False), ("data x expert", False)],
+    [*((layout, True) for layout in LAYOUTS), ("data x expert", False)],
 )
 def test_every_layout_equals_dense(layout, check_vma):
     sizes, names, axis, options = LAYOUTS[layout]

@@ -45,7 +45,7 @@ def stacked(results):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *results)
 
 
-AS_EXACT = {"eplb", "eplb_plus", "fastermoe", "greedy"}
+AS_EXACT = {"eplb", "eplb_plus", "fastermoe", "greedy", "two_tier"}
 """They plan otherwise and move weights and rows as `exact` does; `test_planners.py` maps the planners themselves."""
 
 

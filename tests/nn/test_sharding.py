@@ -59,7 +59,9 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "system"), [(case, exact(2)) for case in CASES] + [("tensor", feplb(2))])
+@pytest.mark.parametrize(
+    ("case", "system"), [("tensor", feplb(2)), ("fsdp and tensor", exact(2)), ("context", exact(2))]
+)
 def test_experts_that_are_split_equal_whole_ones(case, system, x64):
     sizes, names, table, spec = CASES[case]
     mesh = make_mesh(sizes, names)
