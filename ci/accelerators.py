@@ -33,8 +33,8 @@ LEFT_OUT = {
     "h100:1x8": {"eplb", "eplb_plus", "fastermoe", "plain"},
     "h100:2x8": {"eplb", "eplb_plus", "fastermoe", "greedy", "plain", "two_tier"},
 }
-"""These plan otherwise, with custom calls, and their plans travel as those of others that are compiled there; `plain` is
-compiled at its reference sizes."""
+"""These plan otherwise, with custom calls, and their plans travel as those of others that are compiled there; `plain`
+is compiled at its reference sizes."""
 
 
 @dataclass(frozen=True)

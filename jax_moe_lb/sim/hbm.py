@@ -29,6 +29,7 @@ class HbmTraffic:
         products: what multiplies: rows, hidden activations and weights, and the gradients of all of them.
         activations: what is between products.
         carried: outputs and sums of gradients that a loop over rounds carries.
+        arriving: gradients of replicas where they come home, as many as there is room for: written, and read to be added.
     """
 
     permutation: float = 0.0
@@ -38,6 +39,7 @@ class HbmTraffic:
     products: float = 0.0
     activations: float = 0.0
     carried: float = 0.0
+    arriving: float = 0.0
 
     @property
     def total(self) -> float:
@@ -68,7 +70,8 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, step: Step) 
     """
     copies = model.tokens * model.per_token
     rows = system.dispatch.buffer_rows(copies)
-    slots = model.experts // cluster.num_ranks + system.replica_slots
+    home = model.experts // cluster.num_ranks
+    slots = home + system.replica_slots
     each = _Arrays(
         tokens=float(model.tokens * model.row_bytes),
         copies=float(copies * model.row_bytes),
@@ -78,7 +81,11 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, step: Step) 
     )
     inner, joins, loops = model.matrices - 1, system.replica_slots > 0, system.dispatch.max_rounds != 1
     forward = each.forward(inner, joins, loops)
-    return forward + each.backward(inner, joins, loops, SUMS_BYTES / model.itemsize) if step.backward else forward
+    if not step.backward:
+        return forward
+    room = system.replicate.room_at_home(system.replica_slots, home, cluster.ranks_per_domain) if joins else 0
+    arriving = HbmTraffic(arriving=2.0 * room * model.expert_bytes)
+    return forward + each.backward(inner, joins, loops, SUMS_BYTES / model.itemsize) + arriving
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ class Totals:
             timeline: its tasks, solved.
             cluster: the machine that they ran on.
         """
-        sent = dict.fromkeys(timeline.busy_s(), 0.0)
+        exposed, busy = timeline.exposed_s(), timeline.busy_s()
+        sent = dict.fromkeys(busy, 0.0)
         names = [level.name for level in cluster.levels]
         by_level = dict.fromkeys(names, 0.0)
         for task in timeline.tasks:
@@ -71,8 +72,7 @@ class Totals:
             for level, num_bytes in flows.items():
                 by_level[level] = by_level.get(level, 0.0) + num_bytes
                 sent[task.stage] += num_bytes
-        exposed = timeline.exposed_s()
-        stages = {name: StageTime(busy, exposed.get(name, 0.0), sent[name]) for name, busy in timeline.busy_s().items()}
+        stages = {name: StageTime(busy_s, exposed.get(name, 0.0), sent[name]) for name, busy_s in busy.items()}
         return cls(timeline.end_s, stages, by_level)
 
     def plus(self, other: "Totals", times: float) -> "Totals":
