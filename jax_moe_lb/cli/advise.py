@@ -96,7 +96,7 @@ def advise(
         if as_json:
             print_json(advice_json(answer, judge, workloads))
         else:
-            print_table(advice_table(f"{model} on {cluster}", answer), least_width=126)
+            print_table(advice_table(f"{model} on {cluster}", answer))
             for line in advice_lines(answer, judge, workloads):
                 print_text(line)
 

@@ -11,6 +11,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.filesize import decimal
+from rich.measure import Measurement
 from rich.progress import Progress
 from rich.table import Table
 
@@ -20,8 +21,8 @@ from jax_moe_lb.cli.planning import Effect, mean_effect
 BAR_AFTER_S = 2.0
 """A user is asked to bear so many seconds without a word."""
 
-TABLE_COLUMNS = 100
-"""The widest table of numbers needs so many."""
+MOST_COLUMNS = 1000
+"""No table needs more."""
 
 Head = dict[str, str | int]
 """It has the balancer and the sizes, which hold for all rows."""
@@ -59,7 +60,7 @@ def print_effects(
         table.add_row(str(number), *_cells(effect, expert_bytes))
     table.add_section()
     table.add_row("mean", *_cells(mean, expert_bytes))
-    print_table(table, least_width=TABLE_COLUMNS)
+    print_table(table)
 
 
 def print_json(value: dict) -> None:
@@ -73,10 +74,12 @@ def print_text(text: str) -> None:
         typer.echo(text)
 
 
-def print_table(table: Table, least_width: int = 0) -> None:
-    """Prints a table on stdout, in at least `least_width` columns, however narrow the terminal: numbers are not cut."""
+def print_table(table: Table) -> None:
+    """Prints a table on stdout, however narrow the terminal: what does not wrap, as numbers, is not cut."""
     console = Console()
-    console.width = max(console.width, least_width)
+    if all(column.no_wrap for column in table.columns):
+        needed = Measurement.get(console, console.options.update_width(MOST_COLUMNS), table).maximum
+        console.width = max(console.width, needed)
     with printing():
         console.print(table)
 

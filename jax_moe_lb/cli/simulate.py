@@ -86,7 +86,7 @@ def simulate(
             domains = list(candidate.migration.sizes(cluster))
             print_json({**head, "domain_sizes": domains, **report_json(report), "hbm_bytes": asdict(hbm)})
         else:
-            print_table(layer_table(head, report, hbm), least_width=90)
+            print_table(layer_table(head, report, hbm))
 
 
 def calibrate(

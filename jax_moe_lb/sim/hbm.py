@@ -29,7 +29,7 @@ class HbmTraffic:
         products: what multiplies: rows, hidden activations and weights, and the gradients of all of them.
         activations: what is between products.
         carried: outputs and sums of gradients that a loop over rounds carries.
-        arriving: gradients of replicas where they come home, as many as there is room for: written, and read to be added.
+        arriving: gradients of replicas where they come home, as many as there is room for, written and read again.
     """
 
     permutation: float = 0.0

@@ -63,6 +63,7 @@ def test_the_traffic_of_a_layer_has_what_takes_time_and_more():
         "products": 2 * COPIES + 3 * hidden + 3 * kind,
         "activations": 3 * hidden,
         "carried": 0,
+        "arriving": 0,
     }
     both = traffic_of(system, MODEL, CLUSTER, Step())
     assert both.permutation == 3 * found["permutation"]
@@ -75,3 +76,9 @@ def test_loops_carry_outputs_and_wide_sums():
     assert replace(loop, carried=0.0) == once
     # Weights of two bytes, sums of four: read and written, the half that is wider, and rounded at the end.
     assert loop.carried == COPIES + (4 + 1 + 2 + 1) * 3 * MODEL.expert_bytes
+
+
+def test_gradients_of_replicas_arrive_in_all_the_room_there_is():
+    """Four ranks with a slot each: at most four replicas come home to a rank at once."""
+    assert traffic_of(systems.exact(1), MODEL, CLUSTER, Step()).arriving == 2 * 4 * MODEL.expert_bytes
+    assert traffic_of(systems.exact(1), MODEL, CLUSTER, Step(backward=False)).arriving == 0
