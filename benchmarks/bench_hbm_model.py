@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.results import Table, Value, load, out_option, report
 from jax_moe_lb.compiled import LayerSizes, Target, compile_layer, quiet_stderr, use_no_accelerators
-from jax_moe_lb.sim import ModelShape, Step
+from jax_moe_lb.sim import ModelShape
 from jax_moe_lb.sim.config import load_config
 from jax_moe_lb.sim.hbm import traffic_of
 from jax_moe_lb.systems import system_named
@@ -37,7 +37,7 @@ def rows(earlier: dict[Value, Value]) -> Iterator[list[Value]]:
         shape = ModelShape(1, sizes.hidden, sizes.inner, sizes.experts, sizes.per_token, sizes.tokens)
         for system_name, backward, rounds in PROGRAMS:
             system = system_named(system_name).with_rounds(rounds)
-            predicted = traffic_of(system, shape, cluster, Step(backward=backward)).total
+            predicted = traffic_of(system, shape, cluster, backward=backward).total
             passes = "forward and backward" if backward else "forward"
             what = f"{name}, {system_name}, {passes}, {'a loop' if rounds is None else 'one round'}"
             if isinstance(compiled_gb := earlier.get(what), float):

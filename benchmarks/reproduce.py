@@ -153,6 +153,7 @@ RUNS = (
         result="network_hybridep",
         aside=MEASURED,
     ),
+    Run("network.bench_hybridep", ("--near",), refusal=_network, result="network_hybridep_near", aside=MEASURED),
     Run(
         "network.bench_rails",
         ("--json", "benchmarks/results/two_nodes_of_rails.json"),

@@ -28,6 +28,9 @@ RATES_BITS_PER_S = (100e6, 300e6, 1000e6)
 TOKENS_AND_INNER = ((1024, 16), (512, 64), (256, 256))
 """`T` and `F`: from many tokens and small experts to the reverse."""
 
+NEAR_THE_CROSSOVER = ((384, 80), (384, 96), (384, 128))
+"""Likewise, where plain expert parallelism and domains across the datacenters take about as long, by the model."""
+
 WIDTH = 512
 
 DEVICES_PER_PROCESS = 2
@@ -198,6 +201,7 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     found = winners(rows)
     points = [point for point in found if point["clear"]]
     hits = [point for point in points if point["model"] == point["measured"][0]]
+    right = [point for point in found if point["model"] == point["measured"][0]]
     decisions = {(row["token_bytes"], row["expert_bytes"], point["model"]) for point in found for row in [point["row"]]}
     lines = [
         *(
@@ -209,7 +213,8 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         f"Seconds measured over predicted: median {np.median(seconds_off):+.1%}, "
         f"{min(seconds_off):+.1%} to {max(seconds_off):+.1%}.",
         f"The model's domain size across datacenters is that of the fastest in {len(hits)} of the {len(points)} clear "
-        f"points, of {len(found)}; these are {len(decisions)} decisions, as neither rate nor ratio changes any other.",
+        f"points, and in {len(right)} of all {len(found)}. Of sizes and the model's choices for them there are "
+        f"{len(decisions)} pairs: what else changes, changes no choice.",
     ]
     for point in points:
         if point not in hits:
@@ -226,12 +231,13 @@ def main() -> None:
     sandbox.enter()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--near", action="store_true", help="sizes near the crossover instead")
     parser.add_argument("--json", type=Path, help="where all that was measured is written to")
     out_option(parser)
     given = parser.parse_args()
     load, start_s = os.getloadavg()[0], time.monotonic()
     rows: list[dict[str, Any]] = []
-    for num_tokens, inner in TOKENS_AND_INNER:
+    for num_tokens, inner in NEAR_THE_CROSSOVER if given.near else TOKENS_AND_INNER:
         rows += measure(num_tokens, inner, given.repeats)
         if given.json:
             given.json.write_text(json.dumps(rows, indent=1))

@@ -80,7 +80,7 @@ def simulate(
         )
         report = mean_report(list(with_progress(steps, len(counts), "simulating")))
         _write(report, timeline, png, f"{config}, {name}")
-        hbm = traffic_of(candidate.system, model, cluster, step)
+        hbm = traffic_of(candidate.system, model, cluster, backward=step.backward)
         head = {"config": config, "system": name, "num_ranks": cluster.num_ranks, "layers": model.layers}
         if as_json:
             domains = list(candidate.migration.sizes(cluster))

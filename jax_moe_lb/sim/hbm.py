@@ -8,10 +8,11 @@ operation that reads it. Each term is one of operations that programs compiled f
 from dataclasses import asdict, dataclass
 
 from jax_moe_lb.sim.cluster import Cluster
-from jax_moe_lb.sim.memory import SUMS_BYTES
 from jax_moe_lb.sim.model import ModelShape
-from jax_moe_lb.sim.schedule import Step, joined_bytes, permuted_bytes, summed_bytes
 from jax_moe_lb.systems import System
+
+SUMS_BYTES = 4
+"""Sums over rows, rounds and replicas are kept in float32."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,20 @@ class HbmTraffic:
         return HbmTraffic(**{name: mine[name] + its[name] for name in mine})
 
 
-def traffic_of(system: System, model: ModelShape, cluster: Cluster, step: Step) -> HbmTraffic:
+def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward: bool = True) -> HbmTraffic:
     """Counts the traffic of one layer in one microbatch, of a system whose receive buffer is filled once.
 
     Args:
         system: its slots, and what its dispatch says of buffers and rounds.
         model: the sizes of the layer.
         cluster: its ranks share the experts.
-        step: without a backward pass there is the forward pass alone. It takes `recompute` for granted.
+        backward: whether there is a backward pass, which computes again what it needs.
 
     Examples:
         >>> from jax_moe_lb import plain
-        >>> from jax_moe_lb.sim import Cluster, Links, ModelShape, Step
+        >>> from jax_moe_lb.sim import Cluster, Links, ModelShape
         >>> model = ModelShape(1, hidden=2048, inner=768, experts=128, per_token=8, tokens=4096)
-        >>> round(traffic_of(plain(), model, Cluster((Links("gpu", 8, 360e9),)), Step()).total / 1e9, 1)
+        >>> round(traffic_of(plain(), model, Cluster((Links("gpu", 8, 360e9),))).total / 1e9, 1)
         6.6
     """
     copies = model.tokens * model.per_token
@@ -81,7 +82,7 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, step: Step) 
     )
     inner, joins, loops = model.matrices - 1, system.replica_slots > 0, system.dispatch.max_rounds != 1
     forward = each.forward(inner, joins, loops)
-    if not step.backward:
+    if not backward:
         return forward
     room = system.replicate.room_at_home(system.replica_slots, home, cluster.ranks_per_domain) if joins else 0
     arriving = HbmTraffic(arriving=2.0 * room * model.expert_bytes)
@@ -128,3 +129,32 @@ class _Arrays:
             activations=2 * (inner + 1) * self.hidden,
             carried=loops * carried,
         )
+
+
+def permuted_bytes(copies_bytes: float) -> float:
+    """Counts what a permutation of token copies moves in a rank's memory: each is read and written.
+
+    Args:
+        copies_bytes: those of the copies.
+    """
+    return 2 * copies_bytes
+
+
+def summed_bytes(copies_bytes: float, tokens_bytes: float) -> float:
+    """Counts what a sum of each token's copies moves in a rank's memory.
+
+    Args:
+        copies_bytes: those of the copies, which are read.
+        tokens_bytes: those of the tokens, which are written.
+    """
+    return copies_bytes + tokens_bytes
+
+
+def joined_bytes(weights_bytes: float, *, is_backward: bool) -> float:
+    """Counts what moves in a rank's memory to have weights of home experts and replicas in one array.
+
+    Args:
+        weights_bytes: those of all slots.
+        is_backward: whether their transposes are needed, too.
+    """
+    return (4 if is_backward else 2) * weights_bytes

@@ -7,6 +7,7 @@ Each term is an array of programs compiled for H100s, of which `jax-moe-lb compi
 from dataclasses import asdict, dataclass, fields, replace
 
 from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.hbm import SUMS_BYTES
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.schedule import Step
 from jax_moe_lb.sim.work import Migration
@@ -17,9 +18,6 @@ MOMENTS_BYTES = 8.0
 
 MASTER_BYTES = 4.0
 """Where parameters have fewer bits the optimizer keeps a copy of them in float32."""
-
-SUMS_BYTES = 4
-"""Sums over rows, rounds and replicas are kept in float32."""
 
 ADDRESS_BYTES = 16
 """Of a token copy are kept its expert, its weight, and its place in the sending order and back: four bytes each."""

@@ -26,6 +26,7 @@ import numpy as np
 
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.events import Task, Timeline, Transfer
+from jax_moe_lb.sim.hbm import joined_bytes, permuted_bytes, summed_bytes
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.network import Flow, busy_s, latency_s, level_seconds, seconds
 from jax_moe_lb.sim.parallel import Parallel, Peers
@@ -74,35 +75,6 @@ class Step:
             raise ValueError(f"optimizer_bytes is {self.optimizer_bytes}; expected a finite number, at least 0")
 
 
-def permuted_bytes(copies_bytes: float) -> float:
-    """Counts what a permutation of token copies moves in a rank's memory: each is read and written.
-
-    Args:
-        copies_bytes: those of the copies.
-    """
-    return 2 * copies_bytes
-
-
-def summed_bytes(copies_bytes: float, tokens_bytes: float) -> float:
-    """Counts what a sum of each token's copies moves in a rank's memory.
-
-    Args:
-        copies_bytes: those of the copies, which are read.
-        tokens_bytes: those of the tokens, which are written.
-    """
-    return copies_bytes + tokens_bytes
-
-
-def joined_bytes(weights_bytes: float, *, is_backward: bool) -> float:
-    """Counts what moves in a rank's memory to have weights of home experts and replicas in one array.
-
-    Args:
-        weights_bytes: those of all slots.
-        is_backward: whether their transposes are needed, too.
-    """
-    return (4 if is_backward else 2) * weights_bytes
-
-
 def _of_home(work: LayerWork) -> Wave:
     """Makes one wave of all that comes home, of a layer in two phases."""
     first, second = work.waves
@@ -141,7 +113,7 @@ class Scheduler:
             layers: the work of each layer, in the order of the forward pass.
         """
         ready: tuple[Task, ...] = ()
-        part = len(layers) // self.step.parallel.interleave
+        part = max(1, len(layers) // self.step.parallel.interleave)
         for at, work in enumerate(layers):
             ready = self._from_stage("", at, ready, at % part == 0)
             ready = self._tensor_sum("", at, self._forward(work, at, ready))

@@ -54,7 +54,7 @@ def test_the_traffic_of_a_layer_has_what_takes_time_and_more():
         systems.plain(headroom=1.0), dispatch=replace(systems.plain().dispatch, headroom=1.0, max_rounds=1)
     )
     hidden, kind = 256 * 2 * 256, 2 * 64 * 128 * 2
-    found = asdict(traffic_of(system, MODEL, CLUSTER, Step(backward=False)))
+    found = asdict(traffic_of(system, MODEL, CLUSTER, backward=False))
     assert found == {
         "permutation": 2 * COPIES,
         "sums": COPIES + TOKENS,
@@ -65,14 +65,14 @@ def test_the_traffic_of_a_layer_has_what_takes_time_and_more():
         "carried": 0,
         "arriving": 0,
     }
-    both = traffic_of(system, MODEL, CLUSTER, Step())
+    both = traffic_of(system, MODEL, CLUSTER)
     assert both.permutation == 3 * found["permutation"]
     assert both.sums == 2 * found["sums"]
     assert both.total > 3 * sum(found.values())
 
 
 def test_loops_carry_outputs_and_wide_sums():
-    loop, once = (traffic_of(systems.exact(1).with_rounds(n), MODEL, CLUSTER, Step()) for n in (None, 1))
+    loop, once = (traffic_of(systems.exact(1).with_rounds(n), MODEL, CLUSTER) for n in (None, 1))
     assert replace(loop, carried=0.0) == once
     # Weights of two bytes, sums of four: read and written, the half that is wider, and rounded at the end.
     assert loop.carried == COPIES + (4 + 1 + 2 + 1) * 3 * MODEL.expert_bytes
@@ -80,5 +80,5 @@ def test_loops_carry_outputs_and_wide_sums():
 
 def test_gradients_of_replicas_arrive_in_all_the_room_there_is():
     """Four ranks with a slot each: at most four replicas come home to a rank at once."""
-    assert traffic_of(systems.exact(1), MODEL, CLUSTER, Step()).arriving == 2 * 4 * MODEL.expert_bytes
-    assert traffic_of(systems.exact(1), MODEL, CLUSTER, Step(backward=False)).arriving == 0
+    assert traffic_of(systems.exact(1), MODEL, CLUSTER).arriving == 2 * 4 * MODEL.expert_bytes
+    assert traffic_of(systems.exact(1), MODEL, CLUSTER, backward=False).arriving == 0
