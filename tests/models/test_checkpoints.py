@@ -1,5 +1,6 @@
 """Checkpoints: exact to the bit and both ways, tensor by tensor, and refused in a line where they are damaged."""
 
+import gc
 import json
 import tracemalloc
 
@@ -86,11 +87,16 @@ def test_experts_are_at_home_and_the_host_holds_a_tensor_at_a_time(tmp_path, all
     config = configured(Fields(json.dumps(json.loads(tiny_config("mixtral")) | sizes)))
     save_pretrained(Decoder(config, mesh=mesh(1, 1), system=System(), rngs=nnx.Rngs(0)), tmp_path / "large")
     from_pretrained(tmp_path / "large", mesh())
-    # What is compiled is compiled now.
-    tracemalloc.start()
-    model = from_pretrained(tmp_path / "large", mesh())
-    peak_bytes = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    # What is compiled is compiled now. What threads of earlier tests allocate meanwhile is traced, too, and so is what
+    # waits for a collection: the least of a few times is what a load needs.
+    peaks_bytes = []
+    for _ in range(3):
+        gc.collect()
+        tracemalloc.start()
+        model = from_pretrained(tmp_path / "large", mesh())
+        peaks_bytes.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    peak_bytes = min(peaks_bytes)
     up = by_path(nnx.state(model))["blocks.0.moe.up"]
     assert {shard.data.shape[0] for shard in up.addressable_shards} == {4}
     tensors = load_file(tmp_path / "large" / "model.safetensors")
