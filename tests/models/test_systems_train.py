@@ -23,8 +23,8 @@ from step to step; here 2e-7 was seen after 50, and other processors round other
 MAY_REST = {"rails", "hybridep"}
 """The one leaves loads as they are; to the other two slots are too few for a domain of two ranks."""
 
-AS_EXACT = {"eplb_plus", "fastermoe", "greedy"}
-"""They differ from `exact` in the plan alone, and `tests/balancers` holds a layer with theirs against a dense one."""
+AS_EXACT = {"eplb_plus", "fastermoe", "greedy", "two_tier"}
+"""They differ from `exact` in the plan, or from `ultraep` in that, and `tests/balancers` holds a layer with theirs against a dense one."""
 
 TRAINING = dataclasses.replace(
     CONFIG,
