@@ -24,8 +24,8 @@ MAY_REST = {"rails", "hybridep"}
 """The one leaves loads as they are; to the other two slots are too few for a domain of two ranks."""
 
 AS_EXACT = {"eplb_plus", "fastermoe", "greedy", "two_tier"}
-"""They differ from `exact` in the plan, or from `ultraep` in that, and `tests/balancers` holds a layer with theirs against a
-dense one."""
+"""They differ from `exact` in the plan, or from `ultraep` in that, and `tests/balancers` holds a layer with theirs
+against a dense one."""
 
 TRAINING = dataclasses.replace(
     CONFIG,
