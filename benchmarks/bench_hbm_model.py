@@ -2,7 +2,7 @@
 
 Run it with `python -m benchmarks.bench_hbm_model` in an environment with compilers for GPUs (`ci/accelerators.sh` makes
 one), for some 5 minutes. The terms were found in the programs of Qwen3-30B-A3B's sizes, but for `arriving`, which was
-added when those of Mixtral-8x7B's had a third more than predicted.
+added when those of Mixtral-8x7B's were predicted a third too low.
 """
 
 import argparse
@@ -40,12 +40,12 @@ def rows(earlier: dict[Value, Value]) -> Iterator[list[Value]]:
             predicted = traffic_of(system, shape, cluster, backward=backward).total
             passes = "forward and backward" if backward else "forward"
             what = f"{name}, {system_name}, {passes}, {'a loop' if rounds is None else 'one round'}"
-            if isinstance(compiled_gb := earlier.get(what), float):
-                yield [what, predicted / 1e9, compiled_gb, 100 * (predicted / 1e9 / compiled_gb - 1)]
-                continue
-            with quiet_stderr():
-                program = compile_layer(system, Target.parse(TARGET), sizes, gradients=backward, fused=rounds == 1)
-            yield [what, predicted / 1e9, program.hbm_bytes / 1e9, 100 * (predicted / program.hbm_bytes - 1)]
+            compiled_gb = earlier.get(what)
+            if not isinstance(compiled_gb, float):
+                with quiet_stderr():
+                    program = compile_layer(system, Target.parse(TARGET), sizes, gradients=backward, fused=rounds == 1)
+                compiled_gb = program.hbm_bytes / 1e9
+            yield [what, predicted / 1e9, compiled_gb, 100 * (predicted / 1e9 / compiled_gb - 1)]
 
 
 def main() -> None:

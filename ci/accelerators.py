@@ -30,7 +30,7 @@ PROCESSES = 2
 """Compilers use more than one core at times, and a GB or two of memory each."""
 
 LEFT_OUT = {
-    "h100:1x8": {"eplb", "eplb_plus", "fastermoe", "plain"},
+    "h100:1x8": {"eplb_plus", "fastermoe", "plain"},
     "h100:2x8": {"eplb", "eplb_plus", "fastermoe", "greedy", "plain", "two_tier"},
 }
 """These plan otherwise, with custom calls, and their plans travel as those of others that are compiled there; `plain`

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Models of models/ equal those of transformers, the newest and, of checkpoints, one older, in an environment of their own. Without
-# binaries: every operation is plain JAX there, and torch may be on another Python than that of .venv.
+# Models of models/ equal those of transformers, the newest and, of checkpoints, one older, in an environment of their
+# own. Without binaries: every operation is plain JAX there, and torch may be on another Python than that of .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv-parity

@@ -46,7 +46,7 @@ JAX_PLATFORMS=cpu "$python" -c 'from jax_moe_lb import _custom_calls; _custom_ca
 JAX_PLATFORMS=cpu "$work/venv/bin/jax-moe-lb" doctor
 # Its presets are in the wheel.
 JAX_PLATFORMS=cpu "$work/venv/bin/jax-moe-lb" simulate h100_node --json >/dev/null
-# The tests that compile little, the gradients of every system, and every custom call.
+# The tests that compile little, the gradients of two systems, and every custom call.
 run_tests() { JAX_PLATFORMS=cpu "$python" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -p no:cacheprovider "$@"; }
 # Files of the checkout are checked in the checkout, as is models/, which no wheel has, and programs without binaries.
 run_tests -m 'not slow and not gpu' --ignore tests/test_readme.py --ignore tests/test_pages.py --ignore tests/benchmarks \

@@ -5,10 +5,11 @@ operation that reads it. Each term is one of operations that programs compiled f
 `benchmarks/bench_hbm_model.py` holds the sum against what they move in all.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.model import ModelShape
+from jax_moe_lb.sim.parts import Parts
 from jax_moe_lb.systems import System
 
 SUMS_BYTES = 4
@@ -16,7 +17,7 @@ SUMS_BYTES = 4
 
 
 @dataclass(frozen=True)
-class HbmTraffic:
+class HbmTraffic(Parts):
     """Counts bytes, read and written, on one rank.
 
     `simulate` gives time to the first three where `Cluster.hbm_bytes_per_s` is known: permutations, sums and joined
@@ -42,19 +43,11 @@ class HbmTraffic:
     carried: float = 0.0
     arriving: float = 0.0
 
-    @property
-    def total(self) -> float:
-        """Returns the bytes of all of them together."""
-        return sum(asdict(self).values())
-
-    def __add__(self, other: "HbmTraffic") -> "HbmTraffic":
-        """Returns both, part by part."""
-        mine, its = asdict(self), asdict(other)
-        return HbmTraffic(**{name: mine[name] + its[name] for name in mine})
-
 
 def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward: bool = True) -> HbmTraffic:
     """Counts the traffic of one layer in one microbatch, of a system whose receive buffer is filled once.
+
+    What expert domains gather is not in it.
 
     Args:
         system: its slots, and what its dispatch says of buffers and rounds.

@@ -4,11 +4,12 @@ Each term is an array of programs compiled for H100s, of which `jax-moe-lb compi
 `benchmarks/bench_memory_model.py` holds the sum against what their compiler takes.
 """
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.hbm import SUMS_BYTES
 from jax_moe_lb.sim.model import ModelShape
+from jax_moe_lb.sim.parts import Parts
 from jax_moe_lb.sim.schedule import Step
 from jax_moe_lb.sim.work import Migration
 from jax_moe_lb.systems import System
@@ -34,7 +35,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(Parts):
     """Counts the bytes on one rank, of the experts of these layers alone: no attention and no embedding.
 
     Layers run one after the other, so that what one of them needs while it runs counts once: replicas, and what follows
@@ -69,11 +70,6 @@ class Memory:
     arriving: float = 0.0
 
     @property
-    def total(self) -> float:
-        """Returns the bytes of all of them together."""
-        return sum(asdict(self).values())
-
-    @property
     def by_name(self) -> dict[str, float]:
         """Gives the bytes of each part that there is, by what messages call it."""
         return {NAMES.get(name, name): value for name, value in asdict(self).items() if value}
@@ -82,10 +78,6 @@ class Memory:
     def words(self) -> str:
         """Says each part that there is, in GB."""
         return ", ".join(f"{name} {value / 1e9:.1f}" for name, value in self.by_name.items())
-
-    def __add__(self, other: "Memory") -> "Memory":
-        """Returns both, part by part."""
-        return Memory(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
 
 
 def memory_of(system: System, model: ModelShape, cluster: Cluster, migration: Migration, step: Step) -> Memory:

@@ -99,9 +99,14 @@ class Parallel:
             raise ValueError(f"interleave is {self.interleave}; expected 1 where one stage has all layers")
 
     @property
+    def turns_waited(self) -> float:
+        """Counts for how many microbatches a stage waits in a step, for its first one and after its last."""
+        return (self.pipeline.size - 1) / self.interleave
+
+    @property
     def bubble(self) -> float:
         """Returns the time in which a stage waits, over that in which it works (Narayanan et al., SC 2021, 2.2)."""
-        return (self.pipeline.size - 1) / (self.interleave * self.microbatches)
+        return self.turns_waited / self.microbatches
 
     @property
     def in_flight(self) -> int:

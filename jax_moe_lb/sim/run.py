@@ -16,7 +16,6 @@ from jax_moe_lb.sim.events import Timeline
 from jax_moe_lb.sim.limits import check_entries, check_timeline
 from jax_moe_lb.sim.memory import Memory, memory_of
 from jax_moe_lb.sim.model import ModelShape
-from jax_moe_lb.sim.parallel import Parallel
 from jax_moe_lb.sim.sample import experts_of, sampled_work
 from jax_moe_lb.sim.schedule import Scheduler, Step
 from jax_moe_lb.sim.stages import StageTime, Totals
@@ -312,11 +311,10 @@ def _report(
 
     timeline = microbatch(is_last=True)
     totals = Totals.of(timeline, cluster)
-    if parallel != Parallel():
+    if parallel.microbatches > 1 or parallel.turns_waited:
         # All microbatches are alike; but for the last one's, gradients are not complete when they end.
         before = Totals.of(microbatch(is_last=False), cluster)
-        turns = parallel.bubble * parallel.microbatches
-        totals = totals.plus(before, float(parallel.microbatches - 1)).waiting(turns * before.step_s)
+        totals = totals.plus(before, float(parallel.microbatches - 1)).waiting(parallel.turns_waited * before.step_s)
     return Report(
         step_s=totals.step_s,
         stages=totals.stages,
