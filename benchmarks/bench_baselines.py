@@ -3,6 +3,9 @@
 Run it with `python -m benchmarks.bench_baselines`.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,10 +37,10 @@ def row_of(plan: Plan, time_us: float) -> tuple[float, ...]:
     return float(imbalance(load(plan))), copies.sum(), copies.max(), time_us
 
 
-def packed_afresh(case: popular_ranks.Case, counts: np.ndarray, distinct: bool) -> tuple[float, ...]:
-    """What EPLB's own algorithm makes of the exact load; home experts move."""
+def packed_afresh(case: popular_ranks.Case, counts: np.ndarray, rebalance: Callable) -> tuple[float, ...]:
+    """What EPLB's own algorithm, `rebalance_experts`, makes of the exact load; home experts move."""
     tokens, num_slots = counts.sum(0), case.num_experts + case.num_ranks * case.replica_slots
-    experts, _, copies = rebalance_experts(tokens[None], num_slots, 1, 1, case.num_ranks, distinct=distinct)
+    experts, _, copies = rebalance(tokens[None], num_slots, 1, 1, case.num_ranks)
     loads = (tokens / copies[0])[experts[0]].reshape(case.num_ranks, -1).sum(1)
     return loads.max() / loads.mean(), copies.sum() - case.num_experts, copies.max() - 1, np.nan
 
@@ -52,8 +55,8 @@ def main() -> None:
         results = {
             "plain": (float(imbalance(load(before))), 0, 0, np.nan),
             "EPLB+, homes stay": row_of(*planned(EPLBPlus(), case, counts)),
-            "EPLB+, all packed afresh": packed_afresh(case, counts, distinct=False),
-            "the same, no copy twice on a rank": packed_afresh(case, counts, distinct=True),
+            "EPLB+, all packed afresh": packed_afresh(case, counts, rebalance_experts),
+            "the same, no copy twice on a rank": packed_afresh(case, counts, partial(rebalance_experts, distinct=True)),
             "LPLB, history of the same load": row_of(*planned(LPLB(every=1), case, counts)),
         }
         for name, row in results.items():

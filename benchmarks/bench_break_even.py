@@ -4,19 +4,21 @@
 
 Simulated is one layer, forward and backward, on the preset `h100_node` (8 H100, assumed rates), 64 experts, top-4,
 width 4096, bfloat16: the time of `exact` with two replica slots over that of plain, the median over the four shapes of
-load. `advise` gets workloads of the same skew drawn with one seed, and what it recommends is judged on those of
-another. `bench_break_even_two_ranks` measures some points.
+load, and that of `exact` with `Cost()`, which leaves a plan alone where it would not pay. `advise` gets workloads of
+the same skew drawn with one seed, and what it recommends is judged on those of another. `bench_break_even_two_ranks`
+measures some points.
 """
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.results import Table, Value, out_option, report
-from jax_moe_lb import exact, plain
+from jax_moe_lb import Cost, Exact, exact, plain
 from jax_moe_lb.sim import Cluster, LoadShape, ModelShape, Step, simulate
 from jax_moe_lb.sim.advise import WORTH_IT, advise
 from jax_moe_lb.sim.choice import Candidate, Choice
@@ -30,6 +32,14 @@ INNER = (512, 2048, 8192)
 SKEWS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 REPLICA_SLOTS = 2
 ADVISED_TOKENS = (64, 1024, 16384)
+EXACT = Candidate("exact", exact(REPLICA_SLOTS))
+GUARDED = Candidate("exact with Cost()", replace(EXACT.system, balancer=Exact(cost=Cost())))
+
+DARK = 0.7
+"""Beyond this binary logarithm of a ratio its cell is dark."""
+
+Surface = dict[int, np.ndarray]
+"""`[skews, tokens]`, a time over that of plain, by the inner width."""
 
 
 def model_of(tokens: int, inner: int) -> ModelShape:
@@ -66,28 +76,31 @@ def over_plain(candidate: Candidate, model: ModelShape, cluster: Cluster, skew: 
     return float(np.median(ratios))
 
 
-def surface(cluster: Cluster, tokens: tuple[int, ...]) -> dict[int, np.ndarray]:
-    """`[skews, tokens]`, the time of `exact` over that of plain, by the inner width."""
-    ours = Candidate("exact", exact(REPLICA_SLOTS))
+def surface(candidate: Candidate, cluster: Cluster, tokens: tuple[int, ...]) -> Surface:
+    """Its time over that of plain."""
     return {
-        inner: np.array([[over_plain(ours, model_of(t, inner), cluster, skew, 0) for t in tokens] for skew in SKEWS])
+        inner: np.array(
+            [[over_plain(candidate, model_of(t, inner), cluster, skew, 0) for t in tokens] for skew in SKEWS]
+        )
         for inner in INNER
     }
 
 
-def break_even(found: dict[int, np.ndarray], tokens: tuple[int, ...]) -> Table:
-    """From how many tokens on `exact` stays faster by a percent, and its time at the least and the most."""
+def break_even(found: Surface, guarded: Surface, tokens: tuple[int, ...]) -> Table:
+    """From how many tokens on `exact` stays faster by a percent, and the times of both at the most and at the end."""
     rows: list[list[Value]] = []
     for inner, ratios in found.items():
         expert_mb = model_of(1, inner).expert_bytes / 1e6
-        for skew, of_skew in zip(SKEWS, ratios, strict=True):
+        for skew, of_skew, of_guarded in zip(SKEWS, ratios, guarded[inner], strict=True):
             slower = np.flatnonzero(of_skew > 1 - WORTH_IT)
             first = 0 if not len(slower) else slower[-1] + 1
             text = f"{tokens[first]}" if first < len(tokens) else "never"
-            rows.append([inner, expert_mb, skew, text, of_skew[0], of_skew.max(), of_skew[-1]])
+            ends = of_skew.max(), of_skew[-1], of_guarded.max(), of_guarded[-1]
+            rows.append([inner, expert_mb, skew, text, *ends])
     columns = {"inner width": "d", "an expert, MB": ".1f", "skew": ".2f", "pays from tokens per rank": ""}
-    ends = {f"exact / plain at {tokens[0]}": ".2f", "at most": ".2f", f"at {tokens[-1]}": ".2f"}
-    return Table(columns | ends, rows)
+    for name in (EXACT.name, GUARDED.name):
+        columns |= {f"{name} / plain at most": ".2f", f"{name} / plain at {tokens[-1]}": ".2f"}
+    return Table(columns, rows)
 
 
 def advice(cluster: Cluster, tokens: tuple[int, ...]) -> Iterator[list[Value]]:
@@ -102,7 +115,7 @@ def advice(cluster: Cluster, tokens: tuple[int, ...]) -> Iterator[list[Value]]:
                 answer = advise(Judge(model, cluster, step), space, drawn, drawn)
                 choice = Choice() if answer.leave_off else answer.best.choice
                 ratio = over_plain(choice.build(model, cluster, step), model, cluster, skew, 7)
-                ours = over_plain(Candidate("exact", exact(REPLICA_SLOTS)), model, cluster, skew, 7)
+                ours = over_plain(EXACT, model, cluster, skew, 7)
                 yield [inner, skew, num_tokens, choice.name, ratio, ours]
 
 
@@ -123,13 +136,14 @@ def agreement(rows: list[list]) -> Table:
     return Table(columns | {"advice slower than plain by a percent": "d", "advice / plain at worst": ".3f"}, table)
 
 
-def draw(found: dict[int, np.ndarray], tokens: tuple[int, ...], path: Path) -> None:
+def draw(found: Surface, tokens: tuple[int, ...], path: Path) -> None:
     """Writes a panel for each size of experts."""
     figure = Figure(figsize=(4 * len(found), 3.6), layout="constrained")
     for axes, (inner, ratios) in zip(figure.subplots(1, len(found)), found.items(), strict=True):
         image = axes.pcolormesh(range(len(tokens)), range(len(SKEWS)), np.log2(ratios), cmap="RdBu_r", vmin=-1, vmax=1)
         for (at_skew, at_tokens), ratio in np.ndenumerate(ratios):
-            axes.text(at_tokens, at_skew, f"{ratio:.2f}", ha="center", va="center", fontsize=6)
+            color = "white" if abs(np.log2(ratio)) > DARK else "black"
+            axes.text(at_tokens, at_skew, f"{ratio:.2f}", ha="center", va="center", fontsize=6, color=color)
         axes.set_xticks(range(len(tokens)), map(str, tokens), rotation=60)
         axes.set_yticks(range(len(SKEWS)), map(str, SKEWS))
         axes.set(xlabel="tokens per rank", ylabel="max / mean load before", title=f"experts of 4096 x {inner}")
@@ -149,13 +163,13 @@ def main() -> None:
     given = parser.parse_args()
     cluster = cluster_of("h100_node")
     tokens = TOKENS[::4] if given.quick else TOKENS
-    found = surface(cluster, tokens)
+    found, guarded = (surface(candidate, cluster, tokens) for candidate in (EXACT, GUARDED))
     if given.plot is not None:
         draw(found, tokens, given.plot)
     advised = list(advice(cluster, ADVISED_TOKENS[1:2] if given.quick else ADVISED_TOKENS))
     columns = {"inner width": "d", "skew": ".2f", "tokens per rank": "d", "advised": ""}
     ends = {"advised / plain": ".3f", "exact / plain": ".3f"}
-    tables = {"break_even": break_even(found, tokens), "advice": Table(columns | ends, advised)}
+    tables = {"break_even": break_even(found, guarded, tokens), "advice": Table(columns | ends, advised)}
     tables["agreement"] = agreement(advised)
     report(tables, given.out)
 

@@ -1,6 +1,6 @@
 """Calibrate, simulate, measure: six steps on two ranks with a core each, predicted from this machine's own rates.
 
-    python -m benchmarks.bench_break_even_two_ranks [--repeats 15] [--out FILE.json]
+    python -m benchmarks.bench_break_even_two_ranks [--repeats 15] [--points 6] [--out FILE.json]
 
 Forward and backward of one layer of width 256, 8 experts, top-2, float32, between two processes as `bench_two_ranks`
 runs them; `ultraep` with one replica slot beside plain, taken in turn. Nothing else may run meanwhile.
@@ -56,9 +56,9 @@ def predicted_s(found: dict[str, Any], name: str, system: System, point: Point) 
     return simulate(system, model, cluster_of(found["machine"]), counts).step_s
 
 
-def measured(repeats: int) -> Iterator[list[Value]]:
+def measured(repeats: int, points: tuple[Point, ...]) -> Iterator[list[Value]]:
     """Both systems on two ranks, predicted and measured, and the one over the other."""
-    for point in POINTS:
+    for point in points:
         found = measure(repeats, point)
         times_s, systems = slowest_s(found), {"plain": plain(), PLAN: ultraep(REPLICA_SLOTS)}
         expected_s = {name: predicted_s(found[0], name, system, point) for name, system in systems.items()}
@@ -73,13 +73,14 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15, help="of each point")
+    parser.add_argument("--points", type=int, default=len(POINTS), help="how many, the quickest first")
     out_option(parser)
     given = parser.parse_args()
     columns = {"tokens per rank": "d", "inner width": "d", "skew asked for": ".2f"}
     columns |= {"plain ms, predicted": ".1f", "plain ms, measured": ".1f", "plain off %": "+.0f"}
     columns |= {"ultraep ms, predicted": ".1f", "ultraep ms, measured": ".1f", "ultraep off %": "+.0f"}
     columns |= {"ultraep / plain, predicted": ".2f", "ultraep / plain, measured": ".2f"}
-    report({"two_ranks": Table(columns, list(measured(given.repeats)))}, given.out)
+    report({"two_ranks": Table(columns, list(measured(given.repeats, POINTS[: given.points])))}, given.out)
     print(f"Load averages at the end: {os.getloadavg()}.")
 
 

@@ -52,9 +52,11 @@ def layers(mesh: Mesh, sizes: Sizes, with_maxtext: bool) -> dict[str, Layer]:
 
 def maxtext_layers(mesh: Mesh, sizes: Sizes) -> dict[str, Layer]:
     """MaxText's, which need not be installed for the others."""
-    from benchmarks.peer_maxtext import CAPACITY, RING, maxtext_layer
+    from benchmarks import peer_maxtext
+    from benchmarks.peer_maxtext import maxtext_layer
 
-    ways = {"MaxText, ring of experts": RING, "MaxText, capacity 1.25": CAPACITY}
+    ways = {"MaxText, capacity 1.25": peer_maxtext.CAPACITY, "MaxText, dense products": peer_maxtext.DENSE}
+    ways |= {"MaxText, ring of experts, kernel interpreted": peer_maxtext.RING}
     return {name: maxtext_layer(sizes, mesh, options) for name, options in ways.items()}
 
 

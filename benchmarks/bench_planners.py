@@ -1,11 +1,12 @@
 """Planners of others beside ours: how level they make loads, with how many replicas, and how long they take on a CPU.
 
-    python -m benchmarks.bench_planners [--loads FILE.npy ...] [--step 6] [--out benchmarks/results/bench_planners.json]
+    python -m benchmarks.bench_planners [--loads FILE.npy ...] [--step 6] [--eplb eplb.py] [--out FILE.json]
 
 All have the same slots, 64 ranks of one domain with two replica slots each, and know the exact load. EPLB as published
 may move homes, which the others may not; LPLB has the load itself as its history, the best that it can have. UltraEP's
 least replica is a 64th of a rank's copies, as in its paper. Those that run in a program are timed there, jitted, with
-what surrounds them; EPLB is its NumPy form on the host, one layer at a time.
+what surrounds them; EPLB is its NumPy form on the host, one layer at a time. With `--eplb` there is DeepSeek's own
+form, too: a copy of `eplb.py` of https://github.com/deepseek-ai/EPLB, which needs PyTorch.
 
 Synthetic loads are those of `popular_ranks` with 256 experts. Recorded ones are files `[layers, experts]`, each token's
 source drawn at random.
@@ -13,7 +14,9 @@ source drawn at random.
 
 import argparse
 import functools
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,7 +25,18 @@ from benchmarks import popular_ranks, recorded
 from benchmarks.bench_baselines import packed_afresh
 from benchmarks.results import Table, Value, out_option, report, spread
 from benchmarks.timing import interleaved_s
-from jax_moe_lb import LPLB, EPLBPlus, Exact, Greedy, Topology, UltraEP, imbalance, load, plain_plan
+from jax_moe_lb import (
+    LPLB,
+    EPLBPlus,
+    Exact,
+    Greedy,
+    Topology,
+    UltraEP,
+    imbalance,
+    load,
+    plain_plan,
+    rebalance_experts,
+)
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.balancers.facts import LayerFacts
 from jax_moe_lb.plan import Plan
@@ -36,7 +50,11 @@ BALANCERS: dict[str, Balancer] = {
     "EPLB+, homes stay": EPLBPlus(),
     "LPLB, history of the same load": LPLB(every=1),
 }
-EPLB, DISTINCT = "EPLB, homes move", "EPLB, homes move, no copy twice on a rank"
+PACKED_AFRESH: dict[str, Callable] = {
+    "EPLB, homes move": rebalance_experts,
+    "EPLB, homes move, no copy twice on a rank": functools.partial(rebalance_experts, distinct=True),
+}
+PUBLISHED = "EPLB, homes move, as published in PyTorch"
 REPEATS = 5
 
 Found = tuple[float, int, int]
@@ -53,7 +71,19 @@ def jitted(num_experts: int) -> Callable:
     return jax.jit(step, static_argnums=0)
 
 
-def one_layer(run: Callable, counts: np.ndarray, repeats: int) -> tuple[dict[str, Found], dict]:
+def published(file: Path) -> Callable:
+    """`rebalance_experts` of DeepSeek's file, on NumPy arrays."""
+    import torch  # not a dependency: only who compares with it needs it
+
+    theirs = runpy.run_path(str(file))["rebalance_experts"]
+
+    def rebalance(weight: np.ndarray, *numbers: int) -> list[np.ndarray]:
+        return [found.numpy() for found in theirs(torch.from_numpy(weight), *numbers)]
+
+    return rebalance
+
+
+def one_layer(run: Callable, packed: dict[str, Callable], counts: np.ndarray) -> tuple[dict[str, Found], dict]:
     """What each planner makes of a load, and the seconds that it takes."""
     # Published with a floor for 8192 tokens of 8 experts each; here it is that of these copies.
     facts = LayerFacts(num_copies=int(counts.sum()) // NUM_RANKS)
@@ -65,11 +95,11 @@ def one_layer(run: Callable, counts: np.ndarray, repeats: int) -> tuple[dict[str
         calls[name] = functools.partial(call, state, on_device)
         found[name] = row_of(calls[name]()[0])
     case = popular_ranks.Case(counts.shape[1], NUM_RANKS, REPLICA_SLOTS, 0.0)
-    for name, distinct in ((EPLB, False), (DISTINCT, True)):
-        calls[name] = functools.partial(packed_afresh, case, counts, distinct)
-        level, replicas, most, _ = packed_afresh(case, counts, distinct)
+    for name, rebalance in packed.items():
+        calls[name] = functools.partial(packed_afresh, case, counts, rebalance)
+        level, replicas, most, _ = packed_afresh(case, counts, rebalance)
         found[name] = float(level), int(replicas), int(most)
-    return found, interleaved_s(calls, repeats)
+    return found, interleaved_s(calls, REPEATS)
 
 
 def plain_imbalance(counts: np.ndarray) -> float:
@@ -84,10 +114,10 @@ def row_of(plan: Plan) -> Found:
     return float(imbalance(load(plan))), int(copies.sum()), int(copies.max())
 
 
-def table_of(loads: list[np.ndarray], repeats: int, title: str) -> Table:
+def table_of(loads: list[np.ndarray], packed: dict[str, Callable], title: str) -> Table:
     """One row for each planner, over all layers."""
     run = jitted(loads[0].shape[1])
-    layers = [one_layer(run, counts, repeats) for counts in loads]
+    layers = [one_layer(run, packed, counts) for counts in loads]
     rows: list[list[Value]] = []
     for name in layers[0][0]:
         levels, replicas, most = np.array([found[name] for found, _ in layers]).T
@@ -111,14 +141,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recorded.add_arguments(parser)
     parser.add_argument("--tokens", type=int, default=2048, help="of each rank, of synthetic loads")
+    parser.add_argument("--eplb", type=Path, metavar="FILE.py", help="DeepSeek's eplb.py")
     out_option(parser)
     given = parser.parse_args()
+    packed = PACKED_AFRESH | ({PUBLISHED: published(given.eplb)} if given.eplb else {})
     cases = [case for case in popular_ranks.CASES if case.num_experts == 256]
     drawn = [popular_ranks.counts(case, seed, given.tokens) for case in cases for seed in (0, 1)]
-    tables = {"synthetic": table_of(drawn, REPEATS, f"{len(drawn)} synthetic loads, skew 1.5 to 8")}
+    tables = {"synthetic": table_of(drawn, packed, f"{len(drawn)} synthetic loads, skew 1.5 to 8")}
     if given.loads:
         layers = [recorded.scattered(one, NUM_RANKS) for of_file in recorded.read(given).values() for one in of_file]
-        tables["recorded"] = table_of(layers, REPEATS, f"{len(layers)} recorded layers of {len(given.loads)} files")
+        tables["recorded"] = table_of(layers, packed, f"{len(layers)} recorded layers of {len(given.loads)} files")
     report(tables, given.out)
 
 

@@ -20,8 +20,12 @@ from maxtext.layers.moe import RoutedMoE
 from benchmarks.skewed_layer import Sizes
 from jax_moe_lb import Experts
 
-RING = {"sparse_matmul": True, "megablox": False, "use_ring_of_experts": True}
-"""Dropless with `lax.ragged_dot`: the only dropless exchange of MaxText's that runs on a CPU."""
+RING = {"sparse_matmul": True, "megablox": True, "use_ring_of_experts": True}
+"""Dropless: all ranks' tokens are gathered, and each rank's outputs summed. It is the only dropless exchange of
+MaxText's that runs on a CPU, where its kernel of products is interpreted."""
+
+DENSE = {"sparse_matmul": False}
+"""Dropless: every expert has every token."""
 
 CAPACITY = {"sparse_matmul": False, "capacity_factor": 1.25}
 """GShard's one-hot products; what exceeds the capacity is dropped."""
@@ -53,12 +57,13 @@ def maxtext_layer(sizes: Sizes, mesh: Mesh, options: dict[str, object]) -> Calla
     graph, parameters, rest = nnx.split(block, nnx.Param, ...)
 
     def layer(x: jax.Array, kernel: jax.Array, experts: Experts) -> jax.Array:
-        given = {"wi_0": experts.gate, "wi_1": experts.up, "wo": experts.down}
-        for name, array in given.items():
-            parameters[name].set_value(array)
-        parameters["gate"]["kernel"].set_value(kernel)
+        # Made in here, since a variable is changed only where it was made.
+        block = nnx.merge(graph, parameters, rest, copy=True)
+        block.gate.kernel.set_value(kernel)
+        for variable, array in ((block.wi_0, experts.gate), (block.wi_1, experts.up), (block.wo, experts.down)):
+            variable.set_value(array)
         with nnx.logical_axis_rules(config.logical_axis_rules):
-            y, *_ = nnx.merge(graph, parameters, rest)(x.reshape(sizes.num_ranks, sizes.num_tokens, sizes.width))
+            y, *_ = block(x.reshape(sizes.num_ranks, sizes.num_tokens, sizes.width))
         return y.reshape(x.shape)
 
     return layer

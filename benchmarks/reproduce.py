@@ -37,6 +37,12 @@ def _compilers(given: argparse.Namespace) -> str | None:
     return None if found else "compilers of accelerators are not installed; ci/accelerators.sh does"
 
 
+def _maxtext(given: argparse.Namespace) -> str | None:
+    return (
+        None if importlib.util.find_spec("maxtext") else "MaxText is not installed; benchmarks/peer_maxtext.py says how"
+    )
+
+
 def _network(given: argparse.Namespace) -> str | None:
     return sandbox.missing()
 
@@ -116,13 +122,14 @@ RUNS = (
     Run("bench_relocation", ("--loads", "DIR"), None, _loads, "bench_relocation_no_groups"),
     Run("bench_scaling", ("--plot", "docs/results/scaling.png"), ("--quick",)),
     Run("bench_break_even", ("--plot", "docs/how-to/break_even.png"), ("--quick",)),
-    Run("bench_break_even_two_ranks", quick=("--repeats", "3")),
+    Run("bench_break_even_two_ranks", quick=("--repeats", "3", "--points", "2")),
     Run("bench_peers", quick=("--quick",)),
+    Run("bench_peers", ("--maxtext",), ("--maxtext", "--quick"), _maxtext, "bench_peers_maxtext"),
     Run("bench_planning", quick=()),
     Run("bench_exchange", quick=()),
     Run("bench_memory", quick=()),
     Run("bench_grouped_ffn"),
-    Run("bench_two_ranks", quick=("--repeats", "3")),
+    Run("bench_two_ranks", quick=("--repeats", "3", "--tokens", "2048")),
     Run("bench_systems"),
     Run("bench_training_losses"),
     Run("bench_codec", ("--steps", "200"), aside=LONG),
