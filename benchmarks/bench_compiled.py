@@ -5,13 +5,19 @@ It needs their compilers: `jax_moe_lb[cuda,tpu]`, as `ci/accelerators.sh` instal
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from benchmarks.results import Table, Value, out_alone, report
 from jax_moe_lb import Wire
-from jax_moe_lb.compiled import Report, Target, compile_layer, quiet_stderr, use_no_accelerators
+from jax_moe_lb.compiled import LayerSizes, Report, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.compiler_options import IN_GRAPHS
 from jax_moe_lb.systems import system_named
 
 XLAS_OWN = ",".join(name for name in IN_GRAPHS if name not in ("WHILE", "COLLECTIVES"))
+SIZES = LayerSizes()
+MEAN_LOAD_BYTES = SIZES.tokens * SIZES.per_token * SIZES.hidden * jnp.dtype(jnp.bfloat16).itemsize
+"""Of the rows that each rank serves when all serve as many."""
+
 DECOMPOSER = "xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer"
 
 
@@ -77,6 +83,7 @@ COLUMNS = {
     "passes": "",
     "program": "",
     "temporary MB": ".0f",
+    "times the mean load": ".1f",
     "memory traffic GB": ".2f",
     "host waits": "d",
     "exchanges, beside": "",
@@ -89,7 +96,7 @@ def measured(row: Row) -> list[Value]:
         found = row.compile()
     moving = [one for one in found.collectives if one.kind == "ragged-all-to-all"]
     exchanges, beside = (sum(getattr(one, name) for one in moving) for name in ("count", "asynchronous"))
-    bytes_of = found.temp_bytes / 1e6, found.hbm_bytes / 1e9
+    bytes_of = found.temp_bytes / 1e6, found.temp_bytes / MEAN_LOAD_BYTES, found.hbm_bytes / 1e9
     what = f"`{row.target}`", row.system, "both" if row.train else "forward", row.what
     return [*what, *bytes_of, found.host_waits, f"{exchanges}, {beside}"]
 

@@ -17,7 +17,7 @@ from jax_moe_lb.compiled.executed import executed, total
 from jax_moe_lb.compiled.flops import products
 from jax_moe_lb.compiled.hlo import Module, parse_module
 from jax_moe_lb.compiled.loops import with_counted_loops
-from jax_moe_lb.compiled.memory import peak_buffers
+from jax_moe_lb.compiled.memory import peak_buffers, temporary_bytes
 from jax_moe_lb.compiled.memory_traffic import MemoryTraffic
 from jax_moe_lb.compiled.report import Operation, Report
 from jax_moe_lb.compiled.targets import Target
@@ -117,11 +117,9 @@ def read_report(
     moved = traffic.costs()
     # Afterwards some operations get other names.
     text = _dump(folder, "after_optimizations")
+    assignment = _dump(folder, "buffer-assignment")
     buffers = peak_buffers(
-        parse_module(text) if text else module,
-        _dump(folder, "live-range"),
-        _dump(folder, "buffer-assignment"),
-        target.fast_spaces,
+        parse_module(text) if text else module, _dump(folder, "live-range"), assignment, target.fast_spaces
     )
     moved.sort(key=lambda cost: cost.total, reverse=True)
     return Report(
@@ -130,7 +128,7 @@ def read_report(
         argument_bytes=memory.argument_size_in_bytes,
         # What is written over an argument takes no room of its own.
         output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
+        temp_bytes=temporary_bytes(assignment, target.fast_spaces) or memory.temp_size_in_bytes,
         peak_bytes=sum(buffer.nbytes for buffer in buffers),
         memory_bytes=target.device.memory_bytes if target.device else None,
         buffers=tuple(buffers[:MOST_ROWS]),

@@ -5,6 +5,7 @@ between processes) blocks of `L` experts walk round a ring of ranks instead, whi
 way a rank never sees more than `O(S)` experts.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -23,7 +24,7 @@ from jax_moe_lb.ops.arrivals import (
     rounded,
     zero_sums,
 )
-from jax_moe_lb.ops.ragged_all_to_all import moves_in_process, ragged_all_to_all, unwritten
+from jax_moe_lb.ops.ragged_all_to_all import moves_in_process, ragged_all_to_all, unwritten_later
 from jax_moe_lb.types import iota
 
 Axes = tuple[str, ...]
@@ -172,16 +173,16 @@ def ragged_add(sums: Kinds, upstream: Kinds, wanted: Wanted, *, num_home: int, d
     room = room_at_home(num_replicas, num_home, domain)
     to_owner = owner[me][None] == iota(num_ranks)[:, None]
     slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
-    # Side by side, all kinds are one row per replica, and take one exchange.
-    rows = jnp.concatenate([kind.reshape(num_replicas, -1) for kind in upstream], 1)
+    # One after the other, all kinds are one block per replica, and take one exchange. TPUs keep the last two dimensions
+    # in tiles: of the width of the kinds a block stays as it is, and as one long row it would be copied around.
+    width = math.gcd(*(kind.shape[-1] for kind in upstream))
+    rows = jnp.concatenate([kind.reshape(num_replicas, -1, width) for kind in upstream], 1)
 
     def pull(place: Wanted) -> Callable[[Int[Array, ""]], Kinds]:
         comes = place >= 0
-        # The compiler for TPUs makes what nobody has to write long before it is needed, and so keeps it longer.
-        empty = jax.lax.platform_dependent(rows, tpu=_cleared(room), default=lambda rows: unwritten(rows, room))
         landed = ragged_all_to_all(
             rows,
-            empty,
+            unwritten_later(rows, room),
             input_offsets=slot.reshape(-1),
             send_sizes=_ones(to_owner & comes[me][None]),
             output_offsets=jnp.broadcast_to(jnp.maximum(place[me], 0), wanted.shape).reshape(-1),
@@ -194,14 +195,10 @@ def ragged_add(sums: Kinds, upstream: Kinds, wanted: Wanted, *, num_home: int, d
     return add_in_turns(sums, wanted, num_home, domain, me, pull, upstream)
 
 
-def _split(row: Float[Array, "W"], like: Kinds) -> Kinds:
-    """The kinds that stand side by side in a row, in their own shapes."""
-    parts = jnp.split(row, np.cumsum([kind[0].size for kind in like])[:-1])
+def _split(block: Float[Array, "B W"], like: Kinds) -> Kinds:
+    """The kinds that stand one after the other in a block, in their own shapes."""
+    parts = jnp.split(block, np.cumsum([kind[0].size // block.shape[1] for kind in like])[:-1])
     return tuple(part.reshape(kind.shape[1:]) for part, kind in zip(parts, like, strict=True))
-
-
-def _cleared(num_rows: int) -> Callable[[Array], Array]:
-    return lambda rows: jnp.zeros_like(rows, shape=(num_rows, rows.shape[1]))
 
 
 def _ones(where: Bool[Array, "R P"]) -> Int[Array, "U"]:

@@ -171,10 +171,6 @@ def _gradients_at_once(
     (upstreams,) = pull_back((of_hidden * weights).astype(rows.dtype))
     hidden = (hidden.astype(weights.dtype) * weights).astype(rows.dtype)
     hidden, *upstreams = (clear_tail(array, group_sizes) for array in (hidden, *upstreams))
-    back = [
-        grouped_matmul(part, matrix, group_sizes, transposed=True)
-        for part, matrix in zip(upstreams, inner, strict=True)
-    ]
 
     def outer(kind: str, left: Array, right: Array) -> Array:
         return grouped_outer(left, right, group_sizes, sums_dtype, None if sums is None else getattr(sums, kind))
@@ -192,7 +188,28 @@ def _gradients_at_once(
         of_kinds |= {kind: bias_sum(kind, part) for kind, part in biases}
     if experts.down_bias is not None:
         of_kinds["down_bias"] = bias_sum("down_bias", upstream.astype(weights.dtype) * weights)
+    upstreams, of_kinds = _in_order(upstreams, of_kinds)
+    back = [
+        grouped_matmul(part, matrix, group_sizes, transposed=True)
+        for part, matrix in zip(upstreams, inner, strict=True)
+    ]
     return sum(back[1:], start=back[0]), of_weights, replace(experts, **of_kinds)
+
+
+def _in_order(upstreams: Any, of_kinds: Any) -> tuple[Any, Any]:
+    """Has GPUs compute the gradients of weights before those of rows: then nothing needs the rows any more, and their
+    gradients lie where they were.
+
+    TPUs send the gradients of rows beside the products for those of weights, and CPUs have few rows at a time.
+    """
+
+    def weights_first(*both: Any) -> Any:
+        return jax.lax.optimization_barrier(both)
+
+    def as_they_are(*both: Any) -> Any:
+        return both
+
+    return jax.lax.platform_dependent(upstreams, of_kinds, cuda=weights_first, default=as_they_are)
 
 
 def _backward(saved: tuple[Rows, Experts, GroupSizes], upstream: Rows) -> tuple[Rows, Experts, None]:

@@ -84,10 +84,27 @@ def unwritten(rows: Array, num_rows: int) -> Array:
     """Makes rows for an exchange to write, which hold anything until then; on CPUs zeros.
 
     Args:
-        rows: `[P, H]`, rows of the same width and dtype, which vary over the same mesh axes.
+        rows: `[P, ...]`, rows of the same shape and dtype, which vary over the same mesh axes.
         num_rows: how many.
     """
-    return vary_like(jax.lax.empty((num_rows, rows.shape[1]), rows.dtype), rows)
+    return vary_like(jax.lax.empty((num_rows, *rows.shape[1:]), rows.dtype), rows)
+
+
+def unwritten_later(rows: Array, num_rows: int) -> Array:
+    """Makes what `unwritten` makes, for an exchange that comes much later.
+
+    The compiler for TPUs makes what nobody has to write long before it is needed, and so keeps it longer: there it is
+    cleared.
+
+    Args:
+        rows: `[P, ...]`, as of `unwritten`.
+        num_rows: how many.
+    """
+
+    def cleared(rows: Array) -> Array:
+        return jnp.zeros_like(rows, shape=(num_rows, *rows.shape[1:]))
+
+    return jax.lax.platform_dependent(rows, tpu=cleared, default=lambda rows: unwritten(rows, num_rows))
 
 
 def moves_in_process() -> bool:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jax_moe_lb._first_order import first_order
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
-from jax_moe_lb.ops.ragged_all_to_all import unwritten
+from jax_moe_lb.ops.ragged_all_to_all import unwritten, unwritten_later
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.copies import (
@@ -230,7 +230,7 @@ def gradient_rounds(
 
 def no_gradients(tokens: Tokens, weights: Weights) -> OfCopies:
     """Makes room for the gradients of all copies and of their weights, which holds anything."""
-    return unwritten(tokens, weights.size), unwritten(weights.reshape(-1, 1), weights.size)
+    return unwritten_later(tokens, weights.size), unwritten(weights.reshape(-1, 1), weights.size)
 
 
 def of_round(i: Array, tree: Carry) -> Carry:

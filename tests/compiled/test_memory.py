@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_moe_lb.compiled.hlo import parse_module
-from jax_moe_lb.compiled.memory import peak_buffers
+from jax_moe_lb.compiled.memory import peak_buffers, temporary_bytes
 from tests.compiled.programs import compiled_here
 
 
@@ -34,6 +34,7 @@ def test_they_sum_to_the_peak(tmp_path):
     program = compiled_here(tmp_path, chained, jnp.zeros((256, 256)))
     most = program.compiled.memory_analysis().temp_size_in_bytes
     assert 0.9 * most <= sum(one.nbytes for one in listed(program)) <= most
+    assert temporary_bytes(program.dump("buffer-assignment"), frozenset()) == most
 
 
 LOOP = """
@@ -87,5 +88,11 @@ def test_arguments_and_results_are_none(tmp_path):
     assert listed(program) == []
 
 
+def test_temporaries_of_the_device_are_summed_with_their_gaps():
+    assert temporary_bytes(ASSIGNMENT, frozenset({5})) == 512
+    assert temporary_bytes(ASSIGNMENT, frozenset()) == 512 + 8
+
+
 def test_without_dumps_there_is_nothing_to_list(exchanging):
     assert peak_buffers(exchanging.module, "", "", frozenset()) == []
+    assert temporary_bytes("", frozenset()) == 0
