@@ -114,7 +114,7 @@ RUNS = (
     Run("bench_sim_rails", quick=("--domains", "4", "--seeds", "1")),
     Run("bench_validation", quick=("--only", "interfaces", "hybridep")),
     Run("bench_exact", ("table", "--loads", "LOADS"), ("table", "--step", "8"), _loads, "bench_exact_quality"),
-    Run("bench_exact", ("optimum", "--loads", "LOADS", "--step", "4"), None, _loads, "bench_exact_optimum"),
+    Run("bench_exact", ("optimum", "--loads", "LOADS"), None, _loads, "bench_exact_optimum"),
     Run("bench_exact_frontier", ("--loads", "LOADS"), ("--step", "16"), _loads),
     Run("bench_exact_in_jax", ("--loads", "LOADS", "--step", "16"), ("--step", "29", "--shape", "8", "2"), _loads),
     Run("bench_exact_time", ("--loads", "LOADS"), None, _loads),
