@@ -138,13 +138,12 @@ class _Layer:
         return self._products(1, max(sending, computing, rows + copies))
 
     def of_rows(self) -> Memory:
-        """Gradients of hidden activations become those of rows: an array of rows for each matrix that rows met."""
+        """Gradients of hidden activations become those of rows: one array for each matrix that rows met, and the sum."""
         copies, rows, hidden = self._sizes()
-        model = self.model
-        # Beside rows and the gradients of their outputs, which gradients of weights still need. What is multiplied last
-        # is turned around for the kernel.
-        buffers = (model.matrices + 1) * rows + (model.matrices + 1) * hidden + copies * self.loops
-        return replace(self._products(2, buffers), sums=self._sums() * self.loops)
+        matrices = self.model.matrices
+        # The gradients of weights are there already, so that nothing needs rows and the gradients of their outputs.
+        buffers = matrices * rows + matrices * hidden + copies * self.loops
+        return replace(self._products(2, buffers), sums=self._sums())
 
     def of_weights(self) -> Memory:
         """Rows and the gradients of their outputs become gradients of weights; hidden activations have theirs, too."""

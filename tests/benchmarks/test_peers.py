@@ -57,9 +57,10 @@ def test_break_even_is_where_it_stays_faster():
     ratios = np.full((len(SKEWS), 4), 0.5)
     # It is faster at first, then slower, then faster for good; in the second row never for good.
     ratios[0], ratios[1] = [0.9, 1.2, 0.8, 0.7], [0.9, 0.8, 0.7, 1.0]
-    rows = break_even({INNER[0]: ratios}, (1, 2, 4, 8)).rows
+    guarded = np.minimum(ratios, 1.0)
+    rows = break_even({INNER[0]: ratios}, {INNER[0]: guarded}, (1, 2, 4, 8)).rows
     assert [row[3] for row in rows[:3]] == ["4", "never", "1"]
-    assert rows[0][4:] == [0.9, 1.2, 0.7]
+    assert rows[0][4:] == [1.2, 0.7, 1.0, 0.7]
 
 
 def test_advice_is_counted_where_it_belongs():
