@@ -56,7 +56,6 @@ def maxtext_layers(mesh: Mesh, sizes: Sizes) -> dict[str, Layer]:
     from benchmarks.peer_maxtext import maxtext_layer
 
     ways = {"MaxText, capacity 1.25": peer_maxtext.CAPACITY, "MaxText, dense products": peer_maxtext.DENSE}
-    ways |= {"MaxText, ring of experts, kernel interpreted": peer_maxtext.RING}
     return {name: maxtext_layer(sizes, mesh, options) for name, options in ways.items()}
 
 

@@ -20,12 +20,9 @@ from maxtext.layers.moe import RoutedMoE
 from benchmarks.skewed_layer import Sizes
 from jax_moe_lb import Experts
 
-RING = {"sparse_matmul": True, "megablox": True, "use_ring_of_experts": True}
-"""Dropless: all ranks' tokens are gathered, and each rank's outputs summed. It is the only dropless exchange of
-MaxText's that runs on a CPU, where its kernel of products is interpreted."""
-
 DENSE = {"sparse_matmul": False}
-"""Dropless: every expert has every token."""
+"""Dropless: every expert has every token. MaxText's other dropless ways exchange rows, which XLA does not do on CPUs, or
+multiply with a kernel that is interpreted there."""
 
 CAPACITY = {"sparse_matmul": False, "capacity_factor": 1.25}
 """GShard's one-hot products; what exceeds the capacity is dropped."""
@@ -37,7 +34,7 @@ def maxtext_layer(sizes: Sizes, mesh: Mesh, options: dict[str, object]) -> Calla
     Args:
         sizes: of the layer.
         mesh: the devices, on an axis `expert`.
-        options: MaxText's own, such as `RING`.
+        options: MaxText's own, such as `DENSE`.
     """
     config = _config(sizes, options)
     names = tuple(config.mesh_axes)
