@@ -21,7 +21,7 @@ from benchmarks.skewed_layer import Sizes
 from jax_moe_lb import Experts
 
 DENSE = {"sparse_matmul": False}
-"""Dropless: every expert has every token. MaxText's other dropless ways exchange rows, which XLA does not do on CPUs, or
+"""Dropless: every expert has every token. MaxText's other dropless ways exchange rows as XLA does not do on CPUs, or
 multiply with a kernel that is interpreted there."""
 
 CAPACITY = {"sparse_matmul": False, "capacity_factor": 1.25}
