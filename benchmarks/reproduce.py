@@ -151,7 +151,7 @@ RUNS = (
     Run("bench_ragged_dot", refusal=_compilers),
     Run("bench_peers_compiled", refusal=_compilers),
     Run("bench_hbm_model", refusal=_compilers),
-    Run("bench_memory_model", refusal=_compilers, aside=LONG),
+    Run("bench_memory_model", refusal=_compilers),
     Run("bench_copy_engine", refusal=_gpu),
     Run(
         "network.bench_hybridep",
