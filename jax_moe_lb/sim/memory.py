@@ -138,7 +138,7 @@ class _Layer:
         return self._products(1, max(sending, computing, rows + copies))
 
     def of_rows(self) -> Memory:
-        """Gradients of hidden activations become those of rows: one array for each matrix that rows met, and the sum."""
+        """Gradients of hidden activations become those of rows: one array per matrix that rows met, and the sum."""
         copies, rows, hidden = self._sizes()
         matrices = self.model.matrices
         # The gradients of weights are there already, so that nothing needs rows and the gradients of their outputs.
