@@ -3,6 +3,7 @@
 All are gathers and sums along an axis: a scatter, which autodiff would write, adds in no fixed order.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -11,6 +12,9 @@ from jax_moe_lb.types import DType, Tokens, wide_dtype
 
 Weights = Float[Array, "T K"]
 """The router's weight of each token's choices, in float32 at least."""
+
+LANES = 128
+"""A TPU's vector has so many words."""
 
 CopyWeights = Float[Array, "C 1"]
 """The same in the sending order, as rows of width 1, which travel as copies do."""
@@ -27,7 +31,7 @@ def to_sending_order(tokens: Tokens, receipt: Receipt, per_token: int) -> Copies
     Returns:
         `[T * K, H]`.
     """
-    return tokens[receipt.order // per_token]
+    return _rows_at(tokens, receipt.order // per_token)
 
 
 def sum_of_copies(copies: Copies, receipt: Receipt, per_token: int) -> Tokens:
@@ -93,4 +97,27 @@ def weights_by_token(values: CopyWeights, receipt: Receipt, per_token: int) -> W
 def _of_choice(copies: Copies, receipt: Receipt, place: Int[Array, "T"], dtype: DType) -> Tokens:
     """The copy at each of these places; 0 for one that goes nowhere, which nobody wrote."""
     # Widened after the gather, so that it reads narrow copies.
-    return jnp.where((place < receipt.num_going)[:, None], copies[place], 0).astype(dtype)
+    return jnp.where((place < receipt.num_going)[:, None], _rows_at(copies, place), 0).astype(dtype)
+
+
+def _rows_at(rows: Float[Array, "A H"], at: Int[Array, "B"]) -> Float[Array, "B H"]:
+    whole_tiles = rows.dtype.itemsize <= 4 and rows.shape[1] * rows.dtype.itemsize % (4 * LANES) == 0
+
+    def as_they_are(rows: Array, at: Array) -> Array:
+        return rows[at]
+
+    return jax.lax.platform_dependent(rows, at, tpu=rows_by_words if whole_tiles else as_they_are, default=as_they_are)
+
+
+def rows_by_words(rows: Float[Array, "A H"], at: Int[Array, "B"]) -> Float[Array, "B H"]:
+    """Returns the rows at these places, `rows[at]`, in the layout that an exchange on a TPU has.
+
+    There a row's words lie side by side, where products have those of eight rows: gathered so, rows are not turned
+    around before an exchange or after it.
+
+    Args:
+        rows: `[A, H]`, of four bytes or less each, whose width is a multiple of 512 bytes.
+        at: `[B]` int32.
+    """
+    words = 4 // rows.dtype.itemsize
+    return rows.reshape(rows.shape[0], words, -1)[at].reshape(-1, rows.shape[1])
