@@ -135,7 +135,7 @@ def in_rounds(
         def ffn(rows: Rows, group_sizes: GroupSizes) -> Rows:
             return grouped_ffn(rows, slots.weights(group_sizes), group_sizes)
 
-        nothing = unwritten(packed(exchange.wire, tokens), weights.size)
+        nothing = unwritten_later(packed(exchange.wire, tokens), weights.size)
         out = serve_rounds(tokens, weights.shape[1], receipt, ffn, nothing, exchange, topology)
         with jax.named_scope("combine"):
             return combine(unpacked(exchange.wire, out, tokens), weights, receipt)
