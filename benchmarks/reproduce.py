@@ -43,6 +43,13 @@ def _maxtext(given: argparse.Namespace) -> str | None:
     )
 
 
+def _published_eplb(given: argparse.Namespace) -> str | None:
+    if why_not := _loads(given):
+        return why_not
+    found = importlib.util.find_spec("torch") and Path("eplb.py").exists()
+    return None if found else "PyTorch or DeepSeek's eplb.py is not here; benchmarks/bench_planners.py says where it is"
+
+
 def _network(given: argparse.Namespace) -> str | None:
     return sandbox.missing()
 
@@ -104,6 +111,12 @@ RUNS = (
     Run("bench_feplb_readings", quick=("--number", "20")),
     Run("bench_baselines"),
     Run("bench_planners", ("--loads", "LOADS"), ("--tokens", "256", "--step", "29"), _loads),
+    Run(
+        "bench_planners",
+        ("--loads", "LOADS", "--step", "12", "--eplb", "eplb.py"),
+        refusal=_published_eplb,
+        result="bench_planners_published",
+    ),
     Run("bench_rails", quick=()),
     Run("bench_sim_hybridep", quick=()),
     Run("bench_sim_ultraep", quick=("--tokens", "512")),
