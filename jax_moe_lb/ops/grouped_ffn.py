@@ -188,7 +188,7 @@ def _gradients_at_once(
         of_kinds |= {kind: bias_sum(kind, part) for kind, part in biases}
     if experts.down_bias is not None:
         of_kinds["down_bias"] = bias_sum("down_bias", upstream.astype(weights.dtype) * weights)
-    upstreams, of_kinds = _in_order(upstreams, of_kinds)
+    upstreams, of_kinds = _in_order(upstreams, of_kinds, (rows, upstream))
     back = [
         grouped_matmul(part, matrix, group_sizes, transposed=True)
         for part, matrix in zip(upstreams, inner, strict=True)
@@ -196,12 +196,15 @@ def _gradients_at_once(
     return sum(back[1:], start=back[0]), of_weights, replace(experts, **of_kinds)
 
 
-def _in_order(upstreams: Any, of_kinds: Any) -> tuple[Any, Any]:
+def _in_order(upstreams: Any, of_kinds: Any, rows: Any) -> tuple[Any, Any]:
     """Has GPUs compute the gradients of weights before those of rows: then nothing needs the rows any more, and their
     gradients lie where they were.
 
-    TPUs send the gradients of rows beside the products for those of weights, and CPUs have few rows at a time.
+    Not where gradients of weights are by far the larger ones: they would all be there at once. TPUs send the gradients
+    of rows beside the products for those of weights, and CPUs have few rows at a time.
     """
+    if _nbytes(of_kinds) > 2 * _nbytes(rows):
+        return upstreams, of_kinds
 
     def weights_first(*both: Any) -> Any:
         return jax.lax.optimization_barrier(both)
@@ -210,6 +213,10 @@ def _in_order(upstreams: Any, of_kinds: Any) -> tuple[Any, Any]:
         return both
 
     return jax.lax.platform_dependent(upstreams, of_kinds, cuda=weights_first, default=as_they_are)
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _backward(saved: tuple[Rows, Experts, GroupSizes], upstream: Rows) -> tuple[Rows, Experts, None]:
