@@ -5,7 +5,6 @@ between processes) blocks of `L` experts walk round a ring of ranks instead, whi
 way a rank never sees more than `O(S)` experts.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -173,10 +172,8 @@ def ragged_add(sums: Kinds, upstream: Kinds, wanted: Wanted, *, num_home: int, d
     room = room_at_home(num_replicas, num_home, domain)
     to_owner = owner[me][None] == iota(num_ranks)[:, None]
     slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
-    # One after the other, all kinds are one block per replica, and take one exchange. TPUs keep the last two dimensions
-    # in tiles: of the width of the kinds a block stays as it is, and as one long row it would be copied around.
-    width = math.gcd(*(kind.shape[-1] for kind in upstream))
-    rows = jnp.concatenate([kind.reshape(num_replicas, -1, width) for kind in upstream], 1)
+    # Side by side, all kinds are one row per replica, and take one exchange.
+    rows = jnp.concatenate([kind.reshape(num_replicas, -1) for kind in upstream], 1)
 
     def pull(place: Wanted) -> Callable[[Int[Array, ""]], Kinds]:
         comes = place >= 0
@@ -195,9 +192,9 @@ def ragged_add(sums: Kinds, upstream: Kinds, wanted: Wanted, *, num_home: int, d
     return add_in_turns(sums, wanted, num_home, domain, me, pull, upstream)
 
 
-def _split(block: Float[Array, "B W"], like: Kinds) -> Kinds:
-    """The kinds that stand one after the other in a block, in their own shapes."""
-    parts = jnp.split(block, np.cumsum([kind[0].size // block.shape[1] for kind in like])[:-1])
+def _split(row: Float[Array, "W"], like: Kinds) -> Kinds:
+    """The kinds that stand side by side in a row, in their own shapes."""
+    parts = jnp.split(row, np.cumsum([kind[0].size for kind in like])[:-1])
     return tuple(part.reshape(kind.shape[1:]) for part, kind in zip(parts, like, strict=True))
 
 
