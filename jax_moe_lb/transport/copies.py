@@ -13,11 +13,11 @@ from jax_moe_lb.types import DType, Tokens, wide_dtype
 Weights = Float[Array, "T K"]
 """The router's weight of each token's choices, in float32 at least."""
 
-LANES = 128
-"""A TPU's vector has so many words."""
-
 CopyWeights = Float[Array, "C 1"]
 """The same in the sending order, as rows of width 1, which travel as copies do."""
+
+LANES = 128
+"""A TPU's vector has so many words."""
 
 
 def to_sending_order(tokens: Tokens, receipt: Receipt, per_token: int) -> Copies:
