@@ -188,23 +188,23 @@ def _gradients_at_once(
         of_kinds |= {kind: bias_sum(kind, part) for kind, part in biases}
     if experts.down_bias is not None:
         of_kinds["down_bias"] = bias_sum("down_bias", upstream.astype(weights.dtype) * weights)
-    upstreams, of_kinds = _in_order(upstreams, of_kinds, (rows, upstream))
+    upstreams, of_experts = _in_order(upstreams, replace(experts, **of_kinds), rows.nbytes + upstream.nbytes)
     back = [
         grouped_matmul(part, matrix, group_sizes, transposed=True)
         for part, matrix in zip(upstreams, inner, strict=True)
     ]
-    return sum(back[1:], start=back[0]), of_weights, replace(experts, **of_kinds)
+    return sum(back[1:], start=back[0]), of_weights, of_experts
 
 
-def _in_order(upstreams: Any, of_kinds: Any, rows: Any) -> tuple[Any, Any]:
+def _in_order(upstreams: Any, of_experts: Experts, rows_bytes: int) -> tuple[Any, Experts]:
     """Has GPUs compute the gradients of weights before those of rows: then nothing needs the rows any more, and their
     gradients lie where they were.
 
     Not where gradients of weights are by far the larger ones: they would all be there at once. TPUs send the gradients
     of rows beside the products for those of weights, and CPUs have few rows at a time.
     """
-    if _nbytes(of_kinds) > 2 * _nbytes(rows):
-        return upstreams, of_kinds
+    if of_experts.nbytes > 2 * rows_bytes:
+        return upstreams, of_experts
 
     def weights_first(*both: Any) -> Any:
         return jax.lax.optimization_barrier(both)
@@ -212,11 +212,7 @@ def _in_order(upstreams: Any, of_kinds: Any, rows: Any) -> tuple[Any, Any]:
     def as_they_are(*both: Any) -> Any:
         return both
 
-    return jax.lax.platform_dependent(upstreams, of_kinds, cuda=weights_first, default=as_they_are)
-
-
-def _nbytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return jax.lax.platform_dependent(upstreams, of_experts, cuda=weights_first, default=as_they_are)
 
 
 def _backward(saved: tuple[Rows, Experts, GroupSizes], upstream: Rows) -> tuple[Rows, Experts, None]:

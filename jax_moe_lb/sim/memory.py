@@ -141,8 +141,8 @@ class _Layer:
         """Gradients of hidden activations become those of rows: one array per matrix that rows met, and the sum."""
         copies, rows, hidden = self._sizes()
         matrices = self.model.matrices
-        # The gradients of weights are there already, so that nothing needs rows and the gradients of their outputs. Where
-        # they are by far larger than rows they are not, and then they need the most by themselves.
+        # The gradients of weights are there already, so that nothing needs rows and the gradients of their outputs.
+        # Where they are by far larger than rows they are not, and then they need the most by themselves.
         buffers = matrices * rows + matrices * hidden + copies * self.loops
         return replace(self._products(2, buffers), sums=self._sums())
 
