@@ -20,11 +20,8 @@ from jax_moe_lb.systems import system_named, system_names
 TARGETS = ("h100:1x8", "h100:2x8", "v5e:2x4")
 SMALL = LayerSizes(hidden=256, inner=128, experts=32, tokens=256, per_token=2)
 
-REFUSED = {
-    ("lplb", "cuda"): "calls the host",
-    ("lplb", "tpu"): "calls the host",
-}
-"""These have no form on a platform, and say so."""
+REFUSED = {("lplb", "cuda"): "calls the host"}
+"""These have no form for a device that is absent, and say so."""
 
 PROCESSES = 2
 """Compilers use more than one core at times, and a GB or two of memory each."""

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 
 from jax_moe_lb._plan_file import ARRAYS
 from jax_moe_lb._varying import vary_like
@@ -70,17 +71,19 @@ class HostBalancer(Balancer):
         """
         if namespace(counts) is np:
             return _checked(self.planner(counts, plan, topology), counts, plan), state
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), plan)
-        results = shapes, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((MOST_BYTES,), jnp.uint8)
+        so_far, plan_of = ravel_pytree(plan)
         call = partial(_call, self.planner, topology)
-        answer, fingerprint, problem = jax.pure_callback(call, results, counts, plan, vmap_method="sequential")
-        stop = _agreed(fingerprint, problem, counts, topology)
+        # One array: for TPUs JAX gives all results of a callback the sharding of the first, which fits no other rank.
+        result = jax.ShapeDtypeStruct((so_far.size + 1 + MOST_BYTES // 4,), jnp.int32)
+        words = jax.pure_callback(call, result, counts, plan, vmap_method="sequential")
+        answer, fingerprint, problem = jnp.split(words, (so_far.size, so_far.size + 1))
+        stop = _agreed(fingerprint[0], problem, counts, topology)
         # A callback's result carries no manual axes; counts carry the ones that it depends on.
-        return jax.tree.map(lambda leaf: leaf + stop, vary_like(answer, counts)), state
+        return jax.tree.map(lambda leaf: leaf + stop, vary_like(plan_of(answer), counts)), state
 
 
-def _call(planner: Planner, topology: Topology, counts: Counts, plan: Plan) -> tuple[Plan, np.ndarray, np.ndarray]:
-    """Makes the plan, a number that equal plans share, and what went wrong, in UTF-8.
+def _call(planner: Planner, topology: Topology, counts: Counts, plan: Plan) -> np.ndarray:
+    """Makes the plan, a number that equal plans share, and what went wrong, in UTF-8: one after the other, in int32.
 
     It never raises: a rank that stopped alone would let the others wait for it.
     """
@@ -90,9 +93,9 @@ def _call(planner: Planner, topology: Topology, counts: Counts, plan: Plan) -> t
         answer = _checked(_asked(planner, counts, plan, topology), counts, plan)
     except Exception as error:
         problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    content = b"".join(leaf.tobytes() for leaf in jax.tree.leaves(answer))
-    fingerprint = np.array(zlib.crc32(content), np.uint32).view(np.int32)
-    return answer, fingerprint, np.frombuffer(problem.encode()[:MOST_BYTES].ljust(MOST_BYTES, b"\0"), np.uint8)
+    content = b"".join(leaf.astype(np.int32).tobytes() for leaf in jax.tree.leaves(answer))
+    fingerprint = np.uint32(zlib.crc32(content)).tobytes()
+    return np.frombuffer(content + fingerprint + problem.encode()[:MOST_BYTES].ljust(MOST_BYTES, b"\0"), np.int32)
 
 
 def _asked(planner: Planner, counts: Counts, plan: Plan, topology: Topology) -> Any:

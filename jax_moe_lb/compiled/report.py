@@ -59,7 +59,7 @@ class Report:
         operations: those that move most, the largest first.
         collectives: by kind and mesh axes.
         custom_calls: how often each custom call runs, by its target.
-        host_waits: how often the host waits for the device, `None` if the compiler does not say.
+        host_waits: how often a GPU's host waits for it, or a TPU for its host; `None` if the compiler does not say.
         compile_s: the seconds that tracing and compiling took.
     """
 

@@ -1,19 +1,20 @@
-"""How often the host waits for a GPU inside one run of a program: each time, the GPU runs dry.
+"""How often host and device wait for each other inside one run of a program: each time, the device runs dry.
 
 XLA launches the operations of a GPU one after another from the host. Before a `while` of unknown length goes on and
 before a branch is taken, it copies the condition to the host and waits. Inside a command buffer, which CUDA runs as a
-graph, it does not.
+graph, it does not. A TPU runs loops and branches itself, and waits where the host is called.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jax_moe_lb.compiled.executed import rounds_of
+from jax_moe_lb.compiled.executed import executed, rounds_of, total
 from jax_moe_lb.compiled.hlo import Instruction, Module
 
 THUNK = re.compile(r"^( *)(\d+): (k\w+)")
 LABEL = re.compile(r"^ *(\w+):$")
+HOST = "is_host_transfer=true"
 NAMED = re.compile(r'profile_annotation: "([^"]*)"\s*(?:thunk_id: (\d+))?')
 
 
@@ -47,6 +48,15 @@ def host_waits(module: Module, sequence: str, metadata: str) -> int:
     loops = {one.name: one for part in module.computations.values() for one in part if one.opcode == "while"}
     named = {int(number or 0): loops[name] for name, number in NAMED.findall(metadata) if name in loops}
     return sum(_waits(thunk, named) for thunk in parse_thunks(sequence))
+
+
+def answers_from_host(module: Module) -> int:
+    """Counts the results of callbacks that a TPU waits for in one run of a balanced step.
+
+    Args:
+        module: the program.
+    """
+    return total(executed(module, lambda _, one: int(one.opcode == "recv-done" and HOST in one.attributes)))
 
 
 def _waits(thunk: Thunk, loops: Mapping[int, Instruction]) -> int:

@@ -3,7 +3,7 @@
 import pytest
 
 from jax_moe_lb.compiled.hlo import parse_module
-from jax_moe_lb.compiled.waits import host_waits, parse_thunks
+from jax_moe_lb.compiled.waits import answers_from_host, host_waits, parse_thunks
 
 # As XLA writes it, shortened: a loop of unknown length that holds a condition whose branch holds another one, a loop
 # whose length is known, and a graph with a condition.
@@ -77,6 +77,22 @@ ENTRY %main (x: s32[]) -> s32[] {{
 }}
 """
 
+# A loop whose body asks the host, between sends to it and to another device.
+CALLBACK = """
+%b (p: s32[]) -> s32[] {
+  %p = s32[] parameter(0)
+  %sent = token[] send-done(%p), channel_id=1, is_host_transfer=true
+  %received = (s32[], token[]) recv-done(%sent), channel_id=2, is_host_transfer=true
+  %passed = (s32[], token[]) recv-done(%sent), channel_id=3
+  ROOT %answer = s32[] get-tuple-element(%received), index=0
+}
+
+ENTRY %main (x: s32[]) -> s32[] {
+  %x = s32[] parameter(0)
+  ROOT %while.1 = s32[] while(%x), body=%b, backend_config={"known_trip_count":{"n":"5"}}
+}
+"""
+
 
 def kinds(thunks):
     return [(thunk.kind, thunk.label, kinds(thunk.children)) for thunk in thunks if thunk.children]
@@ -113,3 +129,9 @@ def test_a_loop_without_a_name_counts_as_one_of_unknown_length():
 def test_a_program_without_loops_never_waits():
     module = parse_module(MODULE.format(scope="others"))
     assert host_waits(module, "001: kCopy [source | sink] kCopy\n", METADATA) == 0
+
+
+def test_a_tpu_waits_for_each_answer_of_the_host():
+    module = parse_module(CALLBACK)
+    assert answers_from_host(module) == 5
+    assert answers_from_host(parse_module(MODULE.format(scope="others"))) == 0
