@@ -1,14 +1,16 @@
-"""Grouped products by kernels of others: tokamax's on NVIDIA GPUs, XLA's own on TPUs.
+"""Grouped products by kernels: tokamax's on NVIDIA GPUs, our own where it has none, XLA's own on TPUs.
 
 XLA's `ragged_dot` is no choice on GPUs: there it becomes a dense product of every row with every matrix.
 """
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.backend import get_default_device
 from jaxtyping import Array, Float
 
 from jax_moe_lb._unvarying_call import unvarying_call
@@ -68,6 +70,35 @@ def tokamax_outer(
     if not _fits(rows, others):
         return None
     return _tokamax(rows, others, group_sizes, OUTER, dtype)
+
+
+def triton_outer(
+    rows: Float[Array, "A I"], others: Float[Array, "A O"], group_sizes: GroupSizes, *, dtype: DType
+) -> Float[Array, "S I O"] | None:
+    """Computes `grouped_outer` with our own kernel, or returns `None` where it does not fit or there is no GPU.
+
+    Use it after `tokamax_outer`, which has one for Hopper alone.
+
+    Args:
+        rows: `[A, I]`, sorted by group; rows beyond the last group are never read.
+        others: `[A, O]`, in the same order.
+        group_sizes: `[S]` int32.
+        dtype: that of the result; the kernel sums in float32 in any case.
+    """
+    fits = (
+        # Products of float32 would be rounded to fewer bits.
+        rows.dtype == others.dtype
+        and rows.dtype in (jnp.bfloat16, jnp.float16)
+        and rows.shape[1] % TILE_COLUMNS == others.shape[1] % TILE_COLUMNS == 0
+        # The kernel counts in int32.
+        and 0 < max(rows.size, others.size) < 2**31
+    )
+    if not fits or get_default_device().platform != "gpu":
+        return None
+    # Pallas takes a while to import, and programs for CPUs and TPUs have no use for it.
+    from jax_moe_lb.ops.outer_kernel import outer
+
+    return unvarying_call(partial(outer, dtype=dtype), *vary_alike((rows, others, group_sizes)))
 
 
 def ragged_matmul(

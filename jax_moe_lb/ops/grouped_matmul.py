@@ -13,7 +13,14 @@ from jaxtyping import Array, Float
 from jax_moe_lb._custom_calls import call, is_built, like
 from jax_moe_lb._varying import vary_alike, vary_like
 from jax_moe_lb.ops.grouped_blocks import matmul_by_blocks, outer_by_blocks
-from jax_moe_lb.ops.grouped_kernels import clear_tail, ragged_matmul, ragged_outer, tokamax_matmul, tokamax_outer
+from jax_moe_lb.ops.grouped_kernels import (
+    clear_tail,
+    ragged_matmul,
+    ragged_outer,
+    tokamax_matmul,
+    tokamax_outer,
+    triton_outer,
+)
 from jax_moe_lb.types import DType, GroupSizes, wide_dtype
 
 Inputs = Float[Array, "A I"]
@@ -128,6 +135,8 @@ def grouped_outer(
 
     def on_gpus(*args: Array) -> Sums:
         products = tokamax_outer(*args[:3], dtype=dtype)
+        if products is None:
+            products = triton_outer(*args[:3], dtype=dtype)
         return by_blocks(*args) if products is None else added(products, *args[3:])
 
     def on_tpus(*args: Array) -> Sums:
