@@ -7,6 +7,7 @@ pathwaysutils immutabledict xprof einshape transformers drjax`.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import maxtext
@@ -36,7 +37,7 @@ def maxtext_layer(sizes: Sizes, mesh: Mesh, options: dict[str, object]) -> Calla
         mesh: the devices, on an axis `expert`.
         options: MaxText's own, such as `DENSE`.
     """
-    config = _config(sizes, options)
+    config = maxtext_config(sizes, options)
     names = tuple(config.mesh_axes)
     shape = tuple(sizes.num_ranks if name == "expert" else 1 for name in names)
     theirs = Mesh(np.asarray(mesh.devices).reshape(shape), names)
@@ -66,7 +67,13 @@ def maxtext_layer(sizes: Sizes, mesh: Mesh, options: dict[str, object]) -> Calla
     return layer
 
 
-def _config(sizes: Sizes, options: dict[str, object]):
+def maxtext_config(sizes: Sizes, options: dict[str, object]) -> Any:
+    """MaxText's own configuration of a layer of these sizes, in float32.
+
+    Args:
+        sizes: of the layer.
+        options: over those of `base.yml`.
+    """
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
     return pyconfig.initialize(
         [None, str(base)],

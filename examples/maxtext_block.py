@@ -1,8 +1,8 @@
 """A block with the parameters and the signature of MaxText's `RoutedMoE`, balanced by this library.
 
 It calls `moe` in a `shard_map` of its own. Put it where MaxText builds its block: checkpoints load as they are, since
-names and shapes are the same (`gate.kernel`, `wi_0`, `wi_1`, `wo`, and biases with `mlp_bias`). MaxText itself is not
-imported; the signature is that of its `layers/moe.py` in 2025.
+names and shapes are the same (`gate.kernel`, `wi_0`, `wi_1`, `wo`, and biases with `routed_bias` and `mlp_bias`).
+MaxText itself is not imported; the signature is that of 0.2.5, beside which `python -m tests.maxtext_block` runs this.
 """
 
 from types import SimpleNamespace
@@ -18,12 +18,19 @@ from jax_moe_lb import ClampedSwiGLU, Experts, TopK, Topology, exact, moe, use_v
 BATCH_AXES = ("data", "fsdp", "fsdp_transpose")
 """Axes of MaxText's mesh that split tokens beside the experts'. Over others all devices do the same."""
 
+INTO, OUT = ("exp", "embed_moe", "mlp_moe"), ("exp", "mlp_moe", "embed_moe")
+"""MaxText's logical axes of experts. What it shards beside "exp" is gathered before the layer, as it does itself."""
+
+SOFTMAX_OF_CHOSEN = ("mixtral", "qwen3_moe", "gpt_oss")
+"""Decoders whose tokens weigh experts by a softmax over the chosen logits; others of MaxText's do otherwise."""
+
 
 class Gate(nnx.Module):
-    """Holds the router's kernel under the name that MaxText gives it."""
+    """Holds the router's kernel, and its bias if it has one, under the names that MaxText gives them."""
 
-    def __init__(self, kernel: jax.Array) -> None:
-        self.kernel = nnx.Param(kernel)
+    def __init__(self, kernel: jax.Array, axes: tuple[str | None, ...], has_bias: bool) -> None:
+        self.kernel = nnx.Param(kernel, out_sharding=axes)
+        self.bias = nnx.Param(jnp.zeros(kernel.shape[1], kernel.dtype), out_sharding=axes[1:]) if has_bias else None
 
 
 class RoutedMoE(nnx.Module):
@@ -42,41 +49,67 @@ class RoutedMoE(nnx.Module):
         weight_dtype: Any = jnp.float32,
         dtype: Any = jnp.float32,
         quant: Any = None,
+        is_hash_routing: bool = False,
+        force_dropless: bool = True,
+        weight_quant: Any = None,
     ) -> None:
-        if quant is not None:
-            raise ValueError(f"quant is {quant!r}; expected None: weights are not quantized here")
-        del kernel_axes
+        for name, given in (("quant", quant), ("is_hash_routing", is_hash_routing), ("weight_quant", weight_quant)):
+            if given:
+                raise ValueError(f"{name} is {given!r}; expected none: this block has no form for it")
+        decoder = config.decoder_block.value
+        if decoder not in SOFTMAX_OF_CHOSEN:
+            raise ValueError(f"decoder_block is {decoder}; expected one of {', '.join(SOFTMAX_OF_CHOSEN)}")
+        del force_dropless  # Nothing is dropped in any case.
         self.mesh, self.dtype, self.has_bias = mesh, dtype, config.mlp_bias
         data_axes = tuple(axis for axis in mesh.axis_names if axis in BATCH_AXES)
         self.topology = Topology.from_mesh(mesh, "expert", data_axes=data_axes)
         # A softmax over the chosen logits is a softmax over all of them, divided by the sum of the chosen.
         self.router, self.system = TopK(num_experts_per_tok), exact()
-        self.activation = ClampedSwiGLU(config.mlp_activations_limit) if config.decoder_block == "gpt_oss" else None
-        into, out = (num_experts, config.emb_dim, intermediate_dim), (num_experts, intermediate_dim, config.emb_dim)
+        self.activation = ClampedSwiGLU(config.mlp_activations_limit) if decoder == "gpt_oss" else None
+        width, inner = config.emb_dim, intermediate_dim
 
-        def kernel(shape: tuple[int, ...]) -> jax.Array:
-            return kernel_init(rngs.params(), shape, weight_dtype, -2, -1)
+        def kernel(*shape: int) -> jax.Array:
+            return kernel_init(rngs.params(), shape, weight_dtype, (0,), (1,))
 
-        self.gate = Gate(kernel((config.emb_dim, num_experts)))
-        self.wi_0, self.wi_1, self.wo = (nnx.Param(kernel(shape)) for shape in (into, into, out))
+        def bias(axis: str, size: int) -> nnx.Param:
+            return nnx.Param(jnp.zeros((num_experts, size), weight_dtype), out_sharding=("exp", axis))
+
+        # In MaxText's order, so that the same key makes the same weights, and on its logical axes.
+        self.gate = Gate(kernel(width, num_experts), kernel_axes, config.routed_bias)
+        self.wi_0, self.wi_1 = (nnx.Param(kernel(num_experts, width, inner), out_sharding=INTO) for _ in range(2))
+        self.wo = nnx.Param(kernel(num_experts, inner, width), out_sharding=OUT)
         if self.has_bias:
-            self.wi_0_bias = nnx.Param(jnp.zeros((num_experts, intermediate_dim), weight_dtype))
-            self.wi_1_bias = nnx.Param(jnp.zeros((num_experts, intermediate_dim), weight_dtype))
-            self.wo_bias = nnx.Param(jnp.zeros((num_experts, config.emb_dim), weight_dtype))
+            self.wi_0_bias, self.wi_1_bias = (bias("activation_mlp", inner) for _ in range(2))
+            self.wo_bias = bias("activation_embed", width)
 
-    def __call__(self, inputs: jax.Array) -> tuple[jax.Array, None]:
-        """Returns the outputs, and `None` for the loss that a balanced plan has no need of."""
+    def __call__(
+        self,
+        inputs: jax.Array,
+        input_ids: Any = None,
+        gate_inputs: Any = None,
+        out_sharding: Any = None,
+        forced_routed_experts: Any = None,
+    ) -> tuple[jax.Array, None, None]:
+        """Returns the outputs, and `None` for the loss and the biases that a balanced plan has no need of."""
+        if gate_inputs is not None or forced_routed_experts is not None:
+            raise ValueError(
+                "gate_inputs or forced_routed_experts is given; expected None: `moe` routes what it is given"
+            )
+        del input_ids  # They are for routing by a hash.
         x = inputs.astype(self.dtype)
         biases = (self.wi_1_bias[...], self.wo_bias[...], self.wi_0_bias[...]) if self.has_bias else ()
         experts = Experts(self.wi_1[...], self.wo[...], self.wi_0[...], self.activation, *biases)
         experts = jax.tree.map(lambda w: w.astype(self.dtype), experts)
         tokens, ranks = PartitionSpec((*self.topology.data_axes, "expert")), PartitionSpec("expert")
 
-        def one_rank(x: jax.Array, kernel: jax.Array, experts: Experts) -> jax.Array:
-            return moe(x, kernel, experts, self.router, self.system, self.topology)[0]
+        gate = self.gate.kernel[...], None if self.gate.bias is None else self.gate.bias[...]
+
+        def one_rank(x: jax.Array, gate: tuple[jax.Array, jax.Array | None], experts: Experts) -> jax.Array:
+            return moe(x, gate[0], experts, self.router, self.system, self.topology, kernel_bias=gate[1])[0]
 
         run = jax.shard_map(one_rank, mesh=self.mesh, in_specs=(tokens, PartitionSpec(), ranks), out_specs=tokens)
-        return run(x.reshape(-1, x.shape[-1]), self.gate.kernel[...], experts).reshape(inputs.shape), None
+        y = run(x.reshape(-1, x.shape[-1]), gate, experts).reshape(inputs.shape)
+        return y if out_sharding is None else jax.lax.with_sharding_constraint(y, out_sharding), None, None
 
 
 def dense(block: RoutedMoE, inputs: jax.Array) -> jax.Array:
@@ -93,12 +126,16 @@ def main() -> None:
     """Prints the parameters, and how far outputs and gradients are from those of the dense form."""
     use_virtual_cpu_devices(8)
     mesh = jax.make_mesh((2, 4, 1), ("fsdp", "expert", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    config = SimpleNamespace(emb_dim=32, mlp_bias=False, decoder_block="mixtral", mlp_activations_limit=7.0)
+    decoder = SimpleNamespace(value="mixtral")
+    config = SimpleNamespace(
+        emb_dim=32, mlp_bias=False, routed_bias=False, decoder_block=decoder, mlp_activations_limit=7.0
+    )
 
     def init(key: jax.Array, shape: tuple[int, ...], dtype: Any, in_axis: int, out_axis: int) -> jax.Array:
         return jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis, out_axis)(key, shape, dtype)
 
-    block = RoutedMoE(config, 8, 2, mesh, init, ("embed", None), nnx.Rngs(0), intermediate_dim=64)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules([("exp", "expert"), *((axis, None) for axis in INTO[1:])]):
+        block = RoutedMoE(config, 8, 2, mesh, init, (None, None), nnx.Rngs(0), intermediate_dim=64)
     for path, leaf in nnx.to_flat_state(nnx.state(block, nnx.Param)):
         print(".".join(map(str, path)), leaf.shape)
     x = jax.random.normal(jax.random.key(1), (4, 16, 32))

@@ -1,5 +1,6 @@
 """The executor on every kind of mesh, under every transformation, and given nonsense."""
 
+import math
 from dataclasses import dataclass, replace
 
 import jax
@@ -36,6 +37,9 @@ LAYOUTS = {
     "tuple of axes": ((2, 2, 2), ("dc", "node", "gpu"), ("dc", "node", "gpu"), {}),
     "data x expert": ((2, 4), ("data", "expert"), "expert", {}),
     "expert x data": ((4, 2), ("expert", "data"), "expert", {}),
+    "axes of one device": ((1, 2, 1, 4), ("stage", "data", "tensor", "expert"), "expert", {}),
+    "tuple with an axis of one device": ((1, 2, 4), ("dc", "node", "gpu"), ("dc", "node", "gpu"), {}),
+    "an axis of copies": ((2, 2, 2), ("data", "copy", "expert"), "expert", {"data_axes": "data"}),
     "one device": ((1,), ("expert",), "expert", {}),
 }
 
@@ -58,12 +62,34 @@ def test_every_layout_equals_dense(layout, check_vma):
     # Headroom below 1, so that groups side by side need different numbers of rounds.
     layer = with_gradients(sharded_moe(mesh, topology, greedy(1, headroom=0.3), check_vma=check_vma))
     dense = dense_with_gradients(TopK(2))
+    groups = math.prod(mesh.shape[name] for name in topology.data_axes)
     for name in ("zipf", "hot_rank", "empty_rank"):
-        args = arguments(case, BY_NAME[name], int(np.prod(sizes)))
+        args = arguments(case, BY_NAME[name], groups * topology.num_ranks)
         (y, stats), gradients = layer(*args)
         (want, _), want_gradients = dense(*args)
         assert_close((y, gradients), (want, want_gradients), 1e-5)
-        assert stats.counts.shape == (mesh.size // topology.num_ranks, topology.num_ranks, case.num_experts)
+        assert stats.counts.shape == (groups, topology.num_ranks, case.num_experts)
+
+
+@pytest.mark.slow
+def test_exchanges_as_between_processes(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    test_every_layout_equals_dense("an axis of copies", True)
+
+
+@pytest.mark.slow
+def test_axes_of_one_device_may_be_in_no_type(one_device_axes_removed):
+    test_every_layout_equals_dense("axes of one device", True)
+
+
+@pytest.fixture
+def one_device_axes_removed():
+    """Sets what MaxText sets."""
+    name = "jax_remove_size_one_mesh_axis_from_type"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
 
 
 @pytest.mark.slow

@@ -128,13 +128,26 @@ def agreed(number: Int[Array, "*X"], axes: Axes) -> Int[Array, "*X"]:
         return number
     varying = tuple(name for name in others if name in varying_axes(number))
 
-    def largest(number: Array) -> Array:
-        number = jax.lax.pmax(number, others)
+    def largest_of_groups(number: Array) -> Array:
+        number = largest(number, others)
         # The largest number varies over fewer axes than `number`. Both branches of `platform_dependent` must have one
         # type.
         return jax.lax.pcast(number, varying, to="varying") if varying else number
 
-    return jax.lax.platform_dependent(number, cpu=largest, default=lambda number: number)
+    return jax.lax.platform_dependent(number, cpu=largest_of_groups, default=lambda number: number)
+
+
+def largest(number: Int[Array, "*X"], axes: Axes) -> Int[Array, "*X"]:
+    """Computes the largest number on the ranks of `axes`.
+
+    Args:
+        number: int32.
+        axes: mesh axes. Over some of them, such as those of one rank, `number` may not vary.
+    """
+    # JAX refuses to reduce over axes of both kinds at once. Without `check_vma` nothing is known to vary.
+    varying = varying_axes(number)
+    axes = tuple(name for name in axes if name in varying) if varying else axes
+    return jax.lax.pmax(number, axes) if axes else number
 
 
 def to_wire(x: Shaped[Array, "*X"]) -> Shaped[Array, "*X"]:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Int, Shaped
 from jax_moe_lb.ops.one_way import (
     Axes,
     from_wire,
+    largest,
     one_way_permutes,
     other_manual_axes,
     permute,
@@ -133,8 +134,8 @@ def _all_to_all_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: A
     lane = iota(chunk)[None]
     # Own rows are there already, by `_copy_own`: else the largest pair would often be a rank with itself.
     from_me = iota(num_ranks) == jax.lax.axis_index(axis_name)
-    largest = jnp.where(from_me, 0, pairs.sizes).max()
-    num_steps = jax.lax.pmax((largest + chunk - 1) // chunk, axis_name)
+    most = jnp.where(from_me, 0, pairs.sizes).max()
+    num_steps = largest((most + chunk - 1) // chunk, axis_name)
 
     def step(i: Array, output: Array) -> Array:
         offset = i * chunk + lane
@@ -162,7 +163,7 @@ def _permute_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes
     source = jnp.stack([_partner([(b, a) for a, b in way], num_ranks)[me] for way in ways])
     num_chunks = (jnp.where(to == me, 0, pairs.sizes[to]) + chunk - 1) // chunk
     # Groups side by side too.
-    num_steps = jax.lax.pmax(num_chunks, axis_name + other_manual_axes(axis_name))
+    num_steps = largest(num_chunks, axis_name + other_manual_axes(axis_name))
     for n, way in enumerate(ways):
 
         def step(i: Array, output: Array, n: int = n, way: list[tuple[int, int]] = way) -> Array:
