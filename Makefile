@@ -13,7 +13,7 @@ train: $(VENV)/.installed
 	$(BIN)/python -m models.train --preset tiny $(ARGS)
 # A file at a time, so that what its tests share is made once, and in order: the slowest files are not the last.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
-# The inner loop: what can be said in a minute.
+# The inner loop: what can be said in two minutes.
 check: lint
 	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
 test: $(VENV)/.installed
