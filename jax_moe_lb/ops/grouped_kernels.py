@@ -85,13 +85,15 @@ def triton_outer(
         group_sizes: `[S]` int32.
         dtype: that of the result; the kernel sums in float32 in any case.
     """
+    num_sums = group_sizes.shape[0] * rows.shape[1] * others.shape[1]
     fits = (
         # Products of float32 would be rounded to fewer bits.
         rows.dtype == others.dtype
         and rows.dtype in (jnp.bfloat16, jnp.float16)
         and rows.shape[1] % TILE_COLUMNS == others.shape[1] % TILE_COLUMNS == 0
         # The kernel counts in int32.
-        and 0 < max(rows.size, others.size) < 2**31
+        and min(rows.size, num_sums) > 0
+        and max(rows.size, others.size, num_sums) < 2**31
     )
     if not fits or get_default_device().platform != "gpu":
         return None

@@ -27,7 +27,7 @@ def outer(
 
     Args:
         rows: `[A, I]`, bfloat16 or float16, `I` a multiple of `TILE`.
-        others: `[A, O]`, likewise. Neither may have more than `2**31 - 1` numbers.
+        others: `[A, O]`, likewise. Neither they nor the result may have more than `2**31 - 1` numbers.
         group_sizes: `[S]` int32.
         dtype: that of the result; sums are kept in float32 in any case.
     """
