@@ -76,5 +76,5 @@ def test_three_levels_relieve_the_busiest_interface():
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_is_short(example):
     # A block for another program has that one's signature and parameters.
-    most = 150 if example == "maxtext_block" else 60
+    most = 160 if example == "maxtext_block" else 60
     assert len((ROOT / "examples" / f"{example}.py").read_text().splitlines()) < most
