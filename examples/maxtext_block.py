@@ -50,7 +50,7 @@ class RoutedMoE(nnx.Module):
         dtype: Any = jnp.float32,
         quant: Any = None,
         is_hash_routing: bool = False,
-        force_dropless: bool = True,
+        force_dropless: bool = False,
         weight_quant: Any = None,
     ) -> None:
         for name, given in (("quant", quant), ("is_hash_routing", is_hash_routing), ("weight_quant", weight_quant)):

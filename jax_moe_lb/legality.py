@@ -196,7 +196,7 @@ def ensure(
         ranks: the mesh axes of the ranks of a group, where `ok` and `args` vary over these too; `check` then gets what
             the first rank has that is not ok.
     """
-    groups, ranks, names_groups = _axes_of(ok, ranks)
+    groups, names_groups = _group_axes(ok, ranks)
     axes = groups + ranks
 
     # Mapped over, one check follows the other: a condition on several answers at once would call the host for all.
@@ -222,17 +222,14 @@ def ensure(
     return checked(ok, args)
 
 
-def _axes_of(ok: Bool[jax.Array, ""], ranks: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    """The manual mesh axes over which `ok` may differ between groups and between `ranks`, and whether those tell groups
-    apart alone.
-    """
+def _group_axes(ok: Bool[jax.Array, ""], ranks: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+    """The manual mesh axes over which `ok` may differ between groups, and whether they tell these apart alone."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     # Without `check_vma` no type says over which axes a value varies; then every manual axis may be one. With it the
     # index of a rank says so, but not on an axis of one rank with `jax_remove_size_one_mesh_axis_from_type`.
     is_checked = any(varying_axes(jax.lax.axis_index(name)) for name in manual)
     varying = varying_axes(ok) if is_checked else manual
-    groups = tuple(name for name in manual if name in varying and name not in ranks)
-    return groups, tuple(name for name in ranks if name in varying), is_checked
+    return tuple(name for name in manual if name in varying and name not in ranks), is_checked
 
 
 def _size(axes: tuple[str, ...]) -> int:

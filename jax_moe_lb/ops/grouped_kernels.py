@@ -85,21 +85,13 @@ def triton_outer(
         group_sizes: `[S]` int32.
         dtype: that of the result; the kernel sums in float32 in any case.
     """
-    num_sums = group_sizes.shape[0] * rows.shape[1] * others.shape[1]
-    fits = (
-        # Products of float32 would be rounded to fewer bits.
-        rows.dtype == others.dtype
-        and rows.dtype in (jnp.bfloat16, jnp.float16)
-        and rows.shape[1] % TILE_COLUMNS == others.shape[1] % TILE_COLUMNS == 0
-        # The kernel counts in int32.
-        and min(rows.size, num_sums) > 0
-        and max(rows.size, others.size, num_sums) < 2**31
-    )
-    if not fits or get_default_device().platform != "gpu":
+    if get_default_device().platform != "gpu":
         return None
     # Pallas takes a while to import, and programs for CPUs and TPUs have no use for it.
-    from jax_moe_lb.ops.outer_kernel import outer
+    from jax_moe_lb.ops.outer_kernel import fits, outer
 
+    if not fits(rows, others, group_sizes.shape[0]):
+        return None
     return unvarying_call(partial(outer, dtype=dtype), *vary_alike((rows, others, group_sizes)))
 
 

@@ -142,7 +142,7 @@ def largest(number: Int[Array, "*X"], axes: Axes) -> Int[Array, "*X"]:
 
     Args:
         number: int32.
-        axes: mesh axes. Over some of them, such as those of one rank, `number` may not vary.
+        axes: mesh axes. Over some of them, such as those of ranks that have the same tokens, `number` may not vary.
     """
     # JAX refuses to reduce over axes of both kinds at once. Without `check_vma` nothing is known to vary.
     varying = varying_axes(number)

@@ -1,6 +1,6 @@
 """Gradients of grouped weights by a kernel of our own, for the NVIDIA GPUs that tokamax has none for.
 
-It is written in Pallas and compiled by Triton, on any GPU since the A100.
+It is written in Pallas, and Triton compiles it: for A100, H100 and B200 at least.
 """
 
 from typing import Any
@@ -14,10 +14,30 @@ from jaxtyping import Array, Float
 from jax_moe_lb.types import DType, GroupSizes, iota
 
 TILE = 128
-"""A program computes so many rows and columns of a group's sum: its 64 KB stay in the registers of 8 warps."""
+"""A program computes so many rows and columns of a group's sum: its 64 KB fit in the registers of 8 warps."""
 
 ROWS_AT_ONCE = 64
 """It takes so many rows at a time, three times over while some are on their way: 96 KB of shared memory."""
+
+
+def fits(rows: Float[Array, "A I"], others: Float[Array, "A O"], num_groups: int) -> bool:
+    """Says whether `outer` takes these.
+
+    Args:
+        rows: `[A, I]`.
+        others: `[A, O]`.
+        num_groups: `S`.
+    """
+    num_sums = num_groups * rows.shape[1] * others.shape[1]
+    return (
+        # Products of float32 would be rounded to fewer bits.
+        rows.dtype in (jnp.bfloat16, jnp.float16)
+        and rows.dtype == others.dtype
+        and rows.shape[1] % TILE == others.shape[1] % TILE == 0
+        and min(rows.size, num_sums) > 0
+        # Places are counted in int32.
+        and max(rows.size, others.size, num_sums) < 2**31
+    )
 
 
 def outer(
@@ -26,8 +46,8 @@ def outer(
     """Computes `grouped_outer`, whose arguments these are; rows beyond the last group are never read.
 
     Args:
-        rows: `[A, I]`, bfloat16 or float16, `I` a multiple of `TILE`.
-        others: `[A, O]`, likewise. Neither they nor the result may have more than `2**31 - 1` numbers.
+        rows: `[A, I]`, which must pass `fits`.
+        others: `[A, O]`, likewise.
         group_sizes: `[S]` int32.
         dtype: that of the result; sums are kept in float32 in any case.
     """

@@ -135,7 +135,7 @@ def _all_to_all_steps(operand: Array, output: Array, pairs: _Pairs, axis_name: A
     # Own rows are there already, by `_copy_own`: else the largest pair would often be a rank with itself.
     from_me = iota(num_ranks) == jax.lax.axis_index(axis_name)
     most = jnp.where(from_me, 0, pairs.sizes).max()
-    num_steps = largest((most + chunk - 1) // chunk, axis_name)
+    num_steps = jax.lax.pmax((most + chunk - 1) // chunk, axis_name)
 
     def step(i: Array, output: Array) -> Array:
         offset = i * chunk + lane
