@@ -119,9 +119,13 @@ class MemoryTraffic:
         """Counts how much of a value inside a fusion is read, at most all of it."""
         computation = self.module.computations[name]
         whole, total = computation.instructions[of].nbytes, 0
+        if computation.instructions[of] is computation.root:
+            # Handed on out of the fusion, as a transpose alone is.
+            return whole
         for user, number in computation.users[of]:
             if user.opcode in PASSES_ON:
-                total += self._read(name, user.name)
+                # Counted in its own bytes: what is converted may be wider than what comes of it.
+                total += self._read(name, user.name) * whole // max(user.nbytes, 1)
             elif user.opcode in PICKS and number == 0:
                 total += user.nbytes
             elif user.opcode in UPDATES and number == 0:

@@ -28,7 +28,8 @@ class HbmTraffic(Parts):
         sums: what adds the outputs of a token's experts, or the gradients of its copies.
         joined: what puts weights of home experts and replicas into one array for the products.
         exchanges: what sends and receives rows, beside the links.
-        products: what multiplies: rows, hidden activations and weights, and the gradients of all of them.
+        products: what multiplies: rows, hidden activations and weights, the gradients of all of them, and transposes
+            that kernels want in the backward pass.
         activations: what is between products.
         carried: outputs and sums of gradients that a loop over rounds carries.
         arriving: gradients of replicas where they come home, as many as there is room for, written and read again.
@@ -60,7 +61,7 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
         >>> from jax_moe_lb.sim import Cluster, Links, ModelShape
         >>> model = ModelShape(1, hidden=2048, inner=768, experts=128, per_token=8, tokens=4096)
         >>> round(traffic_of(plain(), model, Cluster((Links("gpu", 8, 360e9),))).total / 1e9, 1)
-        6.6
+        7.2
     """
     copies = model.tokens * model.per_token
     rows = system.dispatch.buffer_rows(copies)
@@ -113,12 +114,14 @@ class _Arrays:
         all_kinds = (inner + 1) * self.kind
         # Sums are wider than weights: a loop reads and writes them, and writes them wide, and at the end rounds them.
         carried = (2 * widened + (widened - 1) + widened + 1) * all_kinds
+        # Of rows and weights, and of hidden activations as they are made; joined weights are transposed on the way.
+        transposed = 2 * self.rows + self.hidden + (0 if joins else 2 * all_kinds)
         return HbmTraffic(
             permutation=2 * permuted_bytes(self.copies),
             sums=summed_bytes(self.copies, self.tokens),
             joined=joins * joined_bytes(all_kinds, is_backward=True),
             exchanges=3 * (self.copies + self.rows),
-            products=again + of_hidden + of_rows + of_weights,
+            products=again + of_hidden + of_rows + of_weights + transposed,
             activations=2 * (inner + 1) * self.hidden,
             carried=loops * carried,
         )

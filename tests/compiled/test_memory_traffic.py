@@ -64,6 +64,12 @@ TEXT = """
   ROOT %updated = f32[1024,256]{1,0} fusion(%a, %b, %d), kind=kLoop, calls=%update
 }
 
+%hands_on (h: f32[1024,256]) -> bf16[256,1024] {
+  %h = f32[1024,256]{1,0} parameter(0)
+  %narrow = bf16[1024,256]{1,0} convert(%h)
+  ROOT %turned = bf16[256,1024]{1,0} transpose(%narrow), dimensions={1,0}
+}
+
 ENTRY %main (x: f32[1024,256], r: f32[1,256], k: s32[]) -> f32[1024,256] {
   %x = f32[1024,256]{1,0} parameter(0)
   %r = f32[1,256]{1,0} parameter(1)
@@ -76,6 +82,7 @@ ENTRY %main (x: f32[1024,256], r: f32[1,256], k: s32[]) -> f32[1024,256] {
   %wrapping = f32[1024,256]{1,0} fusion-done(%wrapped)
   %beside = f32[1024,256]{1,0} async-done(%start)
   %picked = f32[1,256]{1,0} fusion(%x, %k), kind=kLoop, calls=%picks
+  %transposed = bf16[256,1024]{1,0} fusion(%x), kind=kLoop, calls=%hands_on
   %to_fast = (f32[1024,256]{1,0:S(1)}, f32[1024,256]{1,0}, u32[]) copy-start(%x)
   %fast = f32[1024,256]{1,0:S(1)} copy-done(%to_fast)
   %ours = (f32[1024,256]{1,0}, s32[]) custom-call(%x, %k), custom_call_target="moe_lb_copy_join"
@@ -104,6 +111,10 @@ def test_an_update_beside_other_work_moves_the_update(by_name):
 def test_a_slice_inside_a_nested_fusion_reads_the_slice(by_name):
     # The conversion that nothing uses reads nothing.
     assert by_name["picked"] == 2 * KB + 4
+
+
+def test_what_is_only_handed_on_is_read(by_name):
+    assert by_name["transposed"] == KB * KB + KB * KB // 2
 
 
 def test_a_copy_into_fast_memory_only_reads(by_name):

@@ -1,6 +1,7 @@
 """Rounds under random plans: whatever the plan and the routing, nothing is lost and nothing is counted twice."""
 
 import functools
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.workloads import Workload
-from jax_moe_lb import Direct, HostBalancer, Plan, System, TopK, Topology
+from benchmarks.workloads import WORKLOADS, Workload
+from jax_moe_lb import Direct, HostBalancer, Plan, System, TopK, Topology, greedy, ultraep
+from jax_moe_lb.transport import rounds
 from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 from tests.oracle import random_plan
 
@@ -58,3 +60,24 @@ def test_random_plans_and_routings_equal_dense(per_tok, headroom, domain, seed, 
     assert int(stats.rounds[0]) == -(-int(stats.load_after.max()) // capacity)
     assert int(stats.load_after.sum()) == per_tok * int(mask.sum())
     assert layer._cache_size() == 1
+
+
+@pytest.mark.parametrize("max_rounds", [None, 2], ids=["loop", "static"])
+@pytest.mark.parametrize("system", [greedy(2), ultraep(2)], ids=["gathered", "relayed"])
+def test_gate_and_up_side_by_side_equal_dense(system, max_rounds, monkeypatch, x64):
+    """This is the form that accelerators have; biases go the same way."""
+    monkeypatch.setattr(rounds, "_has_accelerators", lambda: True)
+    mesh, case, router = make_mesh((8,), ("expert",)), Case(), TopK(2)
+    system = system.with_rounds(max_rounds)
+    rng = np.random.default_rng(3)
+    kernel, experts = case.params("float64")
+    up_bias, gate_bias = jnp.asarray(0.3 * rng.normal(size=(2, case.num_experts, case.mlp_dim)))
+    down_bias = jnp.asarray(0.3 * rng.normal(size=(case.num_experts, case.width)))
+    experts = replace(experts, up_bias=up_bias, gate_bias=gate_bias, down_bias=down_bias)
+    x, mask = case.tokens(WORKLOADS[1], 8, "float64")
+    target = jnp.asarray(rng.normal(size=x.shape))
+    layer = sharded_moe(mesh, Topology.from_mesh(mesh), system, router)
+    (y, stats), gradients = with_gradients(layer)(x, mask, kernel, experts, target)
+    (want, _), want_gradients = dense_with_gradients(router)(x, mask, kernel, experts, target)
+    assert int(stats.weight_bytes_moved.sum()) > 0
+    assert_close((y, gradients), (want, want_gradients), 1e-11)
