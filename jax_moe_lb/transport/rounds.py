@@ -87,16 +87,7 @@ class Slots(NamedTuple):
         # Products want one array. It is made in each round and given up after its product: for a loop that may have no
         # round all kinds would have to be kept. The barrier keeps a compiler from taking it out of the loop.
         _, home, replicas = jax.lax.optimization_barrier((group_sizes, self.home, self.replicas))
-        both = joined(home, replicas)
-        # On accelerators the copy costs the same with gate and up projection side by side, and the products then read
-        # the rows once for both. CPUs, which take few rows at a time, gain nothing and would copy once more.
-        return both.fused() if _has_accelerators() else both
-
-
-def _has_accelerators() -> bool:
-    # No device is known where a program is traced for a mesh without any.
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.device_kind != "cpu"
+        return joined(home, replicas)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -317,6 +308,11 @@ def _gradients(
     @jax.named_scope("experts")
     def pull_back(rows: Rows, row_weights: RowWeights, group_sizes: GroupSizes, upstream: Rows, sums: Any) -> Any:
         at = slots.weights(group_sizes)
+        if slots.replicas is not None and _has_gpus():
+            # The copy that joins them costs the same with gate and up projection side by side, and products then read
+            # rows once for both. Not in the forward pass, whose peak both kinds at once would be, nor on TPUs, whose
+            # compiler can then not be told to do with as little memory.
+            at = at.fused()
         return grouped_ffn_gradients(rows, row_weights, at, group_sizes, upstream, sums_dtype, sums)
 
     batch = Batch(tokens, weights, upstream)
@@ -327,12 +323,18 @@ def _gradients(
         of_replicas = jax.tree.map(lambda g: g[plan.num_home :].astype(experts.up.dtype), of_slots)
         with jax.named_scope("replicate"):
             of_slots = again.add_at_home(of_slots, of_replicas, plan, topology)
-        # `Slots.weights` may have put together what is apart in these experts.
+        # `pull_back` may have put together what is apart in these experts.
         of_slots = of_slots if experts.is_fused else of_slots.apart()
     of_experts = jax.tree.map(lambda g, w: g[: plan.num_home].astype(w.dtype), of_slots, experts)
     with jax.named_scope("combine"):
         of_tokens = sum_of_copies(of_copies, receipt, per_token)
         return of_tokens, weights_by_token(of_weights, receipt, per_token), of_experts
+
+
+def _has_gpus() -> bool:
+    # No device is known where a program is traced for a mesh without any.
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and not device.device_kind.startswith(("cpu", "TPU"))
 
 
 in_rounds.defvjp(_save, _backward)

@@ -65,8 +65,8 @@ def test_random_plans_and_routings_equal_dense(per_tok, headroom, domain, seed, 
 @pytest.mark.parametrize("max_rounds", [None, 2], ids=["loop", "static"])
 @pytest.mark.parametrize("system", [greedy(2), ultraep(2)], ids=["gathered", "relayed"])
 def test_gate_and_up_side_by_side_equal_dense(system, max_rounds, monkeypatch, x64):
-    """This is the form that accelerators have; biases go the same way."""
-    monkeypatch.setattr(rounds, "_has_accelerators", lambda: True)
+    """This is the form of the backward pass on GPUs; biases go the same way."""
+    monkeypatch.setattr(rounds, "_has_gpus", lambda: True)
     mesh, case, router = make_mesh((8,), ("expert",)), Case(), TopK(2)
     system = system.with_rounds(max_rounds)
     rng = np.random.default_rng(3)
