@@ -179,8 +179,12 @@ def make_dense(name: str, folder: Path) -> torch.nn.Module:
 
 
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    with safe_open(folder / "model.safetensors", framework="numpy") as file:
-        return dict(zip(file.keys(), map(file.get_tensor, file.keys()), strict=True))
+    """Reads all files of a checkpoint."""
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors
 
 
 def logits_of(folder: Path, tokens: np.ndarray) -> np.ndarray:

@@ -129,13 +129,17 @@ def test_greedy_generation(reference, name):
 def test_saved_checkpoints_are_read_by_transformers(reference, name, tmp_path):
     ref = reference(name)
     save_pretrained(loaded(ref, "2x4", "plain"), tmp_path / "out", max_file_bytes=20_000)
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-    np.testing.assert_array_equal(logits_of(tmp_path / "out", ref.tokens), logits_of(ref.folder, ref.tokens))
     save_pretrained(loaded(ref, "1x8", "plain"), tmp_path / "one")
-    ours, theirs = read_tensors(tmp_path / "one"), read_tensors(ref.folder)
-    assert ours.keys() == theirs.keys()
-    for tensor, value in theirs.items():
-        np.testing.assert_array_equal(ours[tensor], value, err_msg=tensor)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    # Weights lie elsewhere in their files, and the last bits of torch's products may depend on that: 7e-7 was seen.
+    expected = logits_of(ref.folder, ref.tokens)
+    np.testing.assert_allclose(logits_of(tmp_path / "out", ref.tokens), expected, rtol=0, atol=LOGITS / 10)
+    theirs = read_tensors(ref.folder)
+    for name in ("out", "one"):
+        ours = read_tensors(tmp_path / name)
+        assert ours.keys() == theirs.keys()
+        for tensor, value in theirs.items():
+            np.testing.assert_array_equal(ours[tensor], value, err_msg=tensor)
 
 
 @pytest.mark.parametrize("share", [False, True])
