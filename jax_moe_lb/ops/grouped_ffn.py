@@ -17,7 +17,7 @@ from jax_moe_lb._varying import vary_like
 from jax_moe_lb.activations import swiglu
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops.grouped_bias import bias_rows, bias_sums
-from jax_moe_lb.ops.grouped_kernels import clear_tail
+from jax_moe_lb.ops.grouped_kernels import clear_tail, usual_layout
 from jax_moe_lb.ops.grouped_matmul import grouped_matmul, grouped_outer, products_are_by_group
 from jax_moe_lb.ops.row_windows import Window, each_window, num_windows
 from jax_moe_lb.types import DType, GroupSizes, Rows, wide_dtype
@@ -57,6 +57,7 @@ def _in_windows(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
 
 
 def _at_once(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
+    experts = jax.tree.map(usual_layout, experts)
     # A row meets no other, so what stands beyond the groups reaches nothing, and nothing is masked.
     hidden = activate(experts, _inner_products(rows, experts, group_sizes))
     return _with_bias(grouped_matmul(hidden, experts.down, group_sizes), experts.down_bias, group_sizes)
@@ -155,6 +156,7 @@ def _gradients_at_once(
     *,
     sums_dtype: DType,
 ) -> tuple[Rows, Float[Array, "A 1"], Experts]:
+    experts = jax.tree.map(usual_layout, experts)
     # Gradients of weights sum over rows, and there what stands beyond the groups would count.
     rows, upstream = clear_tail(rows, group_sizes), clear_tail(upstream, group_sizes)
     inner = inner_weights(experts)

@@ -125,6 +125,22 @@ def clear_tail(rows: Rows, group_sizes: GroupSizes) -> Rows:
     )
 
 
+def usual_layout(weights: Float[Array, "S ..."]) -> Float[Array, "S ..."]:
+    """Holds a GPU's compiler to the usual layout of weights before it turns them around for a product.
+
+    Free to choose, it gives them the layout of the transposed product and carries that out of all loops around: a scan
+    over layers then turned the weights of all of them around, and every layer its own back.
+
+    Args:
+        weights: `[S, ...]`, the weights of groups, or a bias.
+    """
+
+    def pinned(weights: Array) -> Array:
+        return with_layout_constraint(weights, Layout(tuple(range(weights.ndim))))
+
+    return jax.lax.platform_dependent(weights, cuda=pinned, default=lambda weights: weights)
+
+
 def _clear_tile(rows: Rows, group_sizes: GroupSizes) -> Rows:
     # One tile, whatever the number of rows: a mask over all of them would read and write them once more.
     rows = with_layout_constraint(rows, Layout((0, 1)))

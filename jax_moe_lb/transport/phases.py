@@ -40,8 +40,17 @@ from jax_moe_lb.transport.dispatch import Routed, served_plan
 from jax_moe_lb.transport.exchange import Copies
 from jax_moe_lb.transport.phase_receipts import Blocks, Dynamic, Phases, Streams, address_home, window
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.transport.rounds import Batch, OfCopies, further_rounds, no_gradients, of_round
-from jax_moe_lb.types import Rows, Tokens, wide_dtype
+from jax_moe_lb.transport.rounds import (
+    Batch,
+    OfCopies,
+    dtype_of_sums,
+    further_rounds,
+    fused_on_gpus,
+    in_form_of,
+    no_gradients,
+    of_round,
+)
+from jax_moe_lb.types import Rows, Tokens
 
 
 class Ways(NamedTuple):
@@ -381,7 +390,8 @@ class _Backward(NamedTuple):
 
     def _gradients(self, parts: tuple[Array, ...], experts: Experts, sizes: Array) -> tuple[Any, ...]:
         rows, weights, upstream = parts
-        return grouped_ffn_gradients(rows, weights, experts, sizes, upstream, wide_dtype(rows))
+        dtype = dtype_of_sums(self.experts, self.ways.direct)
+        return grouped_ffn_gradients(rows, weights, fused_on_gpus(experts), sizes, upstream, dtype)
 
 
 @jax.named_scope("backward")
@@ -416,10 +426,10 @@ def _gradients(ways: Ways, room: int, saved: Saved, upstream: Tokens) -> tuple[T
     carry = of_copies, (of_home, of_slots)
     (of_copies, of_weights), (home, of_slots) = further_rounds(phases.receipt, ways.direct, one_round, carry)
     if of_slots is not None:
-        of_replicas = jax.tree.map(lambda g, w: g.astype(w.dtype), of_slots, experts)
+        of_replicas = jax.tree.map(lambda g: g.astype(experts.up.dtype), of_slots)
         with jax.named_scope("replicate"):
             home = ways.replicate.add_at_home(home, of_replicas, plan, ways.topology)
-    home = jax.tree.map(lambda g, w: g.astype(w.dtype), home, experts)
+    home = jax.tree.map(lambda g, w: g.astype(w.dtype), in_form_of(experts, home), experts)
     per_token = weights.shape[1]
     with jax.named_scope("combine"):
         of_tokens = sum_of_copies(of_copies, phases.receipt, per_token)

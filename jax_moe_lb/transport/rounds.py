@@ -26,7 +26,7 @@ from jax_moe_lb.transport.copies import (
 from jax_moe_lb.transport.exchange import Copies, Exchange, Receipt
 from jax_moe_lb.transport.replicate import Replicate, joined
 from jax_moe_lb.transport.wire import packed, unpacked
-from jax_moe_lb.types import GroupSizes, Rows, Tokens, wide_dtype
+from jax_moe_lb.types import DType, GroupSizes, Rows, Tokens, wide_dtype
 
 Carry = TypeVar("Carry")
 
@@ -301,18 +301,11 @@ def _gradients(
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     per_token, again = weights.shape[1], replicate.again()
     slots = Slots.of(experts, plan, again, topology)
-    # Sums over rounds are kept in float32 at least, and rounded once: small addends would be lost in bfloat16. A single
-    # round rounds as it writes them.
-    sums_dtype = experts.up.dtype if exchange.max_rounds == 1 else wide_dtype(experts.up)
+    sums_dtype = dtype_of_sums(experts, exchange)
 
     @jax.named_scope("experts")
     def pull_back(rows: Rows, row_weights: RowWeights, group_sizes: GroupSizes, upstream: Rows, sums: Any) -> Any:
-        at = slots.weights(group_sizes)
-        if slots.replicas is not None and _has_gpus():
-            # The copy that joins them costs the same with gate and up projection side by side, and products then read
-            # rows once for both. Not in the forward pass, whose peak both kinds at once would be, nor on TPUs, whose
-            # compiler can then not be told to do with as little memory.
-            at = at.fused()
+        at = fused_on_gpus(slots.weights(group_sizes))
         return grouped_ffn_gradients(rows, row_weights, at, group_sizes, upstream, sums_dtype, sums)
 
     batch = Batch(tokens, weights, upstream)
@@ -323,18 +316,51 @@ def _gradients(
         of_replicas = jax.tree.map(lambda g: g[plan.num_home :].astype(experts.up.dtype), of_slots)
         with jax.named_scope("replicate"):
             of_slots = again.add_at_home(of_slots, of_replicas, plan, topology)
-        # `pull_back` may have put together what is apart in these experts.
-        of_slots = of_slots if experts.is_fused else of_slots.apart()
+    of_slots = in_form_of(experts, of_slots)
     of_experts = jax.tree.map(lambda g, w: g[: plan.num_home].astype(w.dtype), of_slots, experts)
     with jax.named_scope("combine"):
         of_tokens = sum_of_copies(of_copies, receipt, per_token)
         return of_tokens, weights_by_token(of_weights, receipt, per_token), of_experts
 
 
-def _has_gpus() -> bool:
+def fused_on_gpus(experts: Experts) -> Experts:
+    """Returns experts in the form that a backward pass multiplies with: on GPUs with the gate in `up`, if there is one.
+
+    Rows are then read once for both, and their gradients written once. Use it in a round, whose weights are copied for
+    it: that costs less, as products want them transposed, or joined with those of replicas, in any case. Forward passes
+    go without, as both at once would be their peak of memory, and so do TPUs, whose compiler can then not be told to do
+    with as little of it.
+
+    Args:
+        experts: those of a rank's slots, or of some of them.
+    """
     # No device is known where a program is traced for a mesh without any.
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and not device.device_kind.startswith(("cpu", "TPU"))
+    has_gpus = device is not None and not device.device_kind.startswith(("cpu", "TPU"))
+    return experts.fused() if has_gpus else experts
+
+
+def in_form_of(experts: Experts, sums: Experts) -> Experts:
+    """Undoes `fused_on_gpus` for the gradients of experts.
+
+    Args:
+        experts: as they were given.
+        sums: the gradients, in that form or in the fused one.
+    """
+    return sums if experts.is_fused else sums.apart()
+
+
+def dtype_of_sums(experts: Experts, exchange: Exchange) -> DType:
+    """Chooses the dtype in which gradients of experts are summed over rounds.
+
+    It is float32 at least, rounded once: small addends would be lost in bfloat16. A single round rounds as it writes
+    them.
+
+    Args:
+        experts: the home experts.
+        exchange: it says whether there is one round.
+    """
+    return experts.up.dtype if exchange.max_rounds == 1 else wide_dtype(experts.up)
 
 
 in_rounds.defvjp(_save, _backward)

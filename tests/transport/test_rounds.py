@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import WORKLOADS, Workload
-from jax_moe_lb import Direct, HostBalancer, Plan, System, TopK, Topology, greedy, ultraep
-from jax_moe_lb.transport import rounds
+from jax_moe_lb import Direct, Experts, HostBalancer, Plan, System, TopK, Topology, feplb, greedy, plain, ultraep
+from jax_moe_lb.transport import phases, rounds
 from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 from tests.oracle import random_plan
 
@@ -62,11 +62,14 @@ def test_random_plans_and_routings_equal_dense(per_tok, headroom, domain, seed, 
     assert layer._cache_size() == 1
 
 
-@pytest.mark.parametrize("max_rounds", [None, 2], ids=["loop", "static"])
-@pytest.mark.parametrize("system", [greedy(2), ultraep(2)], ids=["gathered", "relayed"])
+@pytest.mark.parametrize("max_rounds", [None, 4], ids=["loop", "static"])
+@pytest.mark.parametrize(
+    "system", [plain(), greedy(2), ultraep(2), feplb(2)], ids=["home", "gathered", "relayed", "two_phase"]
+)
 def test_gate_and_up_side_by_side_equal_dense(system, max_rounds, monkeypatch, x64):
     """This is the form of the backward pass on GPUs; biases go the same way."""
-    monkeypatch.setattr(rounds, "_has_gpus", lambda: True)
+    for module in (rounds, phases):
+        monkeypatch.setattr(module, "fused_on_gpus", Experts.fused)
     mesh, case, router = make_mesh((8,), ("expert",)), Case(), TopK(2)
     system = system.with_rounds(max_rounds)
     rng = np.random.default_rng(3)
@@ -79,5 +82,5 @@ def test_gate_and_up_side_by_side_equal_dense(system, max_rounds, monkeypatch, x
     layer = sharded_moe(mesh, Topology.from_mesh(mesh), system, router)
     (y, stats), gradients = with_gradients(layer)(x, mask, kernel, experts, target)
     (want, _), want_gradients = dense_with_gradients(router)(x, mask, kernel, experts, target)
-    assert int(stats.weight_bytes_moved.sum()) > 0
+    assert (int(stats.weight_bytes_moved.sum()) > 0) == (system.replica_slots > 0)
     assert_close((y, gradients), (want, want_gradients), 1e-11)
