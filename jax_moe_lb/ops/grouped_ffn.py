@@ -84,6 +84,7 @@ def grouped_ffn_gradients(
     upstream: Rows,
     sums_dtype: DType,
     sums: Experts | None = None,
+    again: Callable[[Array], Experts] | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], Experts]:
     """Computes the gradients of `weights * grouped_ffn(rows, experts, group_sizes)`.
 
@@ -99,13 +100,16 @@ def grouped_ffn_gradients(
         sums_dtype: that of the gradients of the experts. They are summed over rows in float32 at least; give that where
             they are summed on, so that nothing is rounded twice.
         sums: in that dtype, what the gradients of the experts are added to; `None`, the default: nothing.
+        again: makes the same experts once more, after the array that it is given: the last products take these, so that
+            a copy need not be kept from the first products on, nor one that is turned around. `None`, the default, is
+            right where experts are no copies. Where rows go in windows it is not called.
 
     Returns:
         The gradients of the rows and of the weights, in their dtypes, which hold anything beyond `group_sizes.sum()`,
         and those of the experts.
     """
     return _by_platform(
-        partial(_gradients_at_once, sums_dtype=sums_dtype),
+        partial(_gradients_at_once, sums_dtype=sums_dtype, again=again),
         partial(_gradients_in_windows, sums_dtype=sums_dtype),
         *(rows, weights, experts, group_sizes, upstream, sums),
     )
@@ -155,11 +159,11 @@ def _gradients_at_once(
     sums: Experts | None,
     *,
     sums_dtype: DType,
+    again: Callable[[Array], Experts] | None = None,
 ) -> tuple[Rows, Float[Array, "A 1"], Experts]:
     experts = jax.tree.map(usual_layout, experts)
     # Gradients of weights sum over rows, and there what stands beyond the groups would count.
     rows, upstream = clear_tail(rows, group_sizes), clear_tail(upstream, group_sizes)
-    inner = inner_weights(experts)
     products = _inner_products(rows, experts, group_sizes)
     hidden, pull_back = jax.vjp(partial(activate, experts), products)
     # With `y = hidden down`, the gradient of the weight, `y upstream`, is `hidden (upstream down^T)`: of the outputs,
@@ -191,9 +195,10 @@ def _gradients_at_once(
     if experts.down_bias is not None:
         of_kinds["down_bias"] = bias_sum("down_bias", upstream.astype(weights.dtype) * weights)
     upstreams, of_kinds = _in_order(upstreams, of_kinds, rows.nbytes + upstream.nbytes)
+    last = experts if again is None else jax.tree.map(usual_layout, again(upstreams[0]))
     back = [
         grouped_matmul(part, matrix, group_sizes, transposed=True)
-        for part, matrix in zip(upstreams, inner, strict=True)
+        for part, matrix in zip(upstreams, inner_weights(last), strict=True)
     ]
     return sum(back[1:], start=back[0]), of_weights, replace(experts, **of_kinds)
 

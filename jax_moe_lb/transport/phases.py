@@ -20,7 +20,7 @@ from jax_moe_lb.faults import Checks
 from jax_moe_lb.ops._peer import Pending, Route
 from jax_moe_lb.ops.copy_expert_weights import join
 from jax_moe_lb.ops.copy_rows import start_back, start_onward
-from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
+from jax_moe_lb.ops.grouped_ffn import grouped_ffn
 from jax_moe_lb.ops.moved_rows import Taken, move, move_back, moved_rows, served_quota
 from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.ops.ragged_all_to_all import unwritten
@@ -45,10 +45,10 @@ from jax_moe_lb.transport.rounds import (
     OfCopies,
     dtype_of_sums,
     further_rounds,
-    fused_on_gpus,
+    gradients_of_round,
     in_form_of,
     no_gradients,
-    of_round,
+    tied_to,
 )
 from jax_moe_lb.types import Rows, Tokens
 
@@ -243,7 +243,7 @@ def _serve(
     by_exchange = forward._replace(ways=ways._replace(route=None))
 
     def one_round(i: Array, copies: Copies) -> Copies:
-        rows = forward._replace(tokens=of_round(i, tokens)).come_home(i)
+        rows = forward._replace(tokens=tied_to(i, tokens)).come_home(i)
         (taken,) = _start_onward((rows,), phases, i, room, by_exchange.ways, ())[1]
         out = forward.static_wave(rows, forward.static_sizes(i, rows))
         return by_exchange.finish(i, rows, out, _Arrived(phases, slots, taken), copies)
@@ -391,7 +391,11 @@ class _Backward(NamedTuple):
     def _gradients(self, parts: tuple[Array, ...], experts: Experts, sizes: Array) -> tuple[Any, ...]:
         rows, weights, upstream = parts
         dtype = dtype_of_sums(self.experts, self.ways.direct)
-        return grouped_ffn_gradients(rows, weights, fused_on_gpus(experts), sizes, upstream, dtype)
+
+        def again(after: Array) -> Experts:
+            return tied_to(after, experts)
+
+        return gradients_of_round(rows, weights, experts, again, sizes, upstream, dtype)
 
 
 @jax.named_scope("backward")
@@ -417,7 +421,7 @@ def _gradients(ways: Ways, room: int, saved: Saved, upstream: Tokens) -> tuple[T
     by_exchange = backward._replace(ways=ways._replace(route=None))
 
     def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
-        parts = by_exchange._replace(batch=of_round(i, by_exchange.batch)).come_home(i)
+        parts = by_exchange._replace(batch=tied_to(i, by_exchange.batch)).come_home(i)
         staying, onward = _start_onward(parts, phases, i, room, by_exchange.ways, by_exchange.staying(i, parts[0]))
         of_rows, of_home = by_exchange.at_home(parts, staying)
         of_copies, of_slots = by_exchange.finish(i, of_rows, _arrived(onward, of_rows), slots, carry[0])

@@ -80,14 +80,17 @@ class Slots(NamedTuple):
             return cls(experts, None)
         return cls(experts, replicate.join(replicate.start(experts, plan, topology), ()))
 
-    def weights(self, group_sizes: GroupSizes) -> Experts:
+    def weights(self, group_sizes: Array) -> Experts:
         """Returns both parts in one, for a product of rows of these groups."""
         if self.replicas is None:
             return self.home
         # Products want one array. It is made in each round and given up after its product: for a loop that may have no
-        # round all kinds would have to be kept. The barrier keeps a compiler from taking it out of the loop.
-        _, home, replicas = jax.lax.optimization_barrier((group_sizes, self.home, self.replicas))
-        return joined(home, replicas)
+        # round all kinds would have to be kept.
+        return joined(*tied_to(group_sizes, (self.home, self.replicas)))
+
+    def again(self, after: Array) -> Experts:
+        """Returns the same for a product that comes after this array was computed."""
+        return Slots(*tied_to(after, tuple(self))).weights(after)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -170,7 +173,7 @@ def serve_rounds(
 
     def one_round(i: Array, out: Travelling) -> Travelling:
         # Gathered again in every round: kept, they would be there beside the rows all the time.
-        now = of_round(i, travelling)
+        now = tied_to(i, travelling)
         with jax.named_scope("dispatch"):
             rows, group_sizes = exchange.send(to_sending_order(now, receipt, per_token), receipt, i, topology)
             rows = unpacked(wire, rows, tokens)
@@ -213,7 +216,7 @@ def gradient_rounds(
 
     def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
         of_copies, sums = carry
-        now, upstream_now = of_round(i, (travelling, upstream))
+        now, upstream_now = tied_to(i, (travelling, upstream))
         with jax.named_scope("dispatch"):
             words, group_sizes = exchange.send(to_sending_order(now, order, per_token), receipt, i, topology)
             rows = unpacked(exchange.wire, words, tokens)
@@ -233,14 +236,14 @@ def no_gradients(tokens: Tokens, weights: Weights) -> OfCopies:
     return unwritten_later(tokens, weights.size), unwritten(weights.reshape(-1, 1), weights.size)
 
 
-def of_round(i: Array, tree: Carry) -> Carry:
-    """Ties arrays to a round: what is made of them alone a compiler would take out of the loop, and keep.
+def tied_to(other: Array, tree: Carry) -> Carry:
+    """Ties arrays to another: what is made of them alone a compiler would take out of a loop, or make once, and keep.
 
     Args:
-        i: the number of the round.
+        other: the number of a round, or what is computed before.
         tree: what copies are made of.
     """
-    return jax.lax.optimization_barrier((i, tree))[1]
+    return jax.lax.optimization_barrier((other, tree))[1]
 
 
 def further_rounds(
@@ -305,8 +308,8 @@ def _gradients(
 
     @jax.named_scope("experts")
     def pull_back(rows: Rows, row_weights: RowWeights, group_sizes: GroupSizes, upstream: Rows, sums: Any) -> Any:
-        at = fused_on_gpus(slots.weights(group_sizes))
-        return grouped_ffn_gradients(rows, row_weights, at, group_sizes, upstream, sums_dtype, sums)
+        at = slots.weights(group_sizes)
+        return gradients_of_round(rows, row_weights, at, slots.again, group_sizes, upstream, sums_dtype, sums)
 
     batch = Batch(tokens, weights, upstream)
     (of_copies, of_weights), of_slots = gradient_rounds(
@@ -323,29 +326,57 @@ def _gradients(
         return of_tokens, weights_by_token(of_weights, receipt, per_token), of_experts
 
 
-def fused_on_gpus(experts: Experts) -> Experts:
-    """Returns experts in the form that a backward pass multiplies with: on GPUs with the gate in `up`, if there is one.
+def gradients_of_round(
+    rows: Rows,
+    row_weights: RowWeights,
+    experts: Experts,
+    again: Callable[[Array], Experts],
+    group_sizes: GroupSizes,
+    upstream: Rows,
+    sums_dtype: DType,
+    sums: Experts | None = None,
+) -> tuple[Rows, RowWeights, Experts]:
+    """Computes `grouped_ffn_gradients`, on GPUs with the gate in `up`, where there is one.
 
-    Rows are then read once for both, and their gradients written once. Use it in a round, whose weights are copied for
-    it: that costs less, as products want them transposed, or joined with those of replicas, in any case. Forward passes
-    go without, as both at once would be their peak of memory, and so do TPUs, whose compiler can then not be told to do
-    with as little of it.
+    Rows are then read once for both, and their gradients written once. The weights are copied for it, which costs less:
+    products want them transposed, or joined with those of replicas, in any case. Forward passes go without, as both at
+    once would be their peak of memory, and so do TPUs, whose compiler can then not be told to do with as little of it.
 
     Args:
-        experts: those of a rank's slots, or of some of them.
+        rows: `[A, H]`; for these and the others see there.
+        row_weights: `[A, 1]`.
+        experts: the weights of the `S` groups.
+        again: makes the same weights again, after the array that it is given.
+        group_sizes: `[S]`.
+        upstream: `[A, H]`.
+        sums_dtype: that of the gradients of the experts.
+        sums: what they are added to.
+
+    Returns:
+        What `grouped_ffn_gradients` does; `in_form_of` brings gradients of experts into the form of `experts`.
     """
+    if not _has_gpus():
+        return grouped_ffn_gradients(rows, row_weights, experts, group_sizes, upstream, sums_dtype, sums)
+
+    def fused_again(after: Array) -> Experts:
+        return again(after).fused()
+
+    at = experts.fused()
+    return grouped_ffn_gradients(rows, row_weights, at, group_sizes, upstream, sums_dtype, sums, fused_again)
+
+
+def _has_gpus() -> bool:
     # No device is known where a program is traced for a mesh without any.
     device = jax.sharding.get_abstract_mesh().abstract_device
-    has_gpus = device is not None and not device.device_kind.startswith(("cpu", "TPU"))
-    return experts.fused() if has_gpus else experts
+    return device is not None and not device.device_kind.startswith(("cpu", "TPU"))
 
 
 def in_form_of(experts: Experts, sums: Experts) -> Experts:
-    """Undoes `fused_on_gpus` for the gradients of experts.
+    """Brings gradients of experts into the form that these were given in, with the gate beside `up` or in it.
 
     Args:
         experts: as they were given.
-        sums: the gradients, in that form or in the fused one.
+        sums: the gradients, in that form or with the gate in `up`.
     """
     return sums if experts.is_fused else sums.apart()
 

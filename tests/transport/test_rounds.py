@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import WORKLOADS, Workload
-from jax_moe_lb import Direct, Experts, HostBalancer, Plan, System, TopK, Topology, feplb, greedy, plain, ultraep
-from jax_moe_lb.transport import phases, rounds
+from jax_moe_lb import Direct, HostBalancer, Plan, System, TopK, Topology, feplb, greedy, plain, ultraep
+from jax_moe_lb.ops import grouped_ffn
+from jax_moe_lb.transport import rounds
 from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 from tests.oracle import random_plan
 
@@ -68,8 +69,8 @@ def test_random_plans_and_routings_equal_dense(per_tok, headroom, domain, seed, 
 )
 def test_gate_and_up_side_by_side_equal_dense(system, max_rounds, monkeypatch, x64):
     """This is the form of the backward pass on GPUs; biases go the same way."""
-    for module in (rounds, phases):
-        monkeypatch.setattr(module, "fused_on_gpus", Experts.fused)
+    monkeypatch.setattr(rounds, "_has_gpus", lambda: True)
+    monkeypatch.setattr(grouped_ffn, "products_are_by_group", lambda: False)
     mesh, case, router = make_mesh((8,), ("expert",)), Case(), TopK(2)
     system = system.with_rounds(max_rounds)
     rng = np.random.default_rng(3)
