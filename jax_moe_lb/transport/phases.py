@@ -45,6 +45,7 @@ from jax_moe_lb.transport.rounds import (
     OfCopies,
     dtype_of_sums,
     further_rounds,
+    gate_goes_in_up,
     gradients_of_round,
     in_form_of,
     no_gradients,
@@ -372,7 +373,8 @@ class _Backward(NamedTuple):
     def at_home(self, parts: tuple[Array, ...], blocks: Blocks) -> tuple[tuple[Array, ...], Experts]:
         """Computes the gradients of what stays at home."""
         with jax.named_scope("experts/home_wave"):
-            *of_rows, of_experts = self._gradients(tuple(map(blocks.take, parts)), self.experts, blocks.sizes)
+            taken, fused = tuple(map(blocks.take, parts)), self._gate_goes_in_up(parts[0])
+            *of_rows, of_experts = self._gradients(taken, self.experts, blocks.sizes, fused)
             return tuple(blocks.put(part, part) for part in of_rows), of_experts
 
     def finish(self, i: Array, of_rows: tuple[Array, ...], parts: Any, slots: Any, out: OfCopies) -> Any:
@@ -381,21 +383,28 @@ class _Backward(NamedTuple):
         rows = of_rows[0]
         if slots is not None:
             with jax.named_scope("experts/moved_wave"):
-                *of_moved, of_slots = self._gradients(parts, slots, _taken(phases, i, rows, ways))
+                fused = self._gate_goes_in_up(rows)
+                *of_moved, of_slots = self._gradients(parts, slots, _taken(phases, i, rows, ways), fused)
             _, returning = _start_back(tuple(of_moved), of_rows, phases, i, ways)
             of_rows = _arrived(returning, ())
         back = partial(ways.direct.send_back, receipt=phases.receipt, i=i, topology=ways.topology)
         with jax.named_scope("combine"):
             return tuple(back(part, out=into) for part, into in zip(of_rows, out, strict=True)), of_slots
 
-    def _gradients(self, parts: tuple[Array, ...], experts: Experts, sizes: Array) -> tuple[Any, ...]:
+    def _gate_goes_in_up(self, rows: Rows) -> bool:
+        # Alike in both waves, whose gradients are added.
+        return gate_goes_in_up(self.experts, rows, are_joined=False)
+
+    def _gradients(
+        self, parts: tuple[Array, ...], experts: Experts, sizes: Array, fused: bool
+    ) -> tuple[Rows, Array, Experts]:
         rows, weights, upstream = parts
         dtype = dtype_of_sums(self.experts, self.ways.direct)
 
         def again(after: Array) -> Experts:
             return tied_to(after, experts)
 
-        return gradients_of_round(rows, weights, experts, again, sizes, upstream, dtype)
+        return gradients_of_round(rows, weights, experts, again, sizes, upstream, dtype, fused=fused)
 
 
 @jax.named_scope("backward")

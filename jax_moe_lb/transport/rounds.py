@@ -90,7 +90,8 @@ class Slots(NamedTuple):
 
     def again(self, after: Array) -> Experts:
         """Returns the same for a product that comes after this array was computed."""
-        return Slots(*tied_to(after, tuple(self))).weights(after)
+        home, replicas = tied_to(after, (self.home, self.replicas))
+        return Slots(home, replicas).weights(after)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -309,7 +310,10 @@ def _gradients(
     @jax.named_scope("experts")
     def pull_back(rows: Rows, row_weights: RowWeights, group_sizes: GroupSizes, upstream: Rows, sums: Any) -> Any:
         at = slots.weights(group_sizes)
-        return gradients_of_round(rows, row_weights, at, slots.again, group_sizes, upstream, sums_dtype, sums)
+        fused = gate_goes_in_up(at, rows, are_joined=slots.replicas is not None)
+        return gradients_of_round(
+            rows, row_weights, at, slots.again, group_sizes, upstream, sums_dtype, sums, fused=fused
+        )
 
     batch = Batch(tokens, weights, upstream)
     (of_copies, of_weights), of_slots = gradient_rounds(
@@ -326,6 +330,25 @@ def _gradients(
         return of_tokens, weights_by_token(of_weights, receipt, per_token), of_experts
 
 
+def gate_goes_in_up(experts: Experts, rows: Rows, *, are_joined: bool) -> bool:
+    """Says whether a round of a backward pass has the gate in `up`: on GPUs, where less is read and written so.
+
+    Forward passes go without, as both kinds at once would be their peak of memory, and so do TPUs, whose compiler can
+    then not be told to do with as little of it.
+
+    Args:
+        experts: those that rows are multiplied with.
+        rows: `[A, H]`.
+        are_joined: whether the experts are a copy already, so that a gate in `up` costs no other.
+    """
+    if experts.gate is None or not _has_gpus():
+        return False
+    copied_bytes = 0 if are_joined else 2 * (experts.up.nbytes + experts.gate.nbytes)
+    # Apart, rows are read once more for the products with each and for the gradients of each, and what each adds to the
+    # gradients of rows is written and read, and their sum written.
+    return copied_bytes <= 5 * rows.nbytes
+
+
 def gradients_of_round(
     rows: Rows,
     row_weights: RowWeights,
@@ -335,12 +358,12 @@ def gradients_of_round(
     upstream: Rows,
     sums_dtype: DType,
     sums: Experts | None = None,
+    *,
+    fused: bool,
 ) -> tuple[Rows, RowWeights, Experts]:
-    """Computes `grouped_ffn_gradients`, on GPUs with the gate in `up`, where there is one.
+    """Computes `grouped_ffn_gradients` with the gate in `up`, or as experts are.
 
-    Rows are then read once for both, and their gradients written once. The weights are copied for it, which costs less:
-    products want them transposed, or joined with those of replicas, in any case. Forward passes go without, as both at
-    once would be their peak of memory, and so do TPUs, whose compiler can then not be told to do with as little of it.
+    On GPUs the last products take weights that are made again.
 
     Args:
         rows: `[A, H]`; for these and the others see there.
@@ -351,18 +374,17 @@ def gradients_of_round(
         upstream: `[A, H]`.
         sums_dtype: that of the gradients of the experts.
         sums: what they are added to.
+        fused: what `gate_goes_in_up` says.
 
     Returns:
         What `grouped_ffn_gradients` does; `in_form_of` brings gradients of experts into the form of `experts`.
     """
-    if not _has_gpus():
-        return grouped_ffn_gradients(rows, row_weights, experts, group_sizes, upstream, sums_dtype, sums)
 
-    def fused_again(after: Array) -> Experts:
-        return again(after).fused()
+    def of_last_products(after: Array) -> Experts:
+        return again(after).fused() if fused else again(after)
 
-    at = experts.fused()
-    return grouped_ffn_gradients(rows, row_weights, at, group_sizes, upstream, sums_dtype, sums, fused_again)
+    at, last = experts.fused() if fused else experts, of_last_products if _has_gpus() else None
+    return grouped_ffn_gradients(rows, row_weights, at, group_sizes, upstream, sums_dtype, sums, last)
 
 
 def _has_gpus() -> bool:
