@@ -137,6 +137,27 @@ def test_other_activations_have_their_gradients(activation, gated, fused, biased
         assert relative_error(a, b) < 1e-5
 
 
+def test_last_products_take_weights_that_are_made_again(monkeypatch):
+    """Only gradients of rows come from these, and only by way of `up` and `gate`."""
+    monkeypatch.setattr(op, "products_are_by_group", lambda: False)
+    rows, experts, upstream = case("float32")
+    sizes, ones = jnp.asarray(SIZES["uneven"], jnp.int32), jnp.ones((NUM_ROWS, 1))
+
+    @partial(jax.jit, static_argnums=0)
+    def gradients(again):
+        return op.grouped_ffn_gradients(rows, ones, experts, sizes, upstream, jnp.float32, None, again)
+
+    def twice(after):
+        assert after.shape == (NUM_ROWS, INNER)
+        return jax.tree.map(lambda w: 2 * w, experts)
+
+    used = sum(SIZES["uneven"])
+    of_rows, of_weights, of_experts = gradients(None)
+    again_rows, *again = gradients(twice)
+    np.testing.assert_allclose(again_rows[:used], 2 * of_rows[:used], rtol=1e-5, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, again, [of_weights, of_experts])
+
+
 @pytest.mark.slow
 def test_the_op_is_differentiable_and_float64_stays_float64(x64):
     rows, experts, upstream = case("float64")

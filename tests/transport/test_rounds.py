@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import WORKLOADS, Workload
-from jax_moe_lb import Direct, HostBalancer, Plan, System, TopK, Topology, feplb, greedy, plain, ultraep
+from jax_moe_lb import Direct, Experts, HostBalancer, Plan, System, TopK, Topology, feplb, greedy, plain, ultraep
 from jax_moe_lb.ops import grouped_ffn
 from jax_moe_lb.transport import rounds
 from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
@@ -85,3 +85,18 @@ def test_gate_and_up_side_by_side_equal_dense(system, max_rounds, monkeypatch, x
     (want, _), want_gradients = dense_with_gradients(router)(x, mask, kernel, experts, target)
     assert (int(stats.weight_bytes_moved.sum()) > 0) == (system.replica_slots > 0)
     assert_close((y, gradients), (want, want_gradients), 1e-11)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "are_joined", "goes"),
+    [(26, False, True), (25, False, False), (1, True, True)],
+    ids=["many rows", "few rows", "a copy already"],
+)
+def test_gate_goes_in_up_where_less_is_moved(num_rows, are_joined, goes, monkeypatch):
+    """Two kinds of 128 words would be read and written, and five times rows of 4 words are not."""
+    experts = Experts(up=jnp.zeros((2, 4, 16)), down=jnp.zeros((2, 16, 4)), gate=jnp.zeros((2, 4, 16)))
+    rows = jnp.zeros((num_rows, 4))
+    assert not rounds.gate_goes_in_up(experts, rows, are_joined=are_joined)
+    monkeypatch.setattr(rounds, "_has_gpus", lambda: True)
+    assert rounds.gate_goes_in_up(experts, rows, are_joined=are_joined) == goes
+    assert not rounds.gate_goes_in_up(experts.fused(), rows, are_joined=are_joined)
