@@ -53,7 +53,7 @@ class Memory(Parts):
             the first stage has begun and not ended.
         buffers: the bytes of tokens, of copies as they are sent and received, and of hidden activations.
         in_use: the bytes of weights as products take them: those of one layer out of the stack of all, and, with
-            replicas, one kind of all slots in one array; in the backward pass also its transpose.
+            replicas, one kind of all slots in one array; in the backward pass those of gate and up.
         sums: the bytes of the sums of gradients of all slots; in a loop over rounds with one kind of the round.
         arriving: the bytes of the gradients of replicas that a rank has room for, and of one sum of them.
     """
