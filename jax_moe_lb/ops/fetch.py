@@ -33,9 +33,9 @@ Axes = tuple[str, ...]
 def fetch(home: Weights, wanted: Wanted, num_home: int, axis_name: Axes) -> Weights:
     """Returns the replicas that this rank wants, out of the home weights of all ranks.
 
-    `Gather` calls it for each kind of weights: any home expert may be wanted, so one exchange of all kinds would have to
-    copy all of them side by side first. Gradients of replicas, which are few, come home in one. It is differentiable in
-    `home`, by `add_at_home`.
+    `Gather` calls it for each kind of weights: any home expert may be wanted, so that for one exchange of all kinds all
+    of them would have to be copied side by side first. Gradients of replicas, which are few, come home in one. It is
+    differentiable in `home`, by `add_at_home`.
 
     Args:
         home: `[L, ...]`, one kind of weights of this rank's home experts.
