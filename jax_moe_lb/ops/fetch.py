@@ -23,7 +23,7 @@ from jax_moe_lb.ops.arrivals import (
     rounded,
     zero_sums,
 )
-from jax_moe_lb.ops.ragged_all_to_all import moves_in_process, ragged_all_to_all, unwritten_later
+from jax_moe_lb.ops.ragged_all_to_all import as_words, moves_in_process, ragged_all_to_all, unwritten_later
 from jax_moe_lb.types import iota
 
 Axes = tuple[str, ...]
@@ -189,7 +189,8 @@ def ragged_add(sums: Kinds, upstream: Kinds, wanted: Wanted, *, num_home: int, d
             axis_name=axis_name,
             site="gradients of replicas",
         )
-        return lambda i: _split(landed[i], upstream)
+        words = as_words(landed)
+        return lambda i: _split(words[i].reshape(-1), upstream)
 
     return add_in_turns(sums, wanted, num_home, domain, me, pull, upstream)
 

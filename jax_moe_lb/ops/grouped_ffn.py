@@ -176,7 +176,7 @@ def _gradients_at_once(
         of_weights += (bias * upstream.astype(weights.dtype)).sum(1, keepdims=True)
     (upstreams,) = pull_back((of_hidden * weights).astype(rows.dtype))
     hidden = (hidden.astype(weights.dtype) * weights).astype(rows.dtype)
-    hidden, *upstreams = (clear_tail(array, group_sizes) for array in (hidden, *upstreams))
+    hidden, *upstreams = (clear_tail(array, group_sizes, are_results=True) for array in (hidden, *upstreams))
 
     def outer(kind: str, left: Array, right: Array) -> Array:
         return grouped_outer(left, right, group_sizes, sums_dtype, None if sums is None else getattr(sums, kind))

@@ -20,6 +20,9 @@ from jax_moe_lb.types import DType, GroupSizes, Rows, iota
 TILE_ROWS = 128
 """Kernels take numbers of rows that this divides, and read beyond the last group up to such a number."""
 
+CLEARED_ROWS = 1024
+"""So many rows at a time are cleared where it is all beyond the last group."""
+
 TILE_COLUMNS = 128
 """They take widths that this divides."""
 
@@ -107,11 +110,10 @@ def ragged_outer(
 ) -> Float[Array, "S I O"]:
     """Computes `grouped_outer` with XLA's ragged product; see `tokamax_outer`."""
     sums = _ragged(rows, others, group_sizes, OUTER, dtype)
-    # Nothing is promised of a group without rows.
-    return jnp.where((group_sizes > 0)[:, None, None], sums, 0)
+    return _clear_empty(sums, group_sizes)
 
 
-def clear_tail(rows: Rows, group_sizes: GroupSizes) -> Rows:
+def clear_tail(rows: Rows, group_sizes: GroupSizes, *, are_results: bool = False) -> Rows:
     """Returns the rows with zeros where `grouped_outer` reads beyond the last group.
 
     Kernels mask what they read there by multiplying with 0, which leaves the NaN of a row that nobody wrote.
@@ -119,9 +121,14 @@ def clear_tail(rows: Rows, group_sizes: GroupSizes) -> Rows:
     Args:
         rows: `[A, ...]`, sorted by group; give up what is passed here, so that it is changed in place.
         group_sizes: `[S]` int32.
+        are_results: whether they are computed element by element right before, so that a mask is a part of that.
     """
+    on_tpu = _clear_all if are_results else _clear_rest
     return jax.lax.platform_dependent(
-        rows, group_sizes, cuda=_clear_tile, tpu=_clear_all, default=lambda rows, group_sizes: rows
+        *vary_alike((rows, group_sizes)),
+        cuda=_clear_tile,
+        tpu=on_tpu,
+        default=lambda rows, group_sizes: rows,
     )
 
 
@@ -154,6 +161,37 @@ def _clear_tile(rows: Rows, group_sizes: GroupSizes) -> Rows:
 
 def _clear_all(rows: Rows, group_sizes: GroupSizes) -> Rows:
     return jnp.where((iota(rows.shape[0]) < group_sizes.sum(dtype=jnp.int32))[:, None], rows, 0)
+
+
+def _clear_rest(rows: Rows, group_sizes: GroupSizes) -> Rows:
+    # All rows beyond the last group, but block by block from there on: a mask over all rows would read and write those
+    # once more that are served.
+    if not rows.size:
+        return rows
+    used = group_sizes.sum(dtype=jnp.int32)
+    size = min(CLEARED_ROWS, rows.shape[0])
+
+    def clear_block(i: Array, rows: Array) -> Array:
+        # The last block begins earlier where rows are no multiple of blocks.
+        start = jnp.minimum(i * size, rows.shape[0] - size)
+        block = jax.lax.dynamic_slice_in_dim(rows, start, size, 0)
+        block = jnp.where((start + iota(size) < used)[:, None], block, 0)
+        return jax.lax.dynamic_update_slice_in_dim(rows, block, start, 0)
+
+    return jax.lax.fori_loop(used // size, -(-rows.shape[0] // size), clear_block, rows)
+
+
+def _clear_empty(sums: Float[Array, "S I O"], group_sizes: GroupSizes) -> Float[Array, "S I O"]:
+    # Nothing is promised of a group without rows. Few have none, so they are cleared one by one: a mask over all would
+    # read and write all of them.
+    if not group_sizes.size:
+        return sums
+    (empty,) = jnp.nonzero(group_sizes == 0, size=group_sizes.shape[0], fill_value=0)
+
+    def clear_one(i: Array, sums: Array) -> Array:
+        return sums.at[empty[i]].set(0)
+
+    return jax.lax.fori_loop(0, (group_sizes == 0).sum(dtype=jnp.int32), clear_one, sums)
 
 
 def _fits(rows: Array, others: Array) -> bool:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jax_moe_lb.ops.ragged_all_to_all import as_rows, as_words
 from jax_moe_lb.transport.exchange import Copies, Receipt
 from jax_moe_lb.types import DType, Tokens, wide_dtype
 
@@ -15,9 +16,6 @@ Weights = Float[Array, "T K"]
 
 CopyWeights = Float[Array, "C 1"]
 """The same in the sending order, as rows of width 1, which travel as copies do."""
-
-LANES = 128
-"""A TPU's vector has so many words."""
 
 
 def to_sending_order(tokens: Tokens, receipt: Receipt, per_token: int) -> Copies:
@@ -101,23 +99,19 @@ def _of_choice(copies: Copies, receipt: Receipt, place: Int[Array, "T"], dtype: 
 
 
 def _rows_at(rows: Float[Array, "A H"], at: Int[Array, "B"]) -> Float[Array, "B H"]:
-    whole_tiles = rows.dtype.itemsize <= 4 and rows.shape[1] * rows.dtype.itemsize % (4 * LANES) == 0
-
     def as_they_are(rows: Array, at: Array) -> Array:
         return rows[at]
 
-    return jax.lax.platform_dependent(rows, at, tpu=rows_by_words if whole_tiles else as_they_are, default=as_they_are)
+    return jax.lax.platform_dependent(rows, at, tpu=rows_by_words, default=as_they_are)
 
 
 def rows_by_words(rows: Float[Array, "A H"], at: Int[Array, "B"]) -> Float[Array, "B H"]:
     """Returns the rows at these places, `rows[at]`, in the layout that an exchange on a TPU has.
 
-    There a row's words lie side by side, where products have those of eight rows: gathered so, rows are not turned
-    around before an exchange or after it.
+    Gathered so, rows are not turned around before an exchange or after it.
 
     Args:
-        rows: `[A, H]`, of four bytes or less each, whose width is a multiple of 512 bytes.
+        rows: `[A, H]`.
         at: `[B]` int32.
     """
-    words = 4 // rows.dtype.itemsize
-    return rows.reshape(rows.shape[0], words, -1)[at].reshape(-1, rows.shape[1])
+    return as_rows(as_words(rows)[at])

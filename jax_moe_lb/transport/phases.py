@@ -243,15 +243,15 @@ def _serve(
     # In a loop rows move by the exchange, which needs no host: graphs of GPUs can hold it.
     by_exchange = forward._replace(ways=ways._replace(route=None))
 
-    def one_round(i: Array, copies: Copies) -> Copies:
+    def one_round(i: Array, carry: tuple[Copies, None]) -> tuple[Copies, None]:
         rows = forward._replace(tokens=tied_to(i, tokens)).come_home(i)
         (taken,) = _start_onward((rows,), phases, i, room, by_exchange.ways, ())[1]
         out = forward.static_wave(rows, forward.static_sizes(i, rows))
-        return by_exchange.finish(i, rows, out, _Arrived(phases, slots, taken), copies)
+        return by_exchange.finish(i, rows, out, _Arrived(phases, slots, taken), carry[0]), None
 
     nothing = unwritten(tokens, routed.experts.size)
     copies = forward.finish(first, rows, out, _Arrived(phases, slots, taken), nothing)
-    copies = further_rounds(receipt, direct, one_round, copies)
+    copies, _ = further_rounds(receipt, direct, one_round, (copies, None))
     served = replace(plan, quota=served_quota(plan.quota, phases.moved))
     with jax.named_scope("combine"):
         outputs = combine(copies, routed.weights, receipt)

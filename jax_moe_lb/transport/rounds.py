@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jax_moe_lb._first_order import first_order
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
-from jax_moe_lb.ops.ragged_all_to_all import unwritten, unwritten_later
+from jax_moe_lb.ops.ragged_all_to_all import as_rows, as_words, unwritten, unwritten_later
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
 from jax_moe_lb.transport.copies import (
@@ -29,6 +29,8 @@ from jax_moe_lb.transport.wire import packed, unpacked
 from jax_moe_lb.types import DType, GroupSizes, Rows, Tokens, wide_dtype
 
 Carry = TypeVar("Carry")
+
+Sums = TypeVar("Sums")
 
 Saved = tuple[Tokens, Weights, Experts, Plan, Receipt]
 
@@ -172,7 +174,7 @@ def serve_rounds(
     # Encoded once, before there are several copies of a token.
     travelling = packed(wire, tokens)
 
-    def one_round(i: Array, out: Travelling) -> Travelling:
+    def one_round(i: Array, carry: tuple[Travelling, None]) -> tuple[Travelling, None]:
         # Gathered again in every round: kept, they would be there beside the rows all the time.
         now = tied_to(i, travelling)
         with jax.named_scope("dispatch"):
@@ -180,9 +182,9 @@ def serve_rounds(
             rows = unpacked(wire, rows, tokens)
         outputs = ffn(rows, group_sizes)
         with jax.named_scope("combine"):
-            return exchange.send_back(packed(wire, outputs), receipt, i, out, topology)
+            return exchange.send_back(packed(wire, outputs), receipt, i, carry[0], topology), None
 
-    return further_rounds(receipt, exchange, one_round, one_round(jnp.int32(0), out))
+    return further_rounds(receipt, exchange, one_round, one_round(jnp.int32(0), (out, None)))[0]
 
 
 def gradient_rounds(
@@ -248,23 +250,35 @@ def tied_to(other: Array, tree: Carry) -> Carry:
 
 
 def further_rounds(
-    receipt: Receipt, exchange: Exchange, one_round: Callable[[Array, Carry], Carry], carry: Carry
-) -> Carry:
+    receipt: Receipt,
+    exchange: Exchange,
+    one_round: Callable[[Array, tuple[Carry, Sums]], tuple[Carry, Sums]],
+    carry: tuple[Carry, Sums],
+) -> tuple[Carry, Sums]:
     """Runs the rounds after the first, which is usually the only one.
 
     The first stands outside of the loop: its results need no room that was cleared before, a compiler can run other
-    work beside it, and with a loop of unknown length a GPU's host waits before each of its rounds.
+    work beside it, and with a loop of unknown length a GPU's host waits before each of its rounds. What exchanges write
+    into is carried `as_words`: as rows, all of it was turned around on TPUs in case that the loop runs.
 
     Args:
         receipt: of the exchange; it says how many rounds there are.
         exchange: it says whether their number is known before.
         one_round: takes the number of a round and the carry, and returns the new carry.
-        carry: what the first round has made.
+        carry: what the first round has made: rows, `[C, W]` each, that exchanges write into, and sums of anything.
     """
+
+    def in_words(i: Array, carry: tuple[Carry, Sums]) -> tuple[Carry, Sums]:
+        words, sums = carry
+        rows, sums = one_round(i, (jax.tree.map(as_rows, words), sums))
+        return jax.tree.map(as_words, rows), sums
+
     # `compiled/executed.py` knows by this name that a balanced step runs none of them.
     with jax.named_scope("further_rounds"):
         if exchange.max_rounds is None:
-            return jax.lax.fori_loop(1, receipt.rounds, one_round, carry)
+            rows, sums = carry
+            words, sums = jax.lax.fori_loop(1, receipt.rounds, in_words, (jax.tree.map(as_words, rows), sums))
+            return jax.tree.map(as_rows, words), sums
         for i in range(1, exchange.max_rounds):
             carry = one_round(jnp.int32(i), carry)
     return carry
@@ -331,17 +345,16 @@ def _gradients(
 
 
 def gate_goes_in_up(experts: Experts, rows: Rows, *, are_joined: bool) -> bool:
-    """Says whether a round of a backward pass has the gate in `up`: on GPUs, where less is read and written so.
+    """Says whether a round of a backward pass has the gate in `up`: on accelerators, where less is moved so.
 
-    Forward passes go without, as both kinds at once would be their peak of memory, and so do TPUs, whose compiler can
-    then not be told to do with as little of it.
+    Forward passes go without, as both kinds at once would be their peak of memory.
 
     Args:
         experts: those that rows are multiplied with.
         rows: `[A, H]`.
         are_joined: whether the experts are a copy already, so that a gate in `up` costs no other.
     """
-    if experts.gate is None or not _has_gpus():
+    if experts.gate is None or _platform() not in ("gpu", "tpu"):
         return False
     copied_bytes = 0 if are_joined else 2 * (experts.up.nbytes + experts.gate.nbytes)
     # Apart, rows are read once more for the products with each and for the gradients of each, and what each adds to the
@@ -363,7 +376,7 @@ def gradients_of_round(
 ) -> tuple[Rows, RowWeights, Experts]:
     """Computes `grouped_ffn_gradients` with the gate in `up`, or as experts are.
 
-    On GPUs the last products take weights that are made again.
+    On GPUs the last products take weights that are made again. A program for TPUs moves more with that.
 
     Args:
         rows: `[A, H]`; for these and the others see there.
@@ -383,14 +396,18 @@ def gradients_of_round(
     def of_last_products(after: Array) -> Experts:
         return again(after).fused() if fused else again(after)
 
-    at, last = experts.fused() if fused else experts, of_last_products if _has_gpus() else None
+    at, last = experts.fused() if fused else experts, of_last_products if _platform() == "gpu" else None
     return grouped_ffn_gradients(rows, row_weights, at, group_sizes, upstream, sums_dtype, sums, last)
 
 
-def _has_gpus() -> bool:
+def _platform() -> Literal["cpu", "tpu", "gpu"] | None:
     # No device is known where a program is traced for a mesh without any.
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and not device.device_kind.startswith(("cpu", "TPU"))
+    if device is None:
+        return None
+    if device.device_kind.startswith("cpu"):
+        return "cpu"
+    return "tpu" if device.device_kind.startswith("TPU") else "gpu"
 
 
 def in_form_of(experts: Experts, sums: Experts) -> Experts:

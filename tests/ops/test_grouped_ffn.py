@@ -8,8 +8,8 @@ import pytest
 
 from jax_moe_lb import ClampedSwiGLU, Experts, geglu, relu_squared
 from jax_moe_lb.ops import grouped_ffn as op
-from jax_moe_lb.ops import grouped_matmul, row_windows
-from jax_moe_lb.ops.grouped_kernels import _clear_all, ragged_matmul, ragged_outer
+from jax_moe_lb.ops import grouped_kernels, grouped_matmul, row_windows
+from jax_moe_lb.ops.grouped_kernels import _clear_all, _clear_rest, ragged_matmul, ragged_outer
 
 SIZES = {
     "uneven": [5, 0, 17, 64, 1, 0, 300, 16],
@@ -67,7 +67,13 @@ def ragged_products(monkeypatch):
     monkeypatch.setattr(
         op, "grouped_outer", lambda x, others, sizes, dtype, sums: ragged_outer(x, others, sizes, dtype=dtype)
     )
-    monkeypatch.setattr(op, "clear_tail", _clear_all)
+    monkeypatch.setattr(
+        op,
+        "clear_tail",
+        lambda rows, sizes, *, are_results=False: (_clear_all if are_results else _clear_rest)(rows, sizes),
+    )
+    # More than one block at a time is cleared.
+    monkeypatch.setattr(grouped_kernels, "CLEARED_ROWS", 32)
 
 
 FORMS = {

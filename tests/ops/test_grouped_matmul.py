@@ -7,9 +7,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_moe_lb._custom_calls import is_built
+from jax_moe_lb.ops import grouped_kernels
 from jax_moe_lb.ops import grouped_matmul as op
 from jax_moe_lb.ops.grouped_blocks import block_rows, matmul_by_blocks, outer_by_blocks
-from jax_moe_lb.ops.grouped_kernels import _clear_all, _clear_tile, ragged_matmul, ragged_outer
+from jax_moe_lb.ops.grouped_kernels import _clear_empty, _clear_rest, _clear_tile, ragged_matmul, ragged_outer
 from tests.layer import make_mesh
 
 SHAPES = {  # rows, their width, width of the result, sizes
@@ -38,7 +39,7 @@ def cleared(outer, clear):
 FORMS = {
     "op": (op.grouped_matmul, op.grouped_outer),
     "blocks": (by_name(matmul_by_blocks), outer_by_blocks),
-    "ragged": (by_name(ragged_matmul), cleared(partial(ragged_outer, dtype=jnp.float32), _clear_all)),
+    "ragged": (by_name(ragged_matmul), cleared(partial(ragged_outer, dtype=jnp.float32), _clear_rest)),
 }
 RELATIVE = {"float32": 1e-5, "float64": 1e-13, "bfloat16": 1e-2}
 
@@ -255,3 +256,19 @@ def test_a_cleared_tile_has_zeros_where_kernels_read(sizes):
     assert (got[:used] == 1).all()
     # Kernels read whole tiles, of which the last holds the last used row.
     assert (got[used : min(-(-used // 128) * 128, 300)] == 0).all()
+
+
+@pytest.mark.parametrize("sizes", [[100, 30], [0, 0], [128, 172], [300, 0], [299], []])
+@pytest.mark.parametrize("at_once", [1, 64, 300, 1024])
+def test_all_rows_beyond_the_groups_are_cleared(sizes, at_once, monkeypatch):
+    monkeypatch.setattr(grouped_kernels, "CLEARED_ROWS", at_once)
+    rows = jnp.where(jnp.arange(300)[:, None] < sum(sizes), 1.0, jnp.nan) * jnp.ones((300, 2))
+    got = np.asarray(_clear_rest(rows, jnp.asarray(sizes, jnp.int32)))
+    np.testing.assert_array_equal(got, np.broadcast_to(np.arange(300)[:, None] < sum(sizes), (300, 2)))
+
+
+@pytest.mark.parametrize("sizes", [[2, 0, 3, 0], [0, 0], [1, 4], [0], []])
+def test_groups_without_rows_are_cleared(sizes):
+    sums = jnp.full((len(sizes), 3, 2), jnp.nan).at[np.flatnonzero(sizes)].set(1.0)
+    got = np.asarray(_clear_empty(sums, jnp.asarray(sizes, jnp.int32)))
+    np.testing.assert_array_equal(got, np.broadcast_to(np.array(sizes)[:, None, None] > 0, sums.shape))

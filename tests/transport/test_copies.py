@@ -1,16 +1,40 @@
-"""Rows that are gathered word by word are the rows."""
+"""Rows that are gathered or carried word by word are the rows."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_moe_lb.ops.ragged_all_to_all import as_rows, as_words
 from jax_moe_lb.transport.copies import rows_by_words
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("at", [[3, 0, 3, 6], []])
-def test_rows_by_words_are_the_rows(dtype, at):
-    rows = jnp.arange(7 * 512, dtype=jnp.float32).reshape(7, 512).astype(dtype)
+@pytest.mark.parametrize("width", [512, 100])
+def test_rows_by_words_are_the_rows(dtype, at, width):
+    rows = (jnp.arange(7 * width) % 97).reshape(7, width).astype(dtype)
     found = rows_by_words(rows, jnp.array(at, jnp.int32))
     assert found.dtype == rows.dtype
     np.testing.assert_array_equal(found, rows[np.array(at, int)])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "words"),
+    [
+        ("bfloat16", (3, 256), (3, 2, 128)),
+        ("float32", (3, 256), (3, 1, 256)),
+        ("int8", (3, 512), (3, 4, 128)),
+        ("bfloat16", (3, 128), (3, 128)),
+        ("float32", (3, 1), (3, 1)),
+        ("bfloat16", (0, 256), (0, 2, 128)),
+        ("bfloat16", (3, 0), (3, 2, 0)),
+    ],
+)
+def test_words_are_as_wide_as_a_tpu_has_them(dtype, shape, words):
+    rows = jnp.arange(shape[0] * shape[1], dtype="float32").reshape(shape).astype(dtype)
+    assert as_words(rows).shape == words
+    np.testing.assert_array_equal(as_rows(as_words(rows)), rows)
+
+
+def test_wider_words_stay_rows(x64):
+    assert as_words(jnp.zeros((3, 256), "float64")).shape == (3, 256)

@@ -63,13 +63,13 @@ def test_random_plans_and_routings_equal_dense(per_tok, headroom, domain, seed, 
     assert layer._cache_size() == 1
 
 
-@pytest.mark.parametrize("max_rounds", [None, 4], ids=["loop", "static"])
+@pytest.mark.parametrize(("platform", "max_rounds"), [("gpu", None), ("gpu", 4), ("tpu", None)])
 @pytest.mark.parametrize(
     "system", [plain(), greedy(2), ultraep(2), feplb(2)], ids=["home", "gathered", "relayed", "two_phase"]
 )
-def test_gate_and_up_side_by_side_equal_dense(system, max_rounds, monkeypatch, x64):
-    """This is the form of the backward pass on GPUs; biases go the same way."""
-    monkeypatch.setattr(rounds, "_has_gpus", lambda: True)
+def test_gate_and_up_side_by_side_equal_dense(system, platform, max_rounds, monkeypatch, x64):
+    """This is the form of the backward pass on accelerators; biases go the same way."""
+    monkeypatch.setattr(rounds, "_platform", lambda: platform)
     monkeypatch.setattr(grouped_ffn, "products_are_by_group", lambda: False)
     mesh, case, router = make_mesh((8,), ("expert",)), Case(), TopK(2)
     system = system.with_rounds(max_rounds)
@@ -97,6 +97,6 @@ def test_gate_goes_in_up_where_less_is_moved(num_rows, are_joined, goes, monkeyp
     experts = Experts(up=jnp.zeros((2, 4, 16)), down=jnp.zeros((2, 16, 4)), gate=jnp.zeros((2, 4, 16)))
     rows = jnp.zeros((num_rows, 4))
     assert not rounds.gate_goes_in_up(experts, rows, are_joined=are_joined)
-    monkeypatch.setattr(rounds, "_has_gpus", lambda: True)
+    monkeypatch.setattr(rounds, "_platform", lambda: "tpu")
     assert rounds.gate_goes_in_up(experts, rows, are_joined=are_joined) == goes
     assert not rounds.gate_goes_in_up(experts.fused(), rows, are_joined=are_joined)
