@@ -108,8 +108,8 @@ class Wire:
 def _words(numbers: Shaped[Array, "N H"]) -> UInt32[Array, "N V"]:
     """Puts four numbers of a byte into each word: one of each quarter of a row.
 
-    They are shifted there. Four neighbours, bit by bit, would be an array whose last dimension is 4, which on TPUs takes
-    the room of 128.
+    They are shifted there. Four neighbours would be an array whose last dimension is 4, and that takes the room of 128
+    on TPUs.
     """
     quarters = jnp.split(jax.lax.bitcast_convert_type(numbers, jnp.uint8).astype(jnp.uint32), PER_WORD, 1)
     first, *others = (quarter << jnp.uint32(8 * at) for at, quarter in enumerate(quarters))
