@@ -20,11 +20,11 @@ from jax_moe_lb.types import DType, GroupSizes, Rows, iota
 TILE_ROWS = 128
 """Kernels take numbers of rows that this divides, and read beyond the last group up to such a number."""
 
-CLEARED_ROWS = 1024
-"""So many rows at a time are cleared where it is all beyond the last group."""
-
 TILE_COLUMNS = 128
 """They take widths that this divides."""
+
+CLEARED_ROWS = 1024
+"""So many rows at a time are cleared on TPUs, where all rows beyond the last group are."""
 
 _Dimensions = jax.lax.RaggedDotDimensionNumbers
 PRODUCT = _Dimensions((([1], [1]), ([], [])), [0], [0])

@@ -20,6 +20,9 @@ from jax_moe_lb.ops.ragged_by_steps import one_way_all_to_all, padded_all_to_all
 Sizes = Int[Array, "U"]
 """One number for each of the `U` slices that a rank sends, or that it receives."""
 
+LANES = 128
+"""A TPU's vector has so many words."""
+
 
 def ragged_all_to_all(
     operand: Shaped[Array, "P *X"],
@@ -105,10 +108,6 @@ def unwritten_later(rows: Array, num_rows: int) -> Array:
         return jnp.zeros_like(rows, shape=(num_rows, *rows.shape[1:]))
 
     return jax.lax.platform_dependent(rows, tpu=cleared, default=lambda rows: unwritten(rows, num_rows))
-
-
-LANES = 128
-"""A TPU's vector has so many words."""
 
 
 def as_words(rows: Shaped[Array, "A W"]) -> Shaped[Array, "A *X"]:
