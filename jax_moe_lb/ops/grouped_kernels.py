@@ -186,12 +186,14 @@ def _clear_empty(sums: Float[Array, "S I O"], group_sizes: GroupSizes) -> Float[
     # read and write all of them.
     if not group_sizes.size:
         return sums
-    (empty,) = jnp.nonzero(group_sizes == 0, size=group_sizes.shape[0], fill_value=0)
+    is_empty = (group_sizes == 0).astype(jnp.int32)
+    so_far = jax.lax.cumsum(is_empty)
 
     def clear_one(i: Array, sums: Array) -> Array:
-        return sums.at[empty[i]].set(0)
+        group = (so_far <= i).sum(dtype=jnp.int32)
+        return jax.lax.dynamic_update_index_in_dim(sums, jnp.zeros_like(sums[0]), group, 0)
 
-    return jax.lax.fori_loop(0, (group_sizes == 0).sum(dtype=jnp.int32), clear_one, sums)
+    return jax.lax.fori_loop(0, so_far[-1], clear_one, sums)
 
 
 def _fits(rows: Array, others: Array) -> bool:
