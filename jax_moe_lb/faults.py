@@ -108,13 +108,16 @@ def raise_first(fault: Fault) -> None:
 
 
 def is_of_rounds(fault: Fault) -> bool:
-    """Says whether plans that need more rounds than the program has are all that is wrong.
+    """Says whether plans that need more rounds than the program has are all that is wrong, as far as can be seen.
+
+    What such a layer returns is NaN, so that routers of the layers behind it are faulty, too: the first fault counts.
 
     Args:
-        fault: of any number of groups, layers and steps, stacked along leading dimensions.
+        fault: of any number of groups, layers and steps, stacked along leading dimensions, in their order.
     """
-    codes = np.asarray(fault.code)
-    return bool(codes.any()) and bool(np.isin(codes, (NO_FAULT, ROUNDS)).all())
+    codes = np.asarray(fault.code).ravel()
+    faulty = codes[codes != NO_FAULT]
+    return bool(faulty.size and faulty[0] == ROUNDS and np.isin(faulty, (ROUTING, ROUNDS)).all())
 
 
 def _check(fault: Fault) -> None:

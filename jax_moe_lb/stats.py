@@ -107,10 +107,11 @@ def needs_more_rounds(stats: Stats) -> bool:
     """Says on the host whether a step must be served again by a program with more rounds, and nothing else is wrong.
 
     Use it where a system has `max_rounds`, with a second program that has none: `examples/one_round.py`. It waits for
-    the device, and reads one integer per layer and group.
+    the device, and reads one integer per layer and group. Layers behind one that could not be served got NaN; what is
+    wrong with their routing does not count.
 
     Args:
-        stats: what one or several layers returned, also stacked over layers or steps.
+        stats: what one or several layers returned, also stacked over layers or steps, in their order.
 
     Examples:
         >>> import jax

@@ -10,7 +10,7 @@ from models.parallel import make_system
 from models.presets import ParallelConfig
 from models.recording import RunFolder
 
-OF_THE_SYSTEM = ("replica_slots", "headroom")
+OF_THE_SYSTEM = ("replica_slots", "headroom", "max_rounds")
 OF_THE_RANKS = ("ranks_per_domain",)
 MOVES = ("relocate_interval", "relocate_min_gain")
 

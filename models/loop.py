@@ -38,6 +38,7 @@ from models.progress import StepLine
 from models.recording import Recorder, RunFolder
 from models.relocation import described, next_homes, per_layer
 from models.report import LiveReport, write_report
+from models.steps import Steps
 from models.stopping import StopRequest
 from models.summary import summarise
 from models.training import Programs, make_programs
@@ -173,6 +174,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: Watching) 
     writes, validate = jax.process_index() == 0, _validation(run)
     # Compiled before the clock of the first step starts, which would otherwise seem slow.
     step_program, compile_s = _compiled(run)
+    do = Steps(step_program, run.programs.step_again, tell)
     others = {"num_groups": config.parallel.data_parallel, "num_params": _num_params(run), "compile_s": compile_s}
     with (
         Watcher(run.folder, watching, step + 1, writes=writes, config=dataclasses.asdict(config)) as watcher,
@@ -190,9 +192,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: Watching) 
             tokens = place_rows(next(batches), batch_sharding(run.mesh), config.batch_size)
             pace.ready()
             step_started = time.perf_counter()
-            state, loss, stats = step_program(state, tokens)
-            # Waiting for each step also keeps the devices from being flooded with executions.
-            loss, stats = jax.device_get((loss, stats))
+            state, loss, stats = do(step, state, tokens)
             step_time_s = time.perf_counter() - step_started
             check_step(step, float(loss), stats, checkpoints.newest_step)
             row = recorder.step(step, float(loss), stats, config.tokens_per_step, step_time_s, config.accumulate)

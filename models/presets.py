@@ -93,6 +93,9 @@ class ParallelConfig:
         headroom: the receive buffer over the mean load; `None` takes the system's default.
         ranks_per_domain: `M`, the ranks among which expert weights may move each microbatch; `None` takes all of a
             group.
+        max_rounds: the rounds of the program of a step. A step whose plans need more is done again, by a second program
+            that has as many as are needed. 1 suits GPUs of several nodes, whose hosts wait in each loop of rounds, if
+            balanced loads stay below `headroom`; `None`, the usual choice, has one program that serves all.
         fsdp: whether matrices and their optimizer state are split over `data_parallel`, too, and gathered for their
             layer, which saves memory and costs exchanges. Otherwise each group of ranks has all of them.
 
@@ -106,11 +109,14 @@ class ParallelConfig:
     replica_slots: int | None = None
     headroom: float | None = None
     ranks_per_domain: int | None = None
+    max_rounds: int | None = None
     fsdp: bool = False
 
     def __post_init__(self) -> None:
         require_positive("data_parallel", self.data_parallel)
         require_positive("expert_parallel", self.expert_parallel)
+        if self.max_rounds is not None:
+            require_positive("max_rounds", self.max_rounds)
         if self.fsdp and self.data_parallel == 1:
             raise ValueError("fsdp is set, but data_parallel is 1; expected at least 2 groups to split over")
         if self.ranks_per_domain is not None:

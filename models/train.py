@@ -44,6 +44,7 @@ KEEP_EVERY = "Beside these one checkpoint in every so many seconds is kept."
 COORDINATOR = "Where process 0 listens. [default: this and the next two are detected, as jax.distributed does]"
 DATA = "File or folder of text, JSON lines or token arrays; may be repeated, also with shares: PATH:WEIGHT."
 REMAT = "What is computed again backward: none, full, or all but names such as moe_routing,moe_plan,attention."
+MAX_ROUNDS = "Rounds of the program of a step; a second one does a step again that needs more. [default: no limit]"
 DRY_RUN = "Train nothing: compile the step for a machine that need not be here, h100:1x8 or the like."
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -63,6 +64,7 @@ def train(
     replica_slots: Annotated[int | None, typer.Option(help="Slots per rank beyond its home experts.")] = None,
     headroom: Annotated[float | None, typer.Option(help="Receive buffer over the mean load.")] = None,
     ranks_per_domain: Annotated[int | None, typer.Option(help="Ranks among which expert weights may move.")] = None,
+    max_rounds: Annotated[int | None, typer.Option(help=MAX_ROUNDS)] = None,
     relocate_interval: Annotated[int | None, typer.Option(help="Steps between moves of experts' homes.")] = None,
     relocate_min_gain: Annotated[float | None, typer.Option(help="Least gain, a fraction, for such a move.")] = None,
     force_balanced: Annotated[bool, typer.Option("--force-balanced", help="Route round robin: the ideal.")] = False,

@@ -21,6 +21,7 @@ from jax_moe_lb import (
     feplb,
     greedy,
     moe,
+    needs_more_rounds,
     plain,
     raise_fault,
 )
@@ -155,6 +156,23 @@ def test_too_few_rounds_are_a_fault(system, checks):
             raise_fault(stats)
         says = str(caught.value)
     assert says.startswith("max_rounds is 2; expected at least the ")
+
+
+@pytest.mark.slow
+def test_layers_behind_one_that_was_not_served_do_not_hide_it():
+    mesh, topology = flat()
+    layer = jax.jit(sharded_moe(mesh, topology, plain(0.5).with_rounds(1), checks="deferred"))
+    x, mask, kernel, experts, _ = arguments("one_hot")
+    y, stats = layer(x, mask, kernel, experts)
+    _, behind = layer(y, mask, kernel, experts)
+    both = jax.tree.map(lambda *leaves: np.stack(leaves), stats, behind)
+    assert both.fault.code.tolist() == [[ROUNDS], [ROUTING]]
+    assert needs_more_rounds(both)
+    with pytest.raises(ValueError, match=r"^entry 0: max_rounds is 1; expected at least the "):
+        raise_fault(both)
+    # What was wrong before it is wrong in any program.
+    assert not needs_more_rounds(jax.tree.map(lambda leaf: leaf[::-1], both))
+    assert not needs_more_rounds(behind)
 
 
 @pytest.mark.slow

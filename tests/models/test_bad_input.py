@@ -26,6 +26,7 @@ CASES = {
     "vocabulary": (["--data", "short", "--vocab-size", "100"], "vocab_size is 100; expected at least the 256"),
     "schedule": (["--schedule", "step"], "schedule is 'step'; expected one of cosine"),
     "accumulate": (["--accumulate", "3"], "batch_size is 32; expected a multiple of the 8 shards"),
+    "rounds": (["--max-rounds", "0"], "max_rounds is 0; expected at least 1"),
     "fsdp": (["--fsdp"], "fsdp is set, but data_parallel is 1; expected"),
     "remat": (["--remat", "all"], "remat is 'all'; expected none, full, or"),
     "empty data": (["--data", "empty"], "data is 'empty', which holds no bytes; expected"),

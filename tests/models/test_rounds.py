@@ -1,0 +1,105 @@
+"""Where `max_rounds` limits a step, what needs more is done again, and a run learns what it would without a limit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.parallel import make_mesh, make_system, place_batch
+from models.presets import ParallelConfig
+from models.steps import Steps
+from models.training import make_programs
+from tests.models.small import CONFIG, CORPUS
+
+HEADROOM = 2.1
+"""Without balancing, some steps of this run need more than one round, and others do not."""
+
+
+def limited(system: str, headroom: float, **options):
+    parallel = ParallelConfig(expert_parallel=8, system=system, headroom=headroom, max_rounds=1)
+    return dataclasses.replace(CONFIG, parallel=parallel, **options)
+
+
+def unlimited(config):
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, max_rounds=None))
+
+
+def trained(config):
+    """The state, losses and counts of a few steps, which of them were done again, and what was told."""
+    mesh = make_mesh(config.parallel)
+    programs = make_programs(config, mesh, make_system(config.parallel))
+    told: list[str] = []
+    do = Steps(programs.step, programs.step_again, told.append)
+    state, losses, counts, again = programs.init(), [], [], []
+    for step in range(1, config.steps + 1):
+        batch = CORPUS.batch(0, step, config.batch_size, config.sequence_length)
+        before = do.num_again
+        state, loss, stats = do(step, state, place_batch(batch, mesh))
+        losses.append(float(loss))
+        counts.append(np.asarray(stats.counts))
+        if do.num_again > before:
+            again.append(step)
+    return state, losses, counts, again, told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        limited("plain", HEADROOM),
+        # What a balancer remembers, biases and loads are as they were, too.
+        limited("eplb", 1.7, accumulate=2, model=dataclasses.replace(CONFIG.model, bias_rate=1e-3)),
+    ],
+    ids=["plain", "eplb"],
+)
+def test_a_run_learns_the_same(config):
+    state, losses, counts, again, told = trained(config)
+    want, want_losses, want_counts, _, _ = trained(unlimited(config))
+    assert 0 < len(again) < config.steps
+    assert len(told) == 1
+    assert told[0].startswith(f"step {again[0]} needs 2 rounds, more than max_rounds: it is done again")
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
+    np.testing.assert_array_equal(counts, want_counts)
+    for (path, a), b in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_served_changes_nothing():
+    config = limited("eplb", 0.5)
+    mesh = make_mesh(config.parallel)
+    programs = make_programs(config, mesh, make_system(config.parallel))
+    state = programs.init()
+    before = jax.device_get(state)
+    tokens = place_batch(CORPUS.batch(0, 1, config.batch_size, config.sequence_length), mesh)
+    after, loss, stats = programs.step(state, tokens)
+    assert (np.asarray(stats.fault.code) > 0).any()
+    assert np.isnan(loss)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), before)
+    # Validation serves it.
+    assert np.isfinite(programs.evaluate(after, tokens))
+
+
+def test_without_a_limit_there_is_one_program():
+    programs = make_programs(CONFIG, make_mesh(CONFIG.parallel), make_system(CONFIG.parallel))
+    assert programs.step_again is None
+
+
+@pytest.mark.slow
+def test_only_a_lack_of_rounds_is_done_again():
+    """What is wrong with a router is wrong in any program."""
+    config = limited("plain", HEADROOM)
+    mesh = make_mesh(config.parallel)
+    programs = make_programs(config, mesh, make_system(config.parallel))
+
+    def no_numbers(leaf):
+        return jnp.full_like(leaf, np.nan) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    broken = jax.tree.map(no_numbers, programs.init())
+    tokens = place_batch(CORPUS.batch(0, 1, config.batch_size, config.sequence_length), mesh)
+    do = Steps(programs.step, programs.step_again, lambda text: None)
+    _, _, stats = do(1, broken, tokens)
+    assert (stats.fault.code > 0).all()
+    assert do.num_again == 0
