@@ -37,7 +37,8 @@ def add_in_turns(
 
     Args:
         sums: `[G, ...]` for each kind of weights: the gradients of the `L` home experts, and then anything.
-        wanted: `[R, P]` int32, the expert of each slot, -1 for an empty one; `P` is at least 1.
+        wanted: `[R, P]` int32, the expert of each slot, -1 for an empty one; `P` is at least 1. As in a legal plan, a
+            rank holds an expert once at most, and its home experts not there. Sums of others may be NaN.
         num_home: `L`.
         domain: how many ranks have replicas of a home expert at most.
         me: this rank.
@@ -52,6 +53,9 @@ def add_in_turns(
     # The sum of an expert of several replicas is kept wide from one to the next: rounded each time, small gradients of
     # many replicas would be lost. It belongs to the expert `last`.
     wide = tuple(jnp.zeros_like(kind, dtype=wide_dtype(kind), shape=kind.shape[1:]) for kind in like)
+    takes_turns = room < most_at_home(wanted.shape[1], num_home, domain)
+    # More than a legal plan sends find no room: what a rank then gets must not look like a sum.
+    is_whole = takes_turns or number.max() < room
 
     def one_turn(turn: Array, carry: Any) -> Any:
         place = jnp.where(number // room == turn, number % room, -1)
@@ -65,7 +69,8 @@ def add_in_turns(
             sums, total, last = carry
             e = expert[i]
             total = tuple(
-                jnp.where(e == last, so_far, kind[e].astype(so_far.dtype)) + came.astype(so_far.dtype)
+                jnp.where(e == last, so_far, kind[e].astype(so_far.dtype))
+                + jnp.where(is_whole, came.astype(so_far.dtype), jnp.nan)
                 for so_far, kind, came in zip(total, sums, landed(i), strict=True)
             )
             sums = tuple(kind.at[e].set(so_far.astype(kind.dtype)) for kind, so_far in zip(sums, total, strict=True))
@@ -75,7 +80,7 @@ def add_in_turns(
 
     sums, wide, none = _alike(sums, wide, jnp.int32(-1), wanted, *like)
     carry = one_turn(jnp.int32(0), (sums, wide, none))
-    if room < domain * wanted.shape[1]:
+    if takes_turns:
         # Of the rank that most come home to, so that all ranks take part in every exchange.
         turns = number.max() // room + 1
         # `compiled/executed.py` knows by this name that a balanced step runs none of them.
@@ -90,9 +95,21 @@ def room_at_home(replica_slots: int, num_home: int, domain: int) -> int:
     Args:
         replica_slots: `P`, the slots of each rank beyond its home experts.
         num_home: `L`.
-        domain: how many ranks have replicas of a home expert at most.
+        domain: how many ranks have replicas of a home expert at most, its home among them.
     """
-    return min(domain * replica_slots, max(2 * num_home, 8 * replica_slots))
+    # An array without entries is no operand of an exchange.
+    return max(1, min(most_at_home(replica_slots, num_home, domain), max(2 * num_home, 8 * replica_slots)))
+
+
+def most_at_home(replica_slots: int, num_home: int, domain: int) -> int:
+    """Counts the replicas that may come home to a rank: each other rank of the domain holds an expert once at most.
+
+    Args:
+        replica_slots: `P`, the slots of each rank beyond its home experts.
+        num_home: `L`.
+        domain: how many ranks have replicas of a home expert at most, its home among them.
+    """
+    return (domain - 1) * min(replica_slots, num_home)
 
 
 def owner_of(wanted: Wanted, num_home: int) -> Wanted:

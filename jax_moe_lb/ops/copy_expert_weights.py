@@ -45,7 +45,9 @@ def copy_expert_weights(home: Any, wanted: Wanted, relay: Wanted | None = None, 
     Args:
         home: a pytree of floating-point arrays `[L, ...]`, the kinds of weights of this rank's home experts; all travel
             together.
-        wanted: `[R, P]` int32, the same on all ranks: the expert of each slot of each rank, -1 for an empty one.
+        wanted: `[R, P]` int32, the same on all ranks: the expert of each slot of each rank, -1 for an empty one. For
+            gradients a rank must want an expert once at most, and none of its own, as in a legal plan; on GPUs those of
+            others may be NaN.
         relay: `[R, P]` int32, the rank that each slot copies from, in chunks: a rank forwards a chunk as soon as it has
             it. -1, or the expert's home, means from home, and `None` means so for all. It changes no value, only the
             paths.

@@ -71,7 +71,8 @@ def add_at_home(sums: Kinds, upstream: Kinds, wanted: Wanted, num_home: int, dom
         sums: `[G, ...]` for each kind of weights: the gradients of the `L` home experts, and then anything. They are
             changed in place where nobody else needs them.
         upstream: `[P, ...]` for each kind, the gradients of this rank's replicas. All travel together, in one dtype.
-        wanted: `[R, P]` int32, the expert of each slot, -1 for an empty one.
+        wanted: `[R, P]` int32, the expert of each slot, -1 for an empty one. As in a legal plan, a rank holds an expert
+            once at most, and its home experts not there; sums of others may be NaN.
         num_home: `L`.
         domain: the number of ranks inside which replicas are; all of them where plans have no domains.
         axis_name: the mesh axes of the ranks, outermost first.

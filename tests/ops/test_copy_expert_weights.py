@@ -159,13 +159,13 @@ def test_replicas_that_find_no_room_come_home_in_turns(name, room, monkeypatch):
 
 @pytest.mark.parametrize("how", [add_at_home, add_pulled])
 def test_sums_grow_by_what_comes_home_and_what_follows_them_passes_through(how):
-    """Narrow sums of many replicas are rounded once: one by one, 21 addends of 1/256 each would leave 1 as it is."""
-    wanted = jnp.full((RANKS, HOME), 4, jnp.int32)
+    """Narrow sums of many replicas are rounded once: one by one, addends of 1/256 each would leave 1 as it is."""
+    wanted = jnp.full((RANKS, HOME), -1, jnp.int32).at[:, 0].set(4).at[1].set(-1)
     sums, slots = jnp.ones((RANKS * (HOME + 1), 5), jnp.bfloat16), jnp.full((RANKS * HOME, 5), 1 / 256, jnp.bfloat16)
     run = over_ranks(lambda sums, slots, w: how((sums,), (slots,), w, HOME, ROUTE)[0], (SPEC, SPEC, ALL))
     got = np.asarray(run(sums, slots, wanted), np.float32).reshape(RANKS, HOME + 1, 5)
     want = np.ones_like(got)
-    want[1, 1] = jnp.bfloat16(1 + RANKS * HOME / 256)
+    want[1, 1] = jnp.bfloat16(1 + (RANKS - 1) / 256)
     np.testing.assert_array_equal(got, want)
 
 
@@ -544,3 +544,10 @@ def test_the_benchmark_runs_in_its_smallest_form(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench_copy_engine"])
     with pytest.raises(SystemExit, match="needs a GPU"):
         bench_copy_engine.main()
+
+
+def test_sums_of_more_replicas_than_a_legal_plan_has_are_no_numbers():
+    wanted, slots = jnp.full((RANKS, HOME), 4, jnp.int32), jnp.ones((RANKS * HOME, 5))
+    sums = over_ranks(functools.partial(sum_of, how=add_pulled))(slots, wanted)
+    assert np.isnan(sums[4]).all()
+    assert not np.asarray(sums)[[0, 1, 2, 3, *range(5, RANKS * HOME)]].any()

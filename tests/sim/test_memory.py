@@ -45,8 +45,8 @@ def test_layers_keep_tokens_and_addresses_or_all_that_they_computed():
 def test_gradients_of_replicas_need_room_where_experts_are_large():
     wide = replace(MODEL, inner=65536, tokens=128)
     home = held(model=wide)
-    # All that may come from a domain of eight ranks, and one sum of theirs in float32.
-    assert home.arriving == (8 * 2 + 2) * wide.expert_bytes
+    # All that may come from the seven others of a domain, and one sum of theirs in float32.
+    assert home.arriving == (7 * 2 + 2) * wide.expert_bytes
     assert home.in_use == 0
     assert held(plain(), wide).arriving == 0
     assert held(exact(2), wide, step=Step(backward=False)).arriving == 0
