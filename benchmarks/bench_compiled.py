@@ -37,6 +37,7 @@ class Row:
         fused: whether experts have gate and up projection in one weight.
         options: options of XLA, over those of `compiler_options`.
         wire: in which precision rows travel forward.
+        own_kernels: whether products on Hopper are those of this library.
     """
 
     target: str
@@ -47,10 +48,12 @@ class Row:
     fused: bool = False
     options: tuple[tuple[str, str | bool], ...] = ()
     wire: Wire | None = None
+    own_kernels: bool = False
 
     def compile(self) -> Report:
         """Compiles the layer of the reference sizes."""
         system = system_named(self.system).with_rounds(self.max_rounds).with_wire(self.wire)
+        system = system.with_own_kernels() if self.own_kernels else system
         return compile_layer(
             system, Target.parse(self.target), gradients=self.train, fused=self.fused, options=dict(self.options)
         )
@@ -71,6 +74,16 @@ ROWS = (
     Row("h100:1x8", "exact", "a loop, XLA's own graphs", options=(("xla_gpu_enable_command_buffer", XLAS_OWN),)),
     Row("h100:1x8", "exact", "a loop"),
     Row("h100:1x8", "exact", "a loop, latency hiding", options=(("xla_gpu_enable_latency_hiding_scheduler", True),)),
+    *(
+        Row("h100:1x8", name, f"{loop}, `fused`, own kernels", train, rounds, fused=True, own_kernels=True)
+        for name, loop, train, rounds in (
+            ("plain", "no loop", True, 1),
+            ("exact", "no loop", False, 1),
+            ("exact", "no loop", True, 1),
+            ("exact", "a loop", False, None),
+            ("exact", "a loop", True, None),
+        )
+    ),
     Row("h100:8x8", "plain", "no loop, exchanges apart", train=False, max_rounds=1, options=((DECOMPOSER, True),)),
     Row("h100:8x8", "plain", "no loop", train=False, max_rounds=1),
     Row("b200:1x8", "plain", "no loop", max_rounds=1),

@@ -67,6 +67,7 @@ class Case:
         sizes: the sizes of the layer.
         max_rounds: the rounds that the program has; `None` for a loop.
         fused: whether experts have gate and up projection in one weight.
+        own_kernels: whether products are those of this library.
     """
 
     target: str
@@ -75,16 +76,18 @@ class Case:
     sizes: LayerSizes = field(default_factory=LayerSizes)
     max_rounds: int | None = None
     fused: bool = False
+    own_kernels: bool = False
 
     def __str__(self) -> str:
         size = "small" if self.sizes == SMALL else "reference"
         rounds = "a loop" if self.max_rounds is None else f"{self.max_rounds} round"
         what = f"{self.target:9} {self.system:10} {'gradients' if self.train else 'forward':9} {size:9}"
-        return f"{what} {rounds:7} {'fused' if self.fused else '':5}"
+        return f"{what} {rounds:7} {'fused' if self.fused else '':5} {'own kernels' if self.own_kernels else '':11}"
 
     def compile(self) -> Report:
         """Compiles it."""
         system = system_named(self.system).with_rounds(self.max_rounds)
+        system = system.with_own_kernels() if self.own_kernels else system
         target = Target.parse(self.target)
         return compile_layer(system, target, self.sizes, gradients=self.train, fused=self.fused)
 
@@ -94,6 +97,10 @@ LIMITS = {
     Case("h100:1x8", "plain", train=True, max_rounds=1, fused=True): Limits(760, 6.1, 1.29, 0),
     Case("h100:1x8", "exact", train=True): Limits(1180, 7.88, 1.29, 0),
     Case("h100:1x8", "exact", train=True, max_rounds=1): Limits(707, 7.46, 1.29, 0),
+    Case("h100:1x8", "exact", fused=True, own_kernels=True): Limits(520, 1.8, 1.06, 0),
+    Case("h100:1x8", "exact", train=True, fused=True, own_kernels=True): Limits(1400, 7.3, 1.29, 0),
+    Case("h100:1x8", "exact", max_rounds=1, fused=True, own_kernels=True): Limits(300, 1.75, 1.06, 0),
+    Case("h100:1x8", "exact", train=True, max_rounds=1, fused=True, own_kernels=True): Limits(760, 6.1, 1.29, 0),
     Case("h100:1x8", "ultraep", train=True, max_rounds=1, fused=True): Limits(612, 7.5, 1.29, 0),
     Case("h100:1x8", "feplb", train=True, max_rounds=1): Limits(1690, 14.4, 3.6, 0),
     Case("h100:8x8", "plain", max_rounds=1): Limits(345, 1.81, 1.06, 0),
@@ -112,6 +119,7 @@ def cases(system: str | None, target: str | None) -> list[Case]:
         target: the only target, or `None` for all.
     """
     small = [Case(on, name, True, SMALL) for on in TARGETS for name in system_names()]
+    small += [Case("h100:1x8", name, True, SMALL, own_kernels=True) for name in ("feplb", "ultraep")]
     every = [*sorted(LIMITS, key=lambda case: not case.train), *small]
     return [case for case in every if system in (None, case.system) and target in (None, case.target)]
 

@@ -17,6 +17,7 @@ from jaxtyping import Array
 from jax_moe_lb._varying import vary_like
 
 unvarying_call_p = Primitive("unvarying_call")
+unvarying_call_p.multiple_results = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,29 +31,30 @@ class Traced:
     jaxpr: ClosedJaxpr
 
 
-def unvarying_call(function: Callable[..., Array], *operands: Array) -> Array:
+def unvarying_call(function: Callable[..., Any], *operands: Array) -> Any:
     """Calls a function that is traced with operands which vary over no mesh axes.
 
     It is neither differentiable nor mapped over; give what calls it rules of its own.
 
     Args:
-        function: of arrays to one array, without collectives.
+        function: of arrays to a pytree of arrays, without collectives.
         *operands: arrays that all vary over the same mesh axes.
 
     Returns:
-        What it returns, which varies over those axes.
+        What it returns; each array varies over those axes.
     """
     plain = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
-    return vary_like(unvarying_call_p.bind(*operands, traced=Traced(jax.make_jaxpr(function)(*plain))), *operands)
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*plain)
+    results = unvarying_call_p.bind(*operands, traced=Traced(jaxpr))
+    return vary_like(jax.tree.unflatten(jax.tree.structure(shapes), results), *operands)
 
 
-def _shape(*operands: Any, traced: Traced) -> ShapedArray:
-    (out,) = traced.jaxpr.out_avals
-    return ShapedArray(out.shape, out.dtype)
+def _shapes(*operands: Any, traced: Traced) -> list[ShapedArray]:
+    return [ShapedArray(out.shape, out.dtype) for out in traced.jaxpr.out_avals]
 
 
-def _compute(*operands: Array, traced: Traced) -> Array:
-    return jaxpr_as_fun(traced.jaxpr)(*operands)[0]
+def _compute(*operands: Array, traced: Traced) -> list[Array]:
+    return jaxpr_as_fun(traced.jaxpr)(*operands)
 
 
 def _lower(context: mlir.LoweringRuleContext, *operands: Any, traced: Traced) -> Any:
@@ -60,6 +62,6 @@ def _lower(context: mlir.LoweringRuleContext, *operands: Any, traced: Traced) ->
     return mlir.lower_fun(jaxpr_as_fun(traced.jaxpr), multiple_results=True)(context, *operands)
 
 
-unvarying_call_p.def_abstract_eval(_shape)
+unvarying_call_p.def_abstract_eval(_shapes)
 unvarying_call_p.def_impl(_compute)
 mlir.register_lowering(unvarying_call_p, _lower)

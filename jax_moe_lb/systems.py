@@ -125,6 +125,17 @@ class System:
         """
         return replace(self, dispatch=replace(self.dispatch, wire=wire))
 
+    def with_own_kernels(self) -> "System":
+        """Returns the same system with products of this library's own on Hopper.
+
+        Use it to need less memory and traffic there than with tokamax's products; see `Exchange.own_kernels`.
+
+        Examples:
+            >>> exact(2).with_own_kernels().dispatch.own_kernels
+            True
+        """
+        return replace(self, dispatch=replace(self.dispatch, own_kernels=True))
+
 
 def system_names() -> list[str]:
     """Lists the functions of this module that make a system, for `system_named`."""

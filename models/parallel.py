@@ -87,4 +87,6 @@ def make_system(parallel: ParallelConfig) -> System:
         system = dataclasses.replace(system, replica_slots=parallel.replica_slots)
     if parallel.headroom is not None:
         system = dataclasses.replace(system, dispatch=dataclasses.replace(system.dispatch, headroom=parallel.headroom))
-    return system if parallel.max_rounds is None else system.with_rounds(parallel.max_rounds)
+    if parallel.max_rounds is not None:
+        system = system.with_rounds(parallel.max_rounds)
+    return system.with_own_kernels() if parallel.own_kernels else system

@@ -45,6 +45,7 @@ COORDINATOR = "Where process 0 listens. [default: this and the next two are dete
 DATA = "File or folder of text, JSON lines or token arrays; may be repeated, also with shares: PATH:WEIGHT."
 REMAT = "What is computed again backward: none, full, or all but names such as moe_routing,moe_plan,attention."
 MAX_ROUNDS = "Rounds of the program of a step; a second one does a step again that needs more. [default: no limit]"
+OWN_KERNELS = "Whether experts' products on Hopper are those of jax_moe_lb, not tokamax's."
 DRY_RUN = "Train nothing: compile the step for a machine that need not be here, h100:1x8 or the like."
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -81,6 +82,7 @@ def train(
     compute_dtype: Annotated[str | None, typer.Option(help=f"Of products: {', '.join(COMPUTE_DTYPES)}.")] = None,
     remat: Annotated[str | None, typer.Option(help=REMAT)] = None,
     scan_layers: Annotated[bool | None, typer.Option(help="Whether layers are one loop.")] = None,
+    own_kernels: Annotated[bool | None, typer.Option(help=OWN_KERNELS)] = None,
     fsdp: Annotated[bool | None, typer.Option(help="Whether parameters are split over groups, too.")] = None,
     data: Annotated[list[str] | None, typer.Option(help=DATA)] = None,
     text_field: Annotated[str, typer.Option(help="Field of JSON lines that is a document.")] = TEXT_FIELD,

@@ -42,6 +42,9 @@ def compile_command(
     max_rounds: Annotated[
         str | None, typer.Option("--max-rounds", metavar="N", help="As many as a plan needs by default.")
     ] = None,
+    own_kernels: Annotated[
+        bool, typer.Option("--own-kernels", help="Products on Hopper by kernels of this library, not tokamax's.")
+    ] = False,
     options: Annotated[
         list[str] | None, typer.Option("--xla", metavar="NAME=VALUE", help="An option of XLA; may be repeated.")
     ] = None,
@@ -55,6 +58,7 @@ def compile_command(
     with one_line_errors():
         machine, layer = Target.parse(target), LayerSizes.parse(",".join(sizes)) if sizes else LayerSizes()
         chosen = _system(system, replica_slots, headroom, max_rounds)
+        chosen = chosen.with_own_kernels() if own_kernels else chosen
         for_xla = _options(options)
         machine.require_compiler()
         with nullcontext() if logs else quiet_stderr():

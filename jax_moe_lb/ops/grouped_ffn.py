@@ -1,6 +1,7 @@
 """The experts' feed-forward network over rows sorted by slot, out of products of groups of rows.
 
-On accelerators a product is one of all rows. On CPUs rows go window by window through the whole network, forward and
+On accelerators a product is one of all rows. Experts may be in several parts, such as home experts and replicas, which
+our own kernels multiply with where they are. On CPUs rows go window by window through the whole network, forward and
 backward, and results are written over them: hidden activations, which are wider than rows, take the memory of a window.
 """
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jax_moe_lb._varying import vary_like
@@ -22,16 +24,20 @@ from jax_moe_lb.ops.grouped_matmul import grouped_matmul, grouped_outer, product
 from jax_moe_lb.ops.row_windows import Window, each_window, num_windows
 from jax_moe_lb.types import DType, GroupSizes, Rows, wide_dtype
 
+Parts = tuple[Experts, ...]
+"""Experts in several parts, whose groups follow one another."""
+
 
 @jax.custom_vjp
-def grouped_ffn(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
+def grouped_ffn(rows: Rows, experts: Experts | Parts, group_sizes: GroupSizes) -> Rows:
     """Sends each row through the expert of its group.
 
     `moe` calls it for the rows that a rank has received; call it yourself in a transport of your own.
 
     Args:
         rows: `[A, H]`, sorted by group. Rows beyond `group_sizes.sum()` may hold anything, even NaN.
-        experts: the weights of the `S` groups, in the dtype of `rows`.
+        experts: the weights of the `S` groups, in the dtype of `rows`; or a tuple of parts of them, of one form, which
+            `grouped_matmul` says how it multiplies with.
         group_sizes: `[S]` int32, the rows of each group. It may be 0, and then the expert's gradient is exactly 0.
 
     Returns:
@@ -42,7 +48,8 @@ def grouped_ffn(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
 
 
 def _by_platform(at_once: Callable[..., Any], in_windows: Callable[..., Any], rows: Rows, *args: Any) -> Any:
-    if num_windows(rows.shape[0]) == 1 and not products_are_by_group():
+    in_parts = any(isinstance(arg, tuple) for arg in args)
+    if in_parts or (num_windows(rows.shape[0]) == 1 and not products_are_by_group()):
         return at_once(rows, *args)
     # Both forms return values of one type.
     alike = vary_like((rows, *args), rows, *args)
@@ -56,36 +63,61 @@ def _in_windows(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
     return each_window(step, rows, rows.shape[0], group_sizes, of_one_group=products_are_by_group())
 
 
-def _at_once(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
+def _at_once(rows: Rows, experts: Experts | Parts, group_sizes: GroupSizes) -> Rows:
     experts = jax.tree.map(usual_layout, experts)
     # A row meets no other, so what stands beyond the groups reaches nothing, and nothing is masked.
-    hidden = activate(experts, _inner_products(rows, experts, group_sizes))
-    return _with_bias(grouped_matmul(hidden, experts.down, group_sizes), experts.down_bias, group_sizes)
+    hidden = activate(_first(experts), _inner_products(rows, experts, group_sizes))
+    return _product(hidden, _kind(experts, "down"), _kind(experts, "down_bias"), group_sizes)
 
 
-def _inner_products(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> tuple[Array, ...]:
-    pairs = zip(inner_weights(experts), inner_biases(experts), strict=True)
-    return tuple(_with_bias(grouped_matmul(rows, matrix, group_sizes), bias, group_sizes) for matrix, bias in pairs)
+def _first(experts: Experts | Parts) -> Experts:
+    return experts[0] if isinstance(experts, tuple) else experts
 
 
-def _with_bias(products: Array, bias: Array | None, group_sizes: GroupSizes) -> Array:
-    return products if bias is None else products + bias_rows(bias, group_sizes, products.shape[0])
+def _kind(experts: Experts | Parts, name: str) -> Any:
+    """One kind of weights; of experts in parts, a tuple of it."""
+    return tuple(getattr(part, name) for part in experts) if isinstance(experts, tuple) else getattr(experts, name)
 
 
-def _save(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> tuple[Rows, tuple[Rows, Experts, GroupSizes]]:
+def _inner_kinds(experts: Experts | Parts) -> tuple[str, ...]:
+    """The kinds that rows are multiplied with first; those that are added then have `_bias` behind their names."""
+    return ("up",) if _first(experts).gate is None else ("up", "gate")
+
+
+def _inner_products(rows: Rows, experts: Experts | Parts, group_sizes: GroupSizes) -> tuple[Array, ...]:
+    return tuple(
+        _product(rows, _kind(experts, name), _kind(experts, f"{name}_bias"), group_sizes)
+        for name in _inner_kinds(experts)
+    )
+
+
+def _product(rows: Rows, matrices: Any, bias: Any, group_sizes: GroupSizes) -> Array:
+    products = grouped_matmul(rows, matrices, group_sizes)
+    return products if (bias := _in_one(bias)) is None else products + bias_rows(bias, group_sizes, rows.shape[0])
+
+
+def _in_one(bias: Any) -> Array | None:
+    if not isinstance(bias, tuple):
+        return bias
+    return None if bias[0] is None else jnp.concatenate(bias)
+
+
+def _save(
+    rows: Rows, experts: Experts | Parts, group_sizes: GroupSizes
+) -> tuple[Rows, tuple[Rows, Experts | Parts, GroupSizes]]:
     return grouped_ffn(rows, experts, group_sizes), (rows, experts, group_sizes)
 
 
 def grouped_ffn_gradients(
     rows: Rows,
     weights: Float[Array, "A 1"],
-    experts: Experts,
+    experts: Experts | Parts,
     group_sizes: GroupSizes,
     upstream: Rows,
     sums_dtype: DType,
-    sums: Experts | None = None,
-    again: Callable[[Array], Experts] | None = None,
-) -> tuple[Rows, Float[Array, "A 1"], Experts]:
+    sums: Experts | Parts | None = None,
+    again: Callable[[Array], Experts | Parts] | None = None,
+) -> tuple[Rows, Float[Array, "A 1"], Experts | Parts]:
     """Computes the gradients of `weights * grouped_ffn(rows, experts, group_sizes)`.
 
     Use it in a backward pass that is written by hand, as that of the rounds is.
@@ -93,20 +125,21 @@ def grouped_ffn_gradients(
     Args:
         rows: `[A, H]`, as `grouped_ffn` was given them.
         weights: `[A, 1]`, what the output of each row is multiplied with, in float32 at least.
-        experts: the weights of the `S` groups.
+        experts: the weights of the `S` groups, or a tuple of parts of them.
         group_sizes: `[S]` int32, the rows of each group.
         upstream: `[A, H]`, the gradients of the weighted outputs, in the dtype of `rows`. Like `rows` and `weights`,
             they may hold anything beyond `group_sizes.sum()`.
         sums_dtype: that of the gradients of the experts. They are summed over rows in float32 at least; give that where
             they are summed on, so that nothing is rounded twice.
-        sums: in that dtype, what the gradients of the experts are added to; `None`, the default: nothing.
+        sums: in that dtype and the form of `experts`, what the gradients of these are added to; `None`, the default:
+            nothing.
         again: makes the same experts once more, after the array that it is given: the last products take these, so that
             a copy need not be kept from the first products on, nor one that is turned around. `None`, the default, is
             right where experts are no copies. Where rows go in windows it is not called.
 
     Returns:
         The gradients of the rows and of the weights, in their dtypes, which hold anything beyond `group_sizes.sum()`,
-        and those of the experts.
+        and those of the experts, in parts if these are.
     """
     return _by_platform(
         partial(_gradients_at_once, sums_dtype=sums_dtype, again=again),
@@ -153,54 +186,65 @@ def _gradients_in_windows(
 def _gradients_at_once(
     rows: Rows,
     weights: Float[Array, "A 1"],
-    experts: Experts,
+    experts: Experts | Parts,
     group_sizes: GroupSizes,
     upstream: Rows,
-    sums: Experts | None,
+    sums: Experts | Parts | None,
     *,
     sums_dtype: DType,
-    again: Callable[[Array], Experts] | None = None,
-) -> tuple[Rows, Float[Array, "A 1"], Experts]:
+    again: Callable[[Array], Experts | Parts] | None = None,
+) -> tuple[Rows, Float[Array, "A 1"], Experts | Parts]:
     experts = jax.tree.map(usual_layout, experts)
     # Gradients of weights sum over rows, and there what stands beyond the groups would count.
     rows, upstream = clear_tail(rows, group_sizes), clear_tail(upstream, group_sizes)
     products = _inner_products(rows, experts, group_sizes)
-    hidden, pull_back = jax.vjp(partial(activate, experts), products)
+    hidden, pull_back = jax.vjp(partial(activate, _first(experts)), products)
     # With `y = hidden down`, the gradient of the weight, `y upstream`, is `hidden (upstream down^T)`: of the outputs,
     # which this pass does not have, only what they are made of is needed. The weights are multiplied with hidden
     # activations for the same reason, and because these are narrower.
-    of_hidden = grouped_matmul(upstream, experts.down, group_sizes, transposed=True).astype(weights.dtype)
+    of_hidden = grouped_matmul(upstream, _kind(experts, "down"), group_sizes, transposed=True).astype(weights.dtype)
     of_weights = (hidden.astype(weights.dtype) * of_hidden).sum(1, keepdims=True)
-    if experts.down_bias is not None:
-        bias = bias_rows(experts.down_bias, group_sizes, rows.shape[0]).astype(weights.dtype)
+    if (down_bias := _in_one(_kind(experts, "down_bias"))) is not None:
+        bias = bias_rows(down_bias, group_sizes, rows.shape[0]).astype(weights.dtype)
         of_weights += (bias * upstream.astype(weights.dtype)).sum(1, keepdims=True)
     (upstreams,) = pull_back((of_hidden * weights).astype(rows.dtype))
     hidden = (hidden.astype(weights.dtype) * weights).astype(rows.dtype)
     hidden, *upstreams = (clear_tail(array, group_sizes, are_results=True) for array in (hidden, *upstreams))
 
-    def outer(kind: str, left: Array, right: Array) -> Array:
-        return grouped_outer(left, right, group_sizes, sums_dtype, None if sums is None else getattr(sums, kind))
+    num_groups = tuple(part.up.shape[0] for part in experts) if isinstance(experts, tuple) else None
 
-    def bias_sum(kind: str, part: Array) -> Array:
-        total = bias_sums(part, group_sizes, sums_dtype)
-        return total if sums is None else getattr(sums, kind) + total
+    def outer(kind: str, left: Array, right: Array) -> Any:
+        before = None if sums is None else _kind(sums, kind)
+        return grouped_outer(left, right, group_sizes, sums_dtype, before, parts=num_groups)
 
-    of_kinds: dict[str, Any] = {
-        kind: outer(kind, rows, part) for kind, part in zip(("up", "gate"), upstreams, strict=False)
-    }
+    def bias_sum(kind: str, part: Array) -> Any:
+        total: Any = bias_sums(part, group_sizes, sums_dtype)
+        if num_groups is not None:
+            total = tuple(jnp.split(total, np.cumsum(num_groups)[:-1]))
+        return total if sums is None else jax.tree.map(jnp.add, _kind(sums, kind), total)
+
+    inner = _inner_kinds(experts)
+    of_kinds: dict[str, Any] = {kind: outer(kind, rows, part) for kind, part in zip(inner, upstreams, strict=True)}
     of_kinds["down"] = outer("down", hidden, upstream)
-    if experts.up_bias is not None:
-        biases = zip(("up_bias", "gate_bias"), upstreams, strict=False)
-        of_kinds |= {kind: bias_sum(kind, part) for kind, part in biases}
-    if experts.down_bias is not None:
+    if _first(experts).up_bias is not None:
+        of_kinds |= {
+            f"{kind}_bias": bias_sum(f"{kind}_bias", part) for kind, part in zip(inner, upstreams, strict=True)
+        }
+    if down_bias is not None:
         of_kinds["down_bias"] = bias_sum("down_bias", upstream.astype(weights.dtype) * weights)
     upstreams, of_kinds = _in_order(upstreams, of_kinds, rows.nbytes + upstream.nbytes)
     last = experts if again is None else jax.tree.map(usual_layout, again(upstreams[0]))
     back = [
-        grouped_matmul(part, matrix, group_sizes, transposed=True)
-        for part, matrix in zip(upstreams, inner_weights(last), strict=True)
+        grouped_matmul(part, _kind(last, kind), group_sizes, transposed=True)
+        for part, kind in zip(upstreams, inner, strict=True)
     ]
-    return sum(back[1:], start=back[0]), of_weights, replace(experts, **of_kinds)
+    return sum(back[1:], start=back[0]), of_weights, _with_kinds(experts, of_kinds)
+
+
+def _with_kinds(experts: Experts | Parts, kinds: dict[str, Any]) -> Experts | Parts:
+    if not isinstance(experts, tuple):
+        return replace(experts, **kinds)
+    return tuple(replace(part, **{name: kind[i] for name, kind in kinds.items()}) for i, part in enumerate(experts))
 
 
 def _in_order(upstreams: Any, of_kinds: dict[str, Any], rows_bytes: int) -> tuple[Any, dict[str, Any]]:
@@ -210,7 +254,7 @@ def _in_order(upstreams: Any, of_kinds: dict[str, Any], rows_bytes: int) -> tupl
     Not where gradients of weights are by far the larger ones: they would all be there at once. TPUs send the gradients
     of rows beside the products for those of weights, and CPUs have few rows at a time.
     """
-    if sum(of_kind.nbytes for of_kind in of_kinds.values()) > 2 * rows_bytes:
+    if sum(of_kind.nbytes for of_kind in jax.tree.leaves(of_kinds)) > 2 * rows_bytes:
         return upstreams, of_kinds
 
     def weights_first(*both: Any) -> Any:
@@ -225,10 +269,10 @@ def _in_order(upstreams: Any, of_kinds: dict[str, Any], rows_bytes: int) -> tupl
     return jax.lax.platform_dependent(upstreams, of_kinds, cuda=weights_first, default=as_they_are)
 
 
-def _backward(saved: tuple[Rows, Experts, GroupSizes], upstream: Rows) -> tuple[Rows, Experts, None]:
+def _backward(saved: tuple[Rows, Experts | Parts, GroupSizes], upstream: Rows) -> tuple[Rows, Experts | Parts, None]:
     rows, experts, group_sizes = saved
     ones = vary_like(jnp.ones((rows.shape[0], 1), wide_dtype(rows)), rows)
-    of_rows, _, of_experts = grouped_ffn_gradients(rows, ones, experts, group_sizes, upstream, experts.up.dtype)
+    of_rows, _, of_experts = grouped_ffn_gradients(rows, ones, experts, group_sizes, upstream, _first(experts).up.dtype)
     return of_rows, of_experts, None
 
 
@@ -243,27 +287,15 @@ def dense_ffn(rows: Float[Array, "*B H"], expert: Experts) -> Array:
         expert: the weights of one expert, without the leading dimension of experts.
     """
 
-    def product(rows: Array, weights: Array, bias: Array | None) -> Array:
-        out = jnp.matmul(rows, weights)
+    def product(rows: Array, kind: str) -> Array:
+        out, bias = jnp.matmul(rows, getattr(expert, kind)), getattr(expert, f"{kind}_bias")
         return out if bias is None else out + jnp.broadcast_to(bias, out.shape)
 
-    pairs = zip(inner_weights(expert), inner_biases(expert), strict=True)
-    hidden = activate(expert, tuple(product(rows, *pair) for pair in pairs))
-    return product(hidden, expert.down, expert.down_bias)
-
-
-def inner_weights(experts: Experts) -> tuple[Array, ...]:
-    """Returns the weights that rows are multiplied with first: `up`, and `gate` where it is beside that."""
-    return (experts.up,) if experts.gate is None else (experts.up, experts.gate)
-
-
-def inner_biases(experts: Experts) -> tuple[Array | None, ...]:
-    """Returns what is added to the products with `inner_weights`."""
-    return (experts.up_bias,) if experts.gate is None else (experts.up_bias, experts.gate_bias)
+    return product(activate(expert, tuple(product(rows, kind) for kind in _inner_kinds(expert))), "down")
 
 
 def activate(experts: Experts, products: tuple[Array, ...]) -> Array:
-    """Returns the hidden activations, given the products with `inner_weights`."""
+    """Returns the hidden activations, given the products with `up`, and with `gate` where it is beside that."""
     if experts.is_fused:
         products = tuple(jnp.split(products[0], 2, -1))
     up, *gate = products

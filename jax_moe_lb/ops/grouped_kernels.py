@@ -1,4 +1,4 @@
-"""Grouped products by kernels: tokamax's on NVIDIA GPUs, our own where it has none, XLA's own on TPUs.
+"""Grouped products by kernels: tokamax's on NVIDIA GPUs, our own where it has none or these are wanted, XLA's on TPUs.
 
 XLA's `ragged_dot` is no choice on GPUs: there it becomes a dense product of every row with every matrix.
 """
@@ -25,6 +25,9 @@ TILE_COLUMNS = 128
 
 CLEARED_ROWS = 1024
 """So many rows at a time are cleared on TPUs, where all rows beyond the last group are."""
+
+FIRST_WITH_HOPPER_KERNELS = (0, 12)
+"""Our own were written for the Pallas of this JAX."""
 
 _Dimensions = jax.lax.RaggedDotDimensionNumbers
 PRODUCT = _Dimensions((([1], [1]), ([], [])), [0], [0])
@@ -96,6 +99,56 @@ def triton_outer(
     if not fits(rows, others, group_sizes.shape[0]):
         return None
     return unvarying_call(partial(outer, dtype=dtype), *vary_alike((rows, others, group_sizes)))
+
+
+def hopper_matmul(
+    rows: Float[Array, "A I"], parts: tuple[Float[Array, "_ _ _"], ...], group_sizes: GroupSizes, *, transposed: bool
+) -> Float[Array, "A O"] | None:
+    """Computes `grouped_matmul` with our own kernel, or returns `None` where it does not fit or the GPU is no Hopper.
+
+    Args:
+        rows: `[A, I]`, sorted by group; rows beyond the last group reach nothing.
+        parts: `[G, I, O]` each, or `[G, O, I]` where `transposed`: the matrices of the groups, part after part.
+        group_sizes: `[S]` int32.
+        transposed: whether rows are multiplied with the transposes.
+    """
+    if not _has_hopper_kernels():
+        return None
+    from jax_moe_lb.ops.hopper_kernels import fits, product
+
+    if not all(fits(rows, part) for part in parts):
+        return None
+
+    def multiply(rows: Array, group_sizes: Array, *parts: Array) -> Array:
+        return product(rows, *parts, group_sizes=group_sizes, transposed=transposed)
+
+    return unvarying_call(multiply, *vary_alike((rows, group_sizes, *parts)))
+
+
+def hopper_outer(
+    rows: Float[Array, "A I"],
+    others: Float[Array, "A O"],
+    group_sizes: GroupSizes,
+    *,
+    parts: tuple[int, ...],
+    dtype: DType,
+) -> tuple[Float[Array, "_ I O"], ...] | None:
+    """Computes `grouped_outer` with our own kernel, or returns `None` where it does not fit or the GPU is no Hopper.
+
+    Args:
+        rows: `[A, I]`, sorted by group; rows beyond the last group count as 0, whatever they hold.
+        others: `[A, O]`, in the same order.
+        group_sizes: `[S]` int32.
+        parts: in how many groups each array of the result has.
+        dtype: that of the result; the kernel sums in float32 in any case.
+    """
+    if not _has_hopper_kernels():
+        return None
+    from jax_moe_lb.ops.hopper_kernels import fits, outer
+
+    if not fits(rows, others) or 0 in parts:
+        return None
+    return unvarying_call(partial(outer, parts=parts, dtype=dtype), *vary_alike((rows, others, group_sizes)))
 
 
 def ragged_matmul(
@@ -194,6 +247,12 @@ def _clear_empty(sums: Float[Array, "S I O"], group_sizes: GroupSizes) -> Float[
         return jax.lax.dynamic_update_index_in_dim(sums, jnp.zeros_like(sums[0]), group, 0)
 
     return jax.lax.fori_loop(0, so_far[-1], clear_one, sums)
+
+
+def _has_hopper_kernels() -> bool:
+    device = get_default_device()
+    is_hopper = device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
+    return is_hopper and jax.__version_info__ >= FIRST_WITH_HOPPER_KERNELS
 
 
 def _fits(rows: Array, others: Array) -> bool:

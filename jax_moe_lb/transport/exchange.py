@@ -60,11 +60,15 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
             round of which the host of a GPU waits. A number: exactly so many, without a loop; a plan that needs more is
             a fault. 1 is usual behind balancers that promise a load below the headroom.
         wire: a low precision for rows while they travel forward; `None`, the default, leaves them as they are.
+        own_kernels: whether products on NVIDIA's Hopper are those of this library, where they fit. They take home
+            experts and replicas where they are, and turn nothing around; those of tokamax, the default, want copies,
+            which costs memory and traffic (`docs/how-to/gpu.md`). **No GPU has run ours yet**, so compare losses first.
     """
 
     headroom: float = 1.05
     max_rounds: int | None = None
     wire: Wire | None = None
+    own_kernels: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.headroom < math.inf:

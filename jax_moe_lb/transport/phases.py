@@ -20,7 +20,7 @@ from jax_moe_lb.faults import Checks
 from jax_moe_lb.ops._peer import Pending, Route
 from jax_moe_lb.ops.copy_expert_weights import join
 from jax_moe_lb.ops.copy_rows import start_back, start_onward
-from jax_moe_lb.ops.grouped_ffn import grouped_ffn
+from jax_moe_lb.ops.grouped_ffn import Parts, grouped_ffn
 from jax_moe_lb.ops.moved_rows import Taken, move, move_back, moved_rows, served_quota
 from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.ops.ragged_all_to_all import unwritten
@@ -49,6 +49,7 @@ from jax_moe_lb.transport.rounds import (
     gradients_of_round,
     in_form_of,
     no_gradients,
+    takes_parts,
     tied_to,
 )
 from jax_moe_lb.types import Rows, Tokens
@@ -100,6 +101,14 @@ class Ways(NamedTuple):
         alone = route is not None and route.domain is None
         planner = balancer.native_planner(plan.domain) if alone else None
         return cls(direct, replicate, planner, route, topology, checks)
+
+    def operand(self, experts: Experts) -> Experts | Parts:
+        """Returns experts in the form that products take them in.
+
+        Args:
+            experts: all experts of a product.
+        """
+        return (experts,) if takes_parts(self.direct) else experts
 
 
 class Outcome(NamedTuple):
@@ -179,7 +188,7 @@ class _Forward(NamedTuple):
     def static_wave(self, rows: Rows, sizes: Int[Array, "L"]) -> Rows:
         """Computes the outputs of the rows in front, which need home weights alone; the others hold anything."""
         with jax.named_scope("experts/static_wave"):
-            return grouped_ffn(rows, self.experts, sizes)
+            return grouped_ffn(rows, self.ways.operand(self.experts), sizes)
 
     def finish(self, i: Array, rows: Rows, out: Rows, moved: "_Arrived", copies: Copies) -> Copies:
         """Computes the outputs of dynamic experts, here and where they moved, and sends all outputs back."""
@@ -189,10 +198,10 @@ class _Forward(NamedTuple):
             blocks = Blocks.of(*_here(staying, i, rows, ways), rows.shape[0])
             returning: Any = (out,)
             if moved.slots is not None and moved.rows is not None:
-                served = grouped_ffn(moved.rows, moved.slots, _taken(phases, i, rows, ways))
+                served = grouped_ffn(moved.rows, ways.operand(moved.slots), _taken(phases, i, rows, ways))
                 # First, so that they return beside what stayed.
                 blocks, returning = _start_back((served,), (out,), phases, i, ways, blocks)
-            stayed = grouped_ffn(blocks.take(rows), self.experts, blocks.sizes)
+            stayed = grouped_ffn(blocks.take(rows), ways.operand(self.experts), blocks.sizes)
             (out,) = _arrived(returning, stayed)
             out = blocks.put(stayed, out)
         with jax.named_scope("combine"):
@@ -400,11 +409,15 @@ class _Backward(NamedTuple):
     ) -> tuple[Rows, Array, Experts]:
         rows, weights, upstream = parts
         dtype = dtype_of_sums(self.experts, self.ways.direct)
+        operand = self.ways.operand(experts)
 
-        def again(after: Array) -> Experts:
-            return tied_to(after, experts)
+        def again(after: Array) -> Experts | Parts:
+            return tied_to(after, operand)
 
-        return gradients_of_round(rows, weights, experts, again, sizes, upstream, dtype, fused=fused)
+        of_rows, of_weights, of_experts = gradients_of_round(
+            rows, weights, operand, again, sizes, upstream, dtype, fused=fused
+        )
+        return of_rows, of_weights, of_experts[0] if isinstance(of_experts, tuple) else of_experts
 
 
 @jax.named_scope("backward")

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jax_moe_lb._first_order import first_order
 from jax_moe_lb.experts import Experts
-from jax_moe_lb.ops.grouped_ffn import grouped_ffn, grouped_ffn_gradients
+from jax_moe_lb.ops.grouped_ffn import Parts, grouped_ffn, grouped_ffn_gradients
 from jax_moe_lb.ops.ragged_all_to_all import as_rows, as_words, unwritten, unwritten_later
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
@@ -68,32 +68,46 @@ class Slots(NamedTuple):
     Args:
         home: the `L` home experts.
         replicas: the `S - L` others; `None` without such slots.
+        stay_apart: whether products take both where they are.
     """
 
     home: Experts
     replicas: Experts | None
+    stay_apart: bool
 
     @classmethod
     @jax.named_scope("replicate")
-    def of(cls, experts: Experts, plan: Plan, replicate: Replicate, topology: Topology) -> "Slots":
+    def of(cls, experts: Experts, plan: Plan, replicate: Replicate, exchange: Exchange, topology: Topology) -> "Slots":
         """Fills the slots of a plan; see `Replicate`."""
+        stay_apart = takes_parts(exchange)
         # Without replica slots there is no exchange that all ranks would have to take part in.
         if plan.slots == plan.num_home:
-            return cls(experts, None)
-        return cls(experts, replicate.join(replicate.start(experts, plan, topology), ()))
+            return cls(experts, None, stay_apart)
+        return cls(experts, replicate.join(replicate.start(experts, plan, topology), ()), stay_apart)
 
-    def weights(self, group_sizes: Array) -> Experts:
-        """Returns both parts in one, for a product of rows of these groups."""
+    def weights(self, group_sizes: Array) -> Experts | Parts:
+        """Returns the weights of all slots, for a product of rows of these groups."""
+        if self.stay_apart:
+            return (self.home,) if self.replicas is None else (self.home, self.replicas)
         if self.replicas is None:
             return self.home
         # Products want one array. It is made in each round and given up after its product: for a loop that may have no
         # round all kinds would have to be kept.
         return joined(*tied_to(group_sizes, (self.home, self.replicas)))
 
-    def again(self, after: Array) -> Experts:
+    def again(self, after: Array) -> Experts | Parts:
         """Returns the same for a product that comes after this array was computed."""
         home, replicas = tied_to(after, (self.home, self.replicas))
-        return Slots(home, replicas).weights(after)
+        return Slots(home, replicas, self.stay_apart).weights(after)
+
+
+def takes_parts(exchange: Exchange) -> bool:
+    """Says whether products take experts in parts: those of our own kernels do, for which there have to be GPUs.
+
+    Args:
+        exchange: it says whether to use them.
+    """
+    return exchange.own_kernels and _platform() == "gpu"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -135,7 +149,7 @@ def in_rounds(
     # Where microbatches are mapped over, one follows the other: each takes as many rounds as its own plan needs.
     @jax.custom_batching.sequential_vmap
     def serve(tokens: Tokens, weights: Weights, experts: Experts, plan: Plan, receipt: Receipt) -> Tokens:
-        slots = Slots.of(experts, plan, replicate, topology)
+        slots = Slots.of(experts, plan, replicate, exchange, topology)
 
         @jax.named_scope("experts")
         def ffn(rows: Rows, group_sizes: GroupSizes) -> Rows:
@@ -318,13 +332,13 @@ def _gradients(
     # until now instead. It ties them to the gradients, which do not exist before the backward pass has come here.
     tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
     per_token, again = weights.shape[1], replicate.again()
-    slots = Slots.of(experts, plan, again, topology)
+    slots = Slots.of(experts, plan, again, exchange, topology)
     sums_dtype = dtype_of_sums(experts, exchange)
 
     @jax.named_scope("experts")
     def pull_back(rows: Rows, row_weights: RowWeights, group_sizes: GroupSizes, upstream: Rows, sums: Any) -> Any:
         at = slots.weights(group_sizes)
-        fused = gate_goes_in_up(at, rows, are_joined=slots.replicas is not None)
+        fused = gate_goes_in_up(experts, rows, are_joined=slots.replicas is not None and not slots.stay_apart)
         return gradients_of_round(
             rows, row_weights, at, slots.again, group_sizes, upstream, sums_dtype, sums, fused=fused
         )
@@ -333,15 +347,23 @@ def _gradients(
     (of_copies, of_weights), of_slots = gradient_rounds(
         batch, receipt, receipt, pull_back, no_gradients(tokens, weights), exchange, topology
     )
+    of_home, of_replicas = _apart(of_slots, plan.num_home)
     if slots.replicas is not None:
-        of_replicas = jax.tree.map(lambda g: g[plan.num_home :].astype(experts.up.dtype), of_slots)
+        of_replicas = jax.tree.map(lambda g: g.astype(experts.up.dtype), of_replicas)
         with jax.named_scope("replicate"):
-            of_slots = again.add_at_home(of_slots, of_replicas, plan, topology)
-    of_slots = in_form_of(experts, of_slots)
-    of_experts = jax.tree.map(lambda g, w: g[: plan.num_home].astype(w.dtype), of_slots, experts)
+            of_home = again.add_at_home(of_home, of_replicas, plan, topology)
+    of_home = in_form_of(experts, of_home)
+    of_experts = jax.tree.map(lambda g, w: g[: plan.num_home].astype(w.dtype), of_home, experts)
     with jax.named_scope("combine"):
         of_tokens = sum_of_copies(of_copies, receipt, per_token)
         return of_tokens, weights_by_token(of_weights, receipt, per_token), of_experts
+
+
+def _apart(of_slots: Experts | Parts, num_home: int) -> tuple[Experts, Experts | None]:
+    """The gradients of home experts, which others may follow, and those of replicas."""
+    if isinstance(of_slots, tuple):
+        return of_slots[0], of_slots[1] if len(of_slots) > 1 else None
+    return of_slots, jax.tree.map(lambda g: g[num_home:], of_slots)
 
 
 def gate_goes_in_up(experts: Experts, rows: Rows, *, are_joined: bool) -> bool:
@@ -350,7 +372,7 @@ def gate_goes_in_up(experts: Experts, rows: Rows, *, are_joined: bool) -> bool:
     Forward passes go without, as both kinds at once would be their peak of memory.
 
     Args:
-        experts: those that rows are multiplied with.
+        experts: the home experts.
         rows: `[A, H]`.
         are_joined: whether the experts are a copy already, so that a gate in `up` costs no other.
     """
@@ -365,15 +387,15 @@ def gate_goes_in_up(experts: Experts, rows: Rows, *, are_joined: bool) -> bool:
 def gradients_of_round(
     rows: Rows,
     row_weights: RowWeights,
-    experts: Experts,
-    again: Callable[[Array], Experts],
+    experts: Experts | Parts,
+    again: Callable[[Array], Experts | Parts],
     group_sizes: GroupSizes,
     upstream: Rows,
     sums_dtype: DType,
-    sums: Experts | None = None,
+    sums: Experts | Parts | None = None,
     *,
     fused: bool,
-) -> tuple[Rows, RowWeights, Experts]:
+) -> tuple[Rows, RowWeights, Experts | Parts]:
     """Computes `grouped_ffn_gradients` with the gate in `up`, or as experts are.
 
     On GPUs the last products take weights that are made again. A program for TPUs moves more with that.
@@ -381,7 +403,7 @@ def gradients_of_round(
     Args:
         rows: `[A, H]`; for these and the others see there.
         row_weights: `[A, 1]`.
-        experts: the weights of the `S` groups.
+        experts: the weights of the `S` groups, or parts of them.
         again: makes the same weights again, after the array that it is given.
         group_sizes: `[S]`.
         upstream: `[A, H]`.
@@ -393,11 +415,18 @@ def gradients_of_round(
         What `grouped_ffn_gradients` does; `in_form_of` brings gradients of experts into the form of `experts`.
     """
 
-    def of_last_products(after: Array) -> Experts:
-        return again(after).fused() if fused else again(after)
+    def in_form(experts: Experts | Parts) -> Experts | Parts:
+        return jax.tree.map(Experts.fused, experts, is_leaf=_are_experts) if fused else experts
 
-    at, last = experts.fused() if fused else experts, of_last_products if _platform() == "gpu" else None
+    def of_last_products(after: Array) -> Experts | Parts:
+        return in_form(again(after))
+
+    at, last = in_form(experts), of_last_products if _platform() == "gpu" else None
     return grouped_ffn_gradients(rows, row_weights, at, group_sizes, upstream, sums_dtype, sums, last)
+
+
+def _are_experts(node: Any) -> bool:
+    return isinstance(node, Experts)
 
 
 def _platform() -> Literal["cpu", "tpu", "gpu"] | None:

@@ -63,16 +63,20 @@ def test_random_plans_and_routings_equal_dense(per_tok, headroom, domain, seed, 
     assert layer._cache_size() == 1
 
 
-@pytest.mark.parametrize(("platform", "max_rounds"), [("gpu", None), ("gpu", 4), ("tpu", None)])
+@pytest.mark.parametrize(
+    ("platform", "max_rounds", "own_kernels"),
+    [("gpu", None, False), ("gpu", 4, False), ("gpu", None, True), ("tpu", None, False)],
+)
 @pytest.mark.parametrize(
     "system", [plain(), greedy(2), ultraep(2), feplb(2)], ids=["home", "gathered", "relayed", "two_phase"]
 )
-def test_gate_and_up_side_by_side_equal_dense(system, platform, max_rounds, monkeypatch, x64):
-    """This is the form of the backward pass on accelerators; biases go the same way."""
+def test_forms_of_accelerators_equal_dense(system, platform, max_rounds, own_kernels, monkeypatch, x64):
+    """Gate and up are side by side in the backward pass, experts in parts for kernels of our own; biases go along."""
     monkeypatch.setattr(rounds, "_platform", lambda: platform)
     monkeypatch.setattr(grouped_ffn, "products_are_by_group", lambda: False)
     mesh, case, router = make_mesh((8,), ("expert",)), Case(), TopK(2)
     system = system.with_rounds(max_rounds)
+    system = system.with_own_kernels() if own_kernels else system
     rng = np.random.default_rng(3)
     kernel, experts = case.params("float64")
     up_bias, gate_bias = jnp.asarray(0.3 * rng.normal(size=(2, case.num_experts, case.mlp_dim)))
