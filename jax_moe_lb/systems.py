@@ -60,6 +60,18 @@ class System:
         if self.replica_slots < 0:
             raise ValueError(f"replica_slots is {self.replica_slots}; expected at least 0")
 
+    @property
+    def joins_weights(self) -> bool:
+        """Says whether weights of home experts and replicas are copied into one array for the products.
+
+        The simulator asks for it.
+
+        Examples:
+            >>> exact(2).joins_weights, exact(2).with_own_kernels().joins_weights, plain().joins_weights
+            (True, False, False)
+        """
+        return self.replica_slots > 0 and not self.dispatch.own_kernels
+
     def why_idle(self, topology: Topology, num_experts: int) -> str | None:
         """Says why its balancer cannot change anything in a layer; `None` if it can. `nn.MoE` warns of it.
 

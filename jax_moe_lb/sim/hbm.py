@@ -74,13 +74,14 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
         hidden=float(rows * model.inner * model.itemsize),
         kind=float(slots * model.expert_bytes / model.matrices),
     )
-    inner, joins, loops = model.matrices - 1, system.replica_slots > 0, system.dispatch.max_rounds != 1
+    inner, joins, loops = model.matrices - 1, system.joins_weights, system.dispatch.max_rounds != 1
     forward = each.forward(inner, joins, loops)
     if not backward:
         return forward
-    room = system.replicate.room_at_home(system.replica_slots, home, cluster.ranks_per_domain) if joins else 0
+    replicas, turns = system.replica_slots, not system.dispatch.own_kernels
+    room = system.replicate.room_at_home(replicas, home, cluster.ranks_per_domain) if replicas else 0
     arriving = HbmTraffic(arriving=2.0 * room * model.expert_bytes)
-    return forward + each.backward(inner, joins, loops, SUMS_BYTES / model.itemsize) + arriving
+    return forward + each.backward(inner, joins, turns, loops, SUMS_BYTES / model.itemsize) + arriving
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class _Arrays:
             carried=loops * self.copies,
         )
 
-    def backward(self, inner: int, joins: bool, loops: bool, widened: float) -> HbmTraffic:
+    def backward(self, inner: int, joins: bool, turns: bool, loops: bool, widened: float) -> HbmTraffic:
         """Counts the pass that receives rows and gradients, and multiplies rows once more for what they had become."""
         again = self.rows + inner * (self.hidden + self.kind)
         of_hidden = self.rows + self.hidden + self.kind
@@ -115,7 +116,7 @@ class _Arrays:
         # Sums are wider than weights: a loop reads and writes them, and writes them wide, and at the end rounds them.
         carried = (2 * widened + (widened - 1) + widened + 1) * all_kinds
         # Of rows and weights, and of hidden activations as they are made; joined weights are transposed on the way.
-        transposed = 2 * self.rows + self.hidden + (0 if joins else 2 * all_kinds)
+        transposed = turns * (2 * self.rows + self.hidden + (0 if joins else 2 * all_kinds))
         return HbmTraffic(
             permutation=2 * permuted_bytes(self.copies),
             sums=summed_bytes(self.copies, self.tokens),

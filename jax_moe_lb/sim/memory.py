@@ -167,10 +167,11 @@ class _Layer:
         )
 
     def _products(self, kinds: int, buffers: int) -> Memory:
-        """Counts products that need so many kinds of the weights of all slots in one array."""
+        """Counts products that need so many kinds of the weights of all slots, in one array if they are joined."""
         model, slots = self.model, self.replica_slots
         home = model.experts // self.cluster.num_ranks * model.expert_bytes
-        joined = kinds * (self.num_home + slots) * model.expert_bytes / model.matrices if slots else 0.0
+        joined = kinds * (self.num_home + slots) * model.expert_bytes / model.matrices
+        joined = joined if slots and self.system.joins_weights else 0.0
         return Memory(
             replicas=float(slots * model.expert_bytes),
             buffers=float(buffers + self._tokens()),

@@ -274,6 +274,8 @@ class Scheduler:
         if work.replicate is None:
             return ()
         held = self._exchanges(stage, (work.replicate,), at, after, work.engine)
+        if not work.joins:
+            return held
         weights_bytes = float(work.waves[-1].rows.shape[1] * self.model.expert_bytes)
         is_backward = stage.endswith(BACKWARD)
         joined = joined_bytes(weights_bytes, is_backward=is_backward)

@@ -148,6 +148,7 @@ class LayerWork:
         planner_s: the time from counts to plan, in seconds; 0 where the placement does not depend on the load.
         replicate: the exchange that copies weights into slots; `None` where there are no replicas.
         return_home: the exchange that brings the gradients of replicas home; `None` where there are none.
+        joins: whether weights of replicas are put into one array with those of home experts.
         engine: whether weights are copied by copy engines, which have a stream of their own.
         early: whether weights travel before counts are known, as the placement does not depend on them.
         waves: the waves of tokens, in order. With two, the first needs no plan.
@@ -165,6 +166,7 @@ class LayerWork:
     planner_s: float
     replicate: Flow | None
     return_home: Flow | None
+    joins: bool
     engine: bool
     early: bool
     waves: tuple[Wave, ...]
@@ -322,6 +324,7 @@ def _merged(
         planner_s=cluster.planner_s if system.balancer.needs_counts else 0.0,
         replicate=None if weights.is_empty else weights,
         return_home=None if gradients.is_empty else gradients,
+        joins=system.joins_weights,
         engine=system.replicate.uses_copy_engines,
         early=not system.balancer.needs_counts,
         waves=tuple(waves),
@@ -361,6 +364,7 @@ def shared_work(
         planner_s=0.0,
         replicate=None,
         return_home=None,
+        joins=False,
         engine=False,
         early=False,
         waves=(),

@@ -39,7 +39,8 @@ def test_weights_of_replicas_are_joined():
     slots_bytes = 3 * MODEL.expert_bytes
     assert stages["joined weights"].busy_s == pytest.approx(2 * 2 * slots_bytes / 1e6)
     assert stages["joined weights (backward)"].busy_s == pytest.approx(2 * 4 * slots_bytes / 1e6)
-    assert "joined weights" not in simulated(systems.plain(), SLOW).stages
+    for others in (systems.plain(), systems.exact(1).with_own_kernels()):
+        assert "joined weights" not in simulated(others, SLOW).stages
 
 
 def test_without_a_rate_they_are_left_out():
@@ -69,6 +70,15 @@ def test_the_traffic_of_a_layer_has_what_takes_time_and_more():
     assert both.permutation == 3 * found["permutation"]
     assert both.sums == 2 * found["sums"]
     assert both.total > 3 * sum(found.values())
+
+
+def test_own_kernels_join_nothing_and_turn_nothing_around():
+    """Rows and the gradients of their outputs, and hidden activations; replicas arrive in any case."""
+    before = traffic_of(systems.exact(1), MODEL, CLUSTER)
+    after = traffic_of(systems.exact(1).with_own_kernels(), MODEL, CLUSTER)
+    rows = systems.exact(1).dispatch.buffer_rows(256 * 2)
+    assert replace(before, joined=0.0, products=after.products) == after
+    assert before.products - after.products == rows * (2 * MODEL.row_bytes + 2 * MODEL.inner)
 
 
 def test_loops_carry_outputs_and_wide_sums():

@@ -59,6 +59,7 @@ def test_products_take_one_array_of_all_slots():
     assert forward.in_use == kind + out_of_the_stack
     assert backward.in_use == 2 * kind + out_of_the_stack
     assert held(plain(), replace(MODEL, layers=1)).in_use == 0
+    assert held(exact(2).with_own_kernels()).in_use == out_of_the_stack
 
 
 @pytest.mark.parametrize("backward", [True, False])
