@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_moe_lb._varying import vary_alike, vary_like
+from jax_moe_lb.ops.grouped_kernels import usual_layout
 from jax_moe_lb.types import iota, wide_dtype
 
 Weights = Float[Array, "..."]
@@ -73,7 +74,10 @@ def add_in_turns(
                 + jnp.where(is_whole, came.astype(so_far.dtype), jnp.nan)
                 for so_far, kind, came in zip(total, sums, landed(i), strict=True)
             )
-            sums = tuple(kind.at[e].set(so_far.astype(kind.dtype)) for kind, so_far in zip(sums, total, strict=True))
+            sums = tuple(
+                usual_layout(kind.at[e].set(so_far.astype(kind.dtype)))
+                for kind, so_far in zip(sums, total, strict=True)
+            )
             return sums, total, vary_like(e, last)
 
         return jax.lax.fori_loop(0, mine.sum(dtype=jnp.int32), add_one, carry)
