@@ -53,7 +53,7 @@ def add_in_turns(
     owner, number = owner_of(wanted, num_home), _number_at_home(wanted, num_home)
     # The sum of an expert of several replicas is kept wide from one to the next: rounded each time, small gradients of
     # many replicas would be lost. It belongs to the expert `last`.
-    wide = tuple(jnp.zeros_like(kind, dtype=wide_dtype(kind), shape=kind.shape[1:]) for kind in like)
+    wide = tuple(jax.lax.empty(kind.shape[1:], wide_dtype(kind)) for kind in like)
     takes_turns = room < most_at_home(wanted.shape[1], num_home, domain)
     # More than a legal plan sends find no room: what a rank then gets must not look like a sum.
     is_whole = takes_turns or number.max() < room

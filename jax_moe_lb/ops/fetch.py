@@ -44,7 +44,7 @@ def fetch(home: Weights, wanted: Wanted, num_home: int, axis_name: Axes) -> Weig
         axis_name: the mesh axes of the ranks, outermost first.
 
     Returns:
-        `[P, ...]`; an empty slot is 0.
+        `[P, ...]`; an empty slot is 0, and on GPUs anything: no row is multiplied with it.
     """
     by_ring = partial(ring_fetch, axis_name=axis_name)
     by_ragged = partial(ragged_fetch, axis_name=axis_name)
@@ -154,11 +154,10 @@ def ragged_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
     owner = owner_of(wanted, num_home)
     slot = jnp.broadcast_to(iota(num_replicas), wanted.shape)
     arriving = owner[me][None] == iota(num_ranks)[:, None]
-    # Empty slots stay 0.
-    slots = jnp.zeros_like(home, shape=(num_replicas, *home.shape[1:]))
     return ragged_all_to_all(
         home,
-        slots,
+        # Nobody reads an empty slot on a GPU, whose products skip groups without rows.
+        unwritten_later(home, num_replicas),
         input_offsets=(wanted % num_home).reshape(-1),
         send_sizes=_ones(owner == me),
         output_offsets=slot.reshape(-1),

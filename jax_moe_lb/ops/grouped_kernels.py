@@ -40,6 +40,13 @@ def has_tokamax() -> bool:
     return importlib.util.find_spec("tokamax") is not None
 
 
+def has_hopper_kernels() -> bool:
+    """Says whether our own kernels run on the default device."""
+    device = get_default_device()
+    is_hopper = device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
+    return is_hopper and jax.__version_info__ >= FIRST_WITH_HOPPER_KERNELS
+
+
 def tokamax_matmul(
     rows: Float[Array, "A I"], weights: Float[Array, "S _ _"], group_sizes: GroupSizes, *, transposed: bool
 ) -> Float[Array, "A O"] | None:
@@ -112,7 +119,7 @@ def hopper_matmul(
         group_sizes: `[S]` int32.
         transposed: whether rows are multiplied with the transposes.
     """
-    if not _has_hopper_kernels():
+    if not has_hopper_kernels():
         return None
     from jax_moe_lb.ops.hopper_kernels import fits, product
 
@@ -142,7 +149,7 @@ def hopper_outer(
         parts: in how many groups each array of the result has.
         dtype: that of the result; the kernel sums in float32 in any case.
     """
-    if not _has_hopper_kernels():
+    if not has_hopper_kernels():
         return None
     from jax_moe_lb.ops.hopper_kernels import fits, outer
 
@@ -247,12 +254,6 @@ def _clear_empty(sums: Float[Array, "S I O"], group_sizes: GroupSizes) -> Float[
         return jax.lax.dynamic_update_index_in_dim(sums, jnp.zeros_like(sums[0]), group, 0)
 
     return jax.lax.fori_loop(0, so_far[-1], clear_one, sums)
-
-
-def _has_hopper_kernels() -> bool:
-    device = get_default_device()
-    is_hopper = device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
-    return is_hopper and jax.__version_info__ >= FIRST_WITH_HOPPER_KERNELS
 
 
 def _fits(rows: Array, others: Array) -> bool:

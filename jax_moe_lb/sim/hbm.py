@@ -27,12 +27,13 @@ class HbmTraffic(Parts):
         permutation: what brings token copies into the order in which they are sent.
         sums: what adds the outputs of a token's experts, or the gradients of its copies.
         joined: what puts weights of home experts and replicas into one array for the products.
-        exchanges: what sends and receives rows, beside the links.
+        exchanges: what sends and receives rows and replicas, beside the links.
         products: what multiplies: rows, hidden activations and weights, the gradients of all of them, and transposes
             that kernels want in the backward pass.
         activations: what is between products.
         carried: outputs and sums of gradients that a loop over rounds carries.
-        arriving: gradients of replicas where they come home, as many as there is room for, written and read again.
+        arriving: gradients of replicas that go home: all kinds side by side for one exchange, that exchange, and what
+            adds one of them to its sum. Of joined weights those of home experts are cut out of those of all slots.
     """
 
     permutation: float = 0.0
@@ -75,13 +76,17 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
         kind=float(slots * model.expert_bytes / model.matrices),
     )
     inner, joins, loops = model.matrices - 1, system.joins_weights, system.dispatch.max_rounds != 1
-    forward = each.forward(inner, joins, loops)
+    replicas, turns = system.replica_slots, not system.dispatch.own_kernels
+    # Ranks send as many as they get, and no more than they have.
+    fetched = HbmTraffic(exchanges=2.0 * min(replicas, home) * model.expert_bytes)
+    forward = each.forward(inner, joins, loops) + fetched
     if not backward:
         return forward
-    replicas, turns = system.replica_slots, not system.dispatch.own_kernels
-    room = system.replicate.room_at_home(replicas, home, cluster.ranks_per_domain) if replicas else 0
-    arriving = HbmTraffic(arriving=2.0 * room * model.expert_bytes)
-    return forward + each.backward(inner, joins, turns, loops, SUMS_BYTES / model.itemsize) + arriving
+    widened = SUMS_BYTES / model.itemsize
+    # One that arrives is read, its home expert's sum too, and the wide sum of both read and written, to be rounded.
+    added = (3 + 4 * widened) * (replicas > 0)
+    arriving = HbmTraffic(arriving=(4.0 * replicas + added + 2 * home * joins) * model.expert_bytes)
+    return forward + fetched + each.backward(inner, joins, turns, loops, widened) + arriving
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Replicate(abc.ABC):
 
     @abc.abstractmethod
     def join(self, pending: Any, after: Any) -> Experts:
-        """Returns the `S - L` replicas of this rank, once they are there; an empty slot is 0.
+        """Returns the `S - L` replicas of this rank, once they are there; an empty slot is 0, or on GPUs anything.
 
         Args:
             pending: what `start` returned.

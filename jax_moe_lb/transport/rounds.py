@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from jax_moe_lb._first_order import first_order
 from jax_moe_lb.experts import Experts
 from jax_moe_lb.ops.grouped_ffn import Parts, grouped_ffn, grouped_ffn_gradients
+from jax_moe_lb.ops.grouped_kernels import has_hopper_kernels
 from jax_moe_lb.ops.ragged_all_to_all import as_rows, as_words, unwritten, unwritten_later
 from jax_moe_lb.plan import Plan
 from jax_moe_lb.topology import Topology
@@ -102,12 +103,12 @@ class Slots(NamedTuple):
 
 
 def takes_parts(exchange: Exchange) -> bool:
-    """Says whether products take experts in parts: those of our own kernels do, for which there have to be GPUs.
+    """Says whether products take experts in parts: those of our own kernels do.
 
     Args:
-        exchange: it says whether to use them.
+        exchange: it says whether to use them where there are any.
     """
-    return exchange.own_kernels and _platform() == "gpu"
+    return exchange.own_kernels and has_hopper_kernels()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))

@@ -82,6 +82,13 @@ def test_a_step_that_is_not_served_changes_nothing():
     assert np.isfinite(programs.evaluate(after, tokens))
 
 
+def test_a_system_is_made_as_its_options_say():
+    dispatch = make_system(ParallelConfig(max_rounds=3, own_kernels=True, headroom=1.2)).dispatch
+    assert (dispatch.max_rounds, dispatch.own_kernels, dispatch.headroom) == (3, True, 1.2)
+    dispatch = make_system(ParallelConfig()).dispatch
+    assert (dispatch.max_rounds, dispatch.own_kernels) == (None, False)
+
+
 def test_without_a_limit_there_is_one_program():
     programs = make_programs(CONFIG, make_mesh(CONFIG.parallel), make_system(CONFIG.parallel))
     assert programs.step_again is None

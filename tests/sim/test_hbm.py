@@ -73,11 +73,12 @@ def test_the_traffic_of_a_layer_has_what_takes_time_and_more():
 
 
 def test_own_kernels_join_nothing_and_turn_nothing_around():
-    """Rows and the gradients of their outputs, and hidden activations; replicas arrive in any case."""
+    """Rows and the gradients of their outputs, and hidden activations; and gradients are not cut apart."""
     before = traffic_of(systems.exact(1), MODEL, CLUSTER)
     after = traffic_of(systems.exact(1).with_own_kernels(), MODEL, CLUSTER)
     rows = systems.exact(1).dispatch.buffer_rows(256 * 2)
-    assert replace(before, joined=0.0, products=after.products) == after
+    assert replace(before, joined=0.0, products=after.products, arriving=after.arriving) == after
+    assert before.arriving - after.arriving == 2 * 2 * MODEL.expert_bytes
     assert before.products - after.products == rows * (2 * MODEL.row_bytes + 2 * MODEL.inner)
 
 
@@ -88,7 +89,9 @@ def test_loops_carry_outputs_and_wide_sums():
     assert loop.carried == COPIES + (4 + 1 + 2 + 1) * 3 * MODEL.expert_bytes
 
 
-def test_gradients_of_replicas_arrive_in_all_the_room_there_is():
-    """Four ranks with a slot each: at most three replicas come home to a rank at once."""
-    assert traffic_of(systems.exact(1), MODEL, CLUSTER).arriving == 2 * 3 * MODEL.expert_bytes
-    assert traffic_of(systems.exact(1), MODEL, CLUSTER, backward=False).arriving == 0
+def test_replicas_come_and_their_gradients_go_home():
+    """A slot, two home experts: fetched twice, side by side, sent, added to a wide sum; and cut apart from the rest."""
+    exact, plain = (traffic_of(system, MODEL, CLUSTER) for system in (systems.exact(1), systems.plain()))
+    assert exact.exchanges - plain.exchanges == 2 * 2 * MODEL.expert_bytes
+    assert exact.arriving == (2 + 2 + 11 + 2 * 2) * MODEL.expert_bytes
+    assert (plain.arriving, traffic_of(systems.exact(1), MODEL, CLUSTER, backward=False).arriving) == (0, 0)

@@ -73,6 +73,7 @@ def test_random_plans_and_routings_equal_dense(per_tok, headroom, domain, seed, 
 def test_forms_of_accelerators_equal_dense(system, platform, max_rounds, own_kernels, monkeypatch, x64):
     """Gate and up are side by side in the backward pass, experts in parts for kernels of our own; biases go along."""
     monkeypatch.setattr(rounds, "_platform", lambda: platform)
+    monkeypatch.setattr(rounds, "has_hopper_kernels", lambda: own_kernels)
     monkeypatch.setattr(grouped_ffn, "products_are_by_group", lambda: False)
     mesh, case, router = make_mesh((8,), ("expert",)), Case(), TopK(2)
     system = system.with_rounds(max_rounds)
