@@ -126,8 +126,8 @@ def _multiply_tile(
 
     def multiply(matrices: Any, at: Array) -> None:
         def sum_of(total: Any) -> Array:
-            def add(_: Any, some: Any, weights: Any) -> None:
-                plgpu.wgmma(total, some, weights.transpose((1, 0)) if transposed else weights)
+            def add(_: Any, left: Any, right: Any) -> None:
+                plgpu.wgmma(total, left, right.transpose((1, 0)) if transposed else right)
                 # What the last product read is free again, and this one goes on.
                 plgpu.wgmma_wait(1)
 
@@ -213,18 +213,18 @@ def _sum_of_tile(starts: Any, ends: Any, rows: Any, others: Any, *outs: Any) -> 
     num_steps = jnp.where(end > start, pl.cdiv(end, DEPTH) - first, 0)
 
     def sum_of(total: Any) -> Array:
-        def add(index: tuple[Array], some: Any, with_: Any) -> None:
+        def add(index: tuple[Array], left: Any, right: Any) -> None:
             at = (first + index[0]) * DEPTH
 
             # Only at the ends of a group. Both are masked, and not by a product: 0 times NaN would be NaN.
             @pl.when((at < start) | (at + DEPTH > end))
             def _() -> None:
                 row = at + plgpu.layout_cast(jax.lax.broadcasted_iota(jnp.int32, (DEPTH, TILE), 0), plgpu.Layout.WGMMA)
-                for part in (some, with_):
+                for part in (left, right):
                     part[...] = jnp.where((row >= start) & (row < end), part[...], jnp.zeros_like(part))
                 plgpu.commit_smem()
 
-            plgpu.wgmma(total, some.transpose((1, 0)), with_)
+            plgpu.wgmma(total, left.transpose((1, 0)), right)
             plgpu.wgmma_wait(1)
 
         @pl.when(num_steps > 0)

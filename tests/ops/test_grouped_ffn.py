@@ -65,7 +65,9 @@ def ragged_products(monkeypatch):
         op, "grouped_matmul", lambda x, w, sizes, transposed=False: ragged_matmul(x, w, sizes, transposed=transposed)
     )
     monkeypatch.setattr(
-        op, "grouped_outer", lambda x, others, sizes, dtype, sums: ragged_outer(x, others, sizes, dtype=dtype)
+        op,
+        "grouped_outer",
+        lambda x, others, sizes, dtype, sums, parts: ragged_outer(x, others, sizes, dtype=dtype),
     )
     monkeypatch.setattr(
         op,
