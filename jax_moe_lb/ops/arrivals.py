@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_moe_lb._varying import vary_alike, vary_like
 from jax_moe_lb.ops.grouped_kernels import usual_layout
+from jax_moe_lb.ops.ragged_all_to_all import unwritten_later
 from jax_moe_lb.types import iota, wide_dtype
 
 Weights = Float[Array, "..."]
@@ -53,7 +54,9 @@ def add_in_turns(
     owner, number = owner_of(wanted, num_home), _number_at_home(wanted, num_home)
     # The sum of an expert of several replicas is kept wide from one to the next: rounded each time, small gradients of
     # many replicas would be lost. It belongs to the expert `last`.
-    wide = tuple(jax.lax.empty(kind.shape[1:], wide_dtype(kind)) for kind in like)
+    wide = tuple(
+        unwritten_later(jnp.zeros_like(kind, dtype=wide_dtype(kind), shape=(0, *kind.shape[1:])), 1)[0] for kind in like
+    )
     takes_turns = room < most_at_home(wanted.shape[1], num_home, domain)
     # More than a legal plan sends find no room: what a rank then gets must not look like a sum.
     is_whole = takes_turns or number.max() < room
