@@ -119,11 +119,23 @@ def test_a_narrow_sum_is_rounded_once():
     np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
 
 
+tiles_of = jax.jit(RowTiles.of, static_argnums=1)
+
+
+def cuts(num_groups, num_tiles):
+    num_rows = num_tiles * TILE
+    near = st.builds(lambda tile, rows: tile * TILE + rows, st.integers(0, num_tiles), st.integers(-9, 9))
+    anywhere = st.one_of(st.integers(0, num_rows), near.map(lambda row: min(max(row, 0), num_rows)))
+    return st.tuples(st.just(num_rows), st.lists(anywhere, min_size=num_groups, max_size=num_groups).map(sorted))
+
+
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.one_of(st.integers(0, 9), st.integers(115, 140), st.integers(0, 600)), min_size=1, max_size=24))
-def test_each_row_is_of_one_tile(sizes):
-    num_rows = -(-max(sum(sizes), 1) // TILE) * TILE
-    tiles = jax.tree.map(np.asarray, jax.jit(RowTiles.of, static_argnums=1)(jnp.array(sizes, jnp.int32), num_rows))
+# Few shapes, each of which is compiled once.
+@given(st.one_of(cuts(1, 1), cuts(5, 3), cuts(24, 8)))
+def test_each_row_is_of_one_tile(rows_and_ends):
+    num_rows, ends = rows_and_ends
+    sizes = np.diff(ends, prepend=0)
+    tiles = jax.tree.map(np.asarray, tiles_of(jnp.array(sizes, jnp.int32), num_rows))
     group = np.full(num_rows, -1)
     for one, first, skipped, size in zip(*tiles, strict=True):
         assert size == 0 or (first % ALIGNED_ROWS == 0 and skipped >= 0 and skipped + size <= TILE)
