@@ -13,14 +13,7 @@ cudart=$(echo "$toolkit"/lib/libcudart.so.*)
 # Not in the folder of the other build, which is for another toolkit or none.
 CUDAToolkit_ROOT=$toolkit install --no-build-isolation -C build-dir=build/accelerators \
   -C cmake.define.JAX_MOE_LB_CUDA=ON -C cmake.define.CUDA_CUDART="$cudart" -e '.[cuda,tpu,train]'
-# Beside the others, since one compiler alone leaves cores idle; what it prints comes last.
-reference=$(mktemp)
-trap 'kill $! 2> /dev/null || true; rm -f "$reference"' EXIT
-"$venv/bin/python" -m tests.models.compile_reference > "$reference" 2>&1 &
+"$venv/bin/python" -m tests.models.compile_reference
 # The program of a page, as it stands.
 "$venv/bin/python" -c "$(sed -n '/^```python$/,/^```$/{/^```/!p}' docs/compiling.md)"
-bad=0
-"$venv/bin/python" ci/accelerators.py "$@" || bad=1
-wait $! || bad=1
-cat "$reference"
-exit $bad
+exec "$venv/bin/python" ci/accelerators.py "$@"
