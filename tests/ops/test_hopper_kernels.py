@@ -131,7 +131,7 @@ def cuts(num_groups, num_tiles):
 
 @settings(max_examples=300, deadline=None)
 # Few shapes, each of which is compiled once.
-@given(st.one_of(cuts(1, 1), cuts(5, 3), cuts(24, 8)))
+@given(st.one_of(cuts(1, 1), cuts(2, 1), cuts(5, 3), cuts(24, 8), cuts(24, 112)))
 def test_each_row_is_of_one_tile(rows_and_ends):
     num_rows, ends = rows_and_ends
     sizes = np.diff(ends, prepend=0)
