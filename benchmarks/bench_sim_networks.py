@@ -28,9 +28,10 @@ from benchmarks.network.rail_cases import NODES, RAILS, cases, scaled, sprayed
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.ways import ROW_BYTES
 from benchmarks.results import Table, Value, out_option, report
-from jax_moe_lb import Codec, plain
-from jax_moe_lb.plan import rows_between
+from jax_moe_lb import plain
+from jax_moe_lb.core.plan import rows_between
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, simulate
+from jax_moe_lb.transport import Codec
 
 RESULTS = Path(__file__).parent / "results"
 AT_ONCE = 1e15
@@ -67,7 +68,7 @@ class Point:
         row: rate in Mbit/s, and MB of tokens and of experts.
         column: domain sizes and ratio.
         encoded: whether experts travelled encoded.
-        measured_s: median.
+        benchmark_seconds: median.
         simulated_s: link and calibration.
         counted_bytes: that a datacenter sent, median.
         simulated_bytes: likewise.
@@ -76,7 +77,7 @@ class Point:
     row: tuple[float, float, float]
     column: str
     encoded: bool
-    measured_s: float
+    benchmark_seconds: float
     simulated_s: float
     counted_bytes: float
     simulated_bytes: float
@@ -84,7 +85,7 @@ class Point:
     @property
     def seconds_off(self) -> float:
         """Of the simulated from the measured, in percent."""
-        return 100 * (self.simulated_s / self.measured_s - 1)
+        return 100 * (self.simulated_s / self.benchmark_seconds - 1)
 
     @property
     def bytes_off(self) -> float:
@@ -99,7 +100,7 @@ def point_of(row: dict[str, Any]) -> Point:
         row=(row["wan_bits_per_s"] / 1e6, row["token_bytes"] / 1e6, row["expert_bytes"] / 1e6),
         column=domains + (f", CR {row['ratio']:.0f}" if row["domain_sizes"] != [1, 1] else ""),
         encoded=row["ratio"] > 1,
-        measured_s=float(np.median(row["measured_s"])),
+        benchmark_seconds=float(np.median(row["benchmark_seconds"])),
         simulated_s=report.step_s + float(np.median(row["unlimited_s"])),
         counted_bytes=float(np.median(row["counted_bytes"])),
         simulated_bytes=report.level_bytes["dc"] / 2,  # of both datacenters together
@@ -125,7 +126,7 @@ def summary(points: list[Point]) -> Table:
     rows: list[list[Value]] = []
     for encoded in (False, True):
         for least_s in (0.4, 0.0):
-            some = [point for point in points if point.encoded == encoded and point.measured_s >= least_s]
+            some = [point for point in points if point.encoded == encoded and point.benchmark_seconds >= least_s]
             name = ("encoded" if encoded else "experts as they are") + (
                 f", steps of {least_s} s or more" if least_s else ""
             )
@@ -149,13 +150,13 @@ class RailPoint:
     Args:
         case: who sends what to whom.
         way: by which NICs.
-        measured_s: median.
+        benchmark_seconds: median.
         simulated_s: of the flows.
     """
 
     case: str
     way: str
-    measured_s: float
+    benchmark_seconds: float
     simulated_s: float
 
 
@@ -192,7 +193,7 @@ def rail_table(points: list[RailPoint]) -> Table:
         columns |= {f"{way}: measured s": ".3f", f"{way}: simulated s": ".3f", f"{way}: deviation, %": "+.1f"}
     rows: list[list[Value]] = []
     for case in dict.fromkeys(point.case for point in points):
-        some = [(point.measured_s, point.simulated_s) for point in points if point.case == case]
+        some = [(point.benchmark_seconds, point.simulated_s) for point in points if point.case == case]
         rows.append([case, *(number for m, s in some for number in (m, s, 100 * (s / m - 1)))])
     return Table(columns, rows, "All-to-alls between NICs")
 

@@ -14,19 +14,10 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_moe_lb import (
-    ExpertDomains,
-    Experts,
-    Migrate,
-    TopK,
-    Topology,
-    hybrid_mesh,
-    legality,
-    moe,
-    pipeline,
-    plain,
-    scan_prefetched,
-)
+from jax_moe_lb import Experts, TopK, Topology, moe, plain
+from jax_moe_lb.core import validation as legality
+from jax_moe_lb.layer import moe as pipeline
+from jax_moe_lb.transport import ExpertDomains, GatherExpertDomain, hybrid_mesh, scan_prefetched
 
 LAYERS, WIDTH, INNER, NUM_EXPERTS, TOKENS = 4, 1024, 2048, 16, 1024
 # By default collectives of a TPU are not asynchronous.
@@ -54,7 +45,7 @@ def compiled() -> str:
         return x + y, stats.rounds
 
     def layers(x, kernels, attention, experts):
-        return scan_prefetched(block, x, (kernels, attention), experts, Migrate(domains))[0]
+        return scan_prefetched(block, x, (kernels, attention), experts, GatherExpertDomain(domains))[0]
 
     def array(spec, *shape):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))

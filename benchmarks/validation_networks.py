@@ -16,8 +16,8 @@ from benchmarks.network.rail_cases import NODES, RAILS, cases, scaled, sprayed
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.ways import ROW_BYTES
 from benchmarks.validation import Check, Pairs, ratios
-from jax_moe_lb import systems
-from jax_moe_lb.plan import rows_between
+from jax_moe_lb.core.plan import rows_between
+from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import Cluster, Links
 from jax_moe_lb.sim.network import flow, seconds
 
@@ -60,7 +60,7 @@ def _datacenters(predicted: str, known: str, rest: Callable[[Row], float], some:
 
 
 def _measured_s(row: Row) -> float:
-    return float(np.median(row["measured_s"]))
+    return float(np.median(row["benchmark_seconds"]))
 
 
 def _sizes(row: Row) -> tuple[float, int, int]:
@@ -79,7 +79,7 @@ def _at_home(rows: list[Row]) -> dict[tuple[float, int, int], Row]:
 def rails() -> list[Check]:
     """All-to-alls between eight interfaces: by the simulator's links, and by the flows of `benchmarks/fabric`."""
     measured = json.loads((RESULTS / "two_nodes_of_rails.json").read_text())
-    by_flows = {(p.case, p.way): (p.simulated_s, p.measured_s) for p in rail_points(measured)}
+    by_flows = {(p.case, p.way): (p.simulated_s, p.benchmark_seconds) for p in rail_points(measured)}
     known = {key: pair[1] for key, pair in by_flows.items()}
     checks = []
     for name, found in (("flows of benchmarks/fabric", None), ("links of the simulator", _by_links(measured, 1.0))):

@@ -7,7 +7,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import jax_moe_lb as lb
-from jax_moe_lb.nn import MoE
+from jax_moe_lb import MoE
 
 jax.config.update("jax_platforms", "cpu")
 lb.use_virtual_cpu_devices(8)
@@ -17,7 +17,7 @@ BASE = jax.make_mesh((2, 2, 2), ("dc", "node", "gpu"), axis_types=(AxisType.Auto
 WHOLE = lb.Topology.from_mesh(BASE, ("dc", "node", "gpu"), ranks_per_domain=4, rails_per_node=2)
 # With HybridEP both datacenters hold all experts, so that no token leaves its own.
 MESH = lb.hybrid_mesh(BASE, {"dc": 2, "node": 1, "gpu": 1})
-MIGRATE = lb.Migrate(lb.ExpertDomains.from_mesh(MESH, WHOLE), lb.Codec())
+MIGRATE = lb.GatherExpertDomain(lb.ExpertDomains.from_mesh(MESH, WHOLE), lb.Codec())
 BALANCER = lb.Chain((lb.Exact(), lb.RailS()))
 
 
@@ -40,7 +40,7 @@ def main() -> None:
     common, own = jax.random.split(jax.random.key(0))
     x = jax.random.normal(common, (32,)) + jax.random.normal(own, (2048, 32))
     before, after, _, _ = gradient_step(BASE, WHOLE, lb.plain(), None, x)
-    system, inside = lb.System(BALANCER, dispatch=lb.Spray(), replica_slots=2), MIGRATE.domains.between
+    system, inside = lb.System(BALANCER, dispatch=lb.MultiRailDispatch(), replica_slots=2), MIGRATE.domains.between
     loss, stepped, stats, layer = gradient_step(MESH, inside, system, MIGRATE, x)
     print(f"loss: plain {before:.6f} -> {after:.6f}, three levels {loss:.6f} -> {stepped:.6f}")
     experts_bytes = layer.up.get_value().nbytes + layer.down.get_value().nbytes + layer.gate.get_value().nbytes

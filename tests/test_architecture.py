@@ -168,7 +168,7 @@ def test_no_strategy_is_known_by_its_class():
     strategies = {
         "TwoPhase",
         "Direct",
-        "Spray",
+        "MultiRailDispatch",
         "Gather",
         "PeerCopy",
         "Relay",

@@ -13,10 +13,10 @@ import jax_moe_lb
 
 EXTENSIONS = {"_ffi", "_ffi_cuda", "_planning"}
 
-ROOMS = ("jax_moe_lb", "jax_moe_lb.nn", "jax_moe_lb.sim", "jax_moe_lb.compiled")
+ROOMS = ("jax_moe_lb", "jax_moe_lb.nn", "jax_moe_lb.sim", "jax_moe_lb.aot")
 """Packages whose names users import."""
 
-COMPILED = {"jax_moe_lb.nn.moe", "jax_moe_lb.pipeline", "jax_moe_lb.transport.prefetch", "jax_moe_lb.routing"}
+COMPILED = {"jax_moe_lb.nn.moe", "jax_moe_lb.layer.moe", "jax_moe_lb.transport.fsdp", "jax_moe_lb.routing.routers"}
 """Modules whose examples compile whole layers."""
 
 WITHOUT_EXAMPLE = {

@@ -134,7 +134,7 @@ def rows_of(of_ranks: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
             "counted_bytes": first["at"][str(rate)]["sent_bytes"],
             "predicted_wan_s": link_s,
             "predicted_s": link_s + float(np.median(unlimited_s)),
-            "measured_s": seconds(rate),
+            "benchmark_seconds": seconds(rate),
         }
         rows.append(common | measured)
     return rows
@@ -143,8 +143,8 @@ def rows_of(of_ranks: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
 def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of every rate, size of tokens and experts, and ratio: the model's choice across datacenters, and the fastest."""
     from benchmarks.network.layer import RATIOS, Sizes, work_of
-    from jax_moe_lb import Level
-    from jax_moe_lb.streams import choose_level
+    from jax_moe_lb.core import Level
+    from jax_moe_lb.sim.stream_model import choose_level
 
     points = []
     for first in (row for row in rows if row["domain_sizes"] == [1, 1]):
@@ -153,7 +153,7 @@ def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             candidates = [row for row in alike if row["ratio"] == ratio or row["domain_sizes"] == [1, 1]]
             rate = payload_bytes_per_s(first["wan_bits_per_s"]) / DEVICES_PER_PROCESS
             choice = choose_level(work_of(Sizes(**first["sizes"]), ratio), Level("dc", 2, rate))
-            best = min(candidates, key=lambda row: np.median(row["measured_s"]))
+            best = min(candidates, key=lambda row: np.median(row["benchmark_seconds"]))
             predicted = [min(row["predicted_s"] for row in candidates if row["domain_sizes"][0] == dc) for dc in (1, 2)]
             points.append(
                 {
@@ -162,7 +162,7 @@ def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "model": choice.best.domain_size,
                     "measured": best["domain_sizes"],
                     "clear": max(predicted) > CLEARLY * min(predicted),
-                    "speedup": float(np.median(first["measured_s"]) / np.median(best["measured_s"])),
+                    "speedup": float(np.median(first["benchmark_seconds"]) / np.median(best["benchmark_seconds"])),
                 }
             )
     return points
@@ -181,9 +181,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
         across = [row for row in alike if row["domain_sizes"] == [2, 1]]
         cells: list[Value] = [first[key] / 1e6 for key in ("wan_bits_per_s", "token_bytes", "expert_bytes")]
         for row in (first, *across):
-            cells += [row["predicted_s"], spread(np.array(row["measured_s"]))]
-        best = min(alike, key=lambda row: np.median(row["measured_s"]))
-        gain = np.median(first["measured_s"]) / np.median(best["measured_s"])
+            cells += [row["predicted_s"], spread(np.array(row["benchmark_seconds"]))]
+        best = min(alike, key=lambda row: np.median(row["benchmark_seconds"]))
+        gain = np.median(first["benchmark_seconds"]) / np.median(best["benchmark_seconds"])
         name = " x ".join(map(str, best["domain_sizes"])) + f", CR {best['ratio']:.0f}" * (best is not first)
         lines.append([*cells, name, float(gain)])
     return Table(columns | {"fastest of all": "", "plain's time over its": ".1f"}, lines, notes=summary(rows))
@@ -197,7 +197,7 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         for one in row["counted_bytes"]
         for counted in one
     ]
-    seconds_off = [np.median(row["measured_s"]) / row["predicted_s"] - 1 for row in rows]
+    seconds_off = [np.median(row["benchmark_seconds"]) / row["predicted_s"] - 1 for row in rows]
     found = winners(rows)
     points = [point for point in found if point["clear"]]
     hits = [point for point in points if point["model"] == point["measured"][0]]

@@ -3,13 +3,12 @@
 import math
 from dataclasses import dataclass, fields, replace
 
-from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.balancers.base import Balancer, LayerCost
 from jax_moe_lb.balancers.cost import min_saved, slowest_bytes_per_s
-from jax_moe_lb.balancers.facts import LayerFacts
-from jax_moe_lb.plan import Plan
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.planners.fastermoe import fastermoe
-from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import Counts, State
 
 GLM5_WIDTH, GLM5_NUMBERS = 6144, 3 * 6144 * 2048
 """The model width of GLM-5, and the parameters of one of its experts."""
@@ -75,7 +74,7 @@ class FasterMoE(Balancer):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{field.name} is {value}; expected a finite number above 0")
 
-    def sized(self, facts: LayerFacts) -> "FasterMoE":
+    def sized(self, facts: LayerCost) -> "FasterMoE":
         """Returns it with the sizes of a layer, where none were given."""
         return replace(
             self,

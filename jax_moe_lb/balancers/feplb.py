@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from jaxtyping import Bool
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.plan import Plan
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import AnyArray, Counts, State, iota
+from jax_moe_lb.planners.base import NativePlanner, edit
 from jax_moe_lb.planners.feplb import check_options, dynamic_experts, feplb_planner
-from jax_moe_lb.planners.native import NativePlanner, edit
-from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import AnyArray, Counts, State, iota
 
 
 @dataclass(frozen=True)

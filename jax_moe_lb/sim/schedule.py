@@ -17,62 +17,23 @@ Tasks run on the streams `compute`, `host` (the planner), `copy` (copy engines),
 `gpu links`, one for each level that there is, and `tensor links`, `data links` and `pipeline links`.
 """
 
-import math
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.events import Task, Timeline, Transfer
-from jax_moe_lb.sim.hbm import joined_bytes, permuted_bytes, summed_bytes
-from jax_moe_lb.sim.model import ModelShape
+from jax_moe_lb.sim.memory import joined_bytes, permuted_bytes, summed_bytes
+from jax_moe_lb.sim.model import ModelShape, Peers, Step
 from jax_moe_lb.sim.network import Flow, busy_s, latency_s, level_seconds, seconds
-from jax_moe_lb.sim.parallel import Parallel, Peers
 from jax_moe_lb.sim.work import LayerWork, Wave
 
 BACKWARD = " (backward)"
 """The names of the backward pass's stages end with it."""
 
 DATA_SUMS = "data sums" + BACKWARD
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step says which passes are simulated.
-
-    Give it to `simulate` and `replay` where something else than this library's training step is wanted.
-
-    Args:
-        backward: whether there is a backward pass; without it this is inference.
-        recompute: whether the backward pass sends token copies and computes hidden activations again, as this
-            library does; else it has kept both.
-        exchange_counts: whether ranks tell each other their counts, as this library does in every layer. HybridEP's
-            model leaves that out.
-        optimizer_bytes: the bytes of the optimizer's state that a rank keeps for each parameter of its home experts,
-            where the step has a backward pass. `None`, the default, is Adam: 8 for two moments in float32, and 4 more
-            for a copy in float32 where parameters have fewer bytes. Give less where the state is split over groups.
-        parallel: the groups beside the expert-parallel one; none by default.
-
-    Raises:
-        ValueError: `optimizer_bytes` is out of range.
-
-    Examples:
-        >>> from jax_moe_lb.sim import Step
-        >>> Step(backward=False).recompute
-        True
-    """
-
-    backward: bool = True
-    recompute: bool = True
-    exchange_counts: bool = True
-    optimizer_bytes: float | None = None
-    parallel: Parallel = field(default_factory=Parallel)
-
-    def __post_init__(self) -> None:
-        if self.optimizer_bytes is not None and not 0 <= self.optimizer_bytes < math.inf:
-            raise ValueError(f"optimizer_bytes is {self.optimizer_bytes}; expected a finite number, at least 0")
 
 
 def _of_home(work: LayerWork) -> Wave:

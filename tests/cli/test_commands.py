@@ -9,9 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from jax_moe_lb import Chain, Exact, Plan, RailS, Topology, UltraEP, balancers, check_plan, plain_plan
+from jax_moe_lb import Chain, Plan, Topology, balancers
+from jax_moe_lb.balancers import Exact, RailS, UltraEP
 from jax_moe_lb.cli import main
-from jax_moe_lb.cli.discover import balancer_names, load_balancer
+from jax_moe_lb.cli.planning import balancer_names, load_balancer
+from jax_moe_lb.core import check_plan, plain_plan
 
 ROOT = Path(__file__).parents[2]
 HEAD = ["balancer", "num_ranks", "num_experts", "slots"]
