@@ -33,7 +33,6 @@ from models.data.corpus import Corpus
 from models.data.sources import TEXT_FIELD, corpus_from, default_corpus
 from models.data.tokenizers import Bytes, Tokenizer, TokenizerFile
 from models.dry_run import step as dry_run
-from models.dry_run import step as published_runs
 from models.mesh import offer_cpu_devices
 from models.multi_process.peer_monitor import PeerMonitor, Store, agree, shared_number
 from models.multi_process.rendezvous import Place, detect_process, join
@@ -48,7 +47,7 @@ from models.training.resume import as_before, named
 RELOCATE_INTERVAL = 50
 """The steps between moves of a system that relocates, where nobody says."""
 
-SIZES = f"Sizes: {', '.join(PRESETS)}; with --dry-run {', '.join(published_runs.PRESETS)}, too."
+SIZES = f"Sizes: {', '.join(PRESETS)}; with --dry-run {', '.join(dry_run.PRESETS)}, too."
 RUN_DIR = "Where files go. [default: runs/PRESET, then runs/PRESET-2, ...; the last of them to resume or overwrite]"
 RESUME = "Go on from the newest checkpoint in the run folder. Ranks and system stay what they were, unless given."
 KEEP_EVERY = "Beside these one checkpoint in every so many seconds is kept."
@@ -169,7 +168,7 @@ class TrainArgs:
 
     def prepare(self, place: Place | None, tell: Tell) -> Run:
         """Does all that can be refused; see `models.training.loop.prepare`."""
-        published_runs.refuse_training(self.name)
+        dry_run.refuse_training(self.name)
         options, words, run_dir = self.options, self.words, self.options["run_dir"]
         how = {name: options[name] for name in ("resume", "overwrite")}
         keeping, before = RetentionPolicy(options["keep"], options["keep_every_s"]), self.parallel
@@ -187,8 +186,8 @@ class TrainArgs:
     def dry_run(self, target: str) -> None:
         """Compiles a step for a machine that need not be there, and prints what it needs."""
         try:
-            if self.name in published_runs.PRESETS:
-                published_runs.show(self.name, Target.parse(target), self.parallel, self.sizes, self.model)
+            if self.name in dry_run.PRESETS:
+                dry_run.show_published(self.name, Target.parse(target), self.parallel, self.sizes, self.model)
             else:
                 config = _configured(preset(self.name), self.model, self.parallel, self.sizes, self.words)
                 dry_run.show(config, Target.parse(target))

@@ -1,12 +1,11 @@
-"""A balancer is found by the name of its file in `jax_moe_lb/balancers/`, so a new file needs no entry anywhere.
+"""Balancers by name, as `jax_moe_lb.balancers` exports them.
 
 `PlanRunner` plans for recorded counts, layer by layer and step by step, off any mesh.
 """
 
 import ast
-import importlib
 import inspect
-import pkgutil
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -34,8 +33,9 @@ def load_balancer(text: str) -> Balancer:
     """Makes what the option `--balancer` names.
 
     Args:
-        text: `NAME`, the name of a file without `.py`, such as `greedy`; with options `NAME:key=value,key=value`; or
-            several joined by `+`, of which each edits the plan of the one before, as in `ultraep+rails`.
+        text: `NAME`, a class of `jax_moe_lb.balancers` in lower case, such as `greedy`; with options
+            `NAME:key=value,key=value`; or several joined by `+`, of which each edits the plan of the one before, as in
+            `ultraep+rails`.
 
     Raises:
         ValueError: there is no such balancer or option, or a value is out of range; the message says what there is.
@@ -55,8 +55,7 @@ def load_balancer(text: str) -> Balancer:
 
 def _one(text: str) -> Balancer:
     name, _, options = text.partition(":")
-    found = _balancer_class(name) if name in _file_names() else None
-    if found is None:
+    if (found := _classes().get(name)) is None:
         raise ValueError(f"--balancer is {shown(name)}; expected one of {', '.join(balancer_names())}")
     return found(**dict(_option(found, name, pair) for pair in options.split(",") if options))
 
@@ -81,22 +80,18 @@ def _option(kind: type[Balancer], name: str, pair: str) -> tuple[str, Any]:
 
 
 def balancer_names() -> list[str]:
-    """Lists every name that `load_balancer` knows."""
-    return [name for name in _file_names() if _balancer_class(name) is not None]
+    """List every name that `load_balancer` accepts: those of `balancers.__all__` that need no arguments."""
+    return sorted(_classes())
 
 
-def _file_names() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(balancers.__path__))
-
-
-def _balancer_class(file_name: str) -> type[Balancer] | None:
-    """Finds the concrete balancer called like its file (`eplb_plus`: `EPLBPlus`) that needs no arguments."""
-    module = importlib.import_module(f"{balancers.__name__}.{file_name}")
-    for name, value in vars(module).items():
-        # Class names keep the papers' capitals, so only their lower case can be compared.
-        if name.lower() == file_name.replace("_", "") and _is_usable(value):
-            return value
-    return None
+def _classes() -> dict[str, type[Balancer]]:
+    """Map names to balancers: the class name in lower case, `eplb_plus` for `EPLBPlus`."""
+    exported = {name: getattr(balancers, name) for name in balancers.__all__}
+    return {
+        re.sub("(?<=[A-Z])(?=[A-Z][a-z]{2})", "_", name).lower(): value
+        for name, value in exported.items()
+        if _is_usable(value)
+    }
 
 
 def _is_usable(value: object) -> bool:

@@ -22,6 +22,28 @@ from jax_moe_lb.transport.replicate import Gather, PeerCopy, Relay, Replicate
 from jax_moe_lb.transport.spray import MultiRailDispatch
 from jax_moe_lb.transport.two_phase import TwoPhase
 
+__all__ = [
+    "System",
+    "eplb",
+    "eplb_plus",
+    "exact",
+    "fastermoe",
+    "feplb",
+    "greedy",
+    "hybridep",
+    "lplb",
+    "plain",
+    "rails",
+    "system_named",
+    "system_names",
+    "two_tier",
+    "ultraep",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 @dataclass(frozen=True)
 class System:
@@ -62,8 +84,8 @@ class System:
         The simulator asks for it.
 
         Examples:
-            >>> exact(2).needs_contiguous_weights, exact(2).with_own_kernels().needs_contiguous_weights, plain().needs_contiguous_weights
-            (True, False, False)
+            >>> [system.needs_contiguous_weights for system in (exact(2), exact(2).with_own_kernels(), plain())]
+            [True, False, False]
         """
         return self.replica_slots > 0 and not self.dispatch.own_kernels
 

@@ -179,7 +179,8 @@ class MoE(nnx.Module):
     ) -> None:
         if dtype is not None and jnp.dtype(dtype) not in map(jnp.dtype, TOKEN_DTYPES):
             raise ValueError(
-                f"dtype is {jnp.dtype(dtype)}; expected bfloat16, float32 or float64. Rows travel in 8 bits with a QuantizedTransfer"
+                f"dtype is {jnp.dtype(dtype)}; expected bfloat16, float32 or float64. For rows that travel in 8 bits "
+                "use QuantizedTransfer"
             )
         if fused and not gated:
             raise ValueError("fused is True; expected False without a gate")
