@@ -2,6 +2,7 @@
 
 from . import aot as aot
 from . import balancers as balancers
+from . import calibrate as calibrate
 from . import core as core
 from . import kernels as kernels
 from . import layer as layer

@@ -58,7 +58,7 @@ def test_every_page_is_in_the_navigation():
 def test_the_reference_has_every_public_name_once():
     pages = "\n".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
     described = [re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in re.findall(r"^::: (.+)$", pages, re.MULTILINE)]
-    names = {f"{room}.{name}" for room in ROOMS for name in exported(room)}
+    names = {f"{room}.{name}" for room in ROOMS if room != "jax_moe_lb.layer.systems" for name in exported(room)}
     assert sorted(described) == sorted(names)
 
 

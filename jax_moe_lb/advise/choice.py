@@ -166,8 +166,8 @@ class Usage:
     """A usage says how to use a choice.
 
     Args:
-        code: lines of Python, which name only what `jax_moe_lb` exports, `MoE` of `jax_moe_lb.nn` and `replace` of
-            `dataclasses`; `mesh` and `topology` are yours.
+        code: lines of Python, which name only exports of `jax_moe_lb` and `replace` of `dataclasses`; `mesh` and
+            `topology` are yours.
         train: flags of `python -m models.train`; `None` where it has none for this.
         simulate: flags of `jax-moe-lb simulate`; `None` where it has none for this.
     """
@@ -192,10 +192,10 @@ def usage(choice: Choice, cluster: Cluster, gather_again: bool = False) -> Usage
         '--system exact --replica-slots 2 --ranks-per-domain 8'
         >>> for line in usage(Choice("exact", 2, domain_sizes=(2, 1)), machine).code:
         ...     print(line)
-        mesh = hybrid_mesh(mesh, {"node": 2, "gpu": 1})
-        domains = ExpertDomains.from_mesh(mesh, topology)
-        MoE(..., mesh=mesh, topology=domains.between, migrate=GatherExpertDomain(domains),
-        system=exact(replica_slots=2))
+        mesh = transport.hybrid_mesh(mesh, {"node": 2, "gpu": 1})
+        domains = transport.ExpertDomains.from_mesh(mesh, topology)
+        migrate = transport.GatherExpertDomain(domains)
+        MoE(..., mesh=mesh, topology=domains.between, migrate=migrate, system=systems.exact(replica_slots=2))
     """
     return Usage(
         _code(choice, cluster, gather_again), _train(choice, cluster), None if gather_again else _simulate(choice)
@@ -208,13 +208,14 @@ def _code(choice: Choice, cluster: Cluster, gather_again: bool) -> tuple[str, ..
         return (f"MoE(..., {system})",)
     levels = zip(cluster.levels, choice.domain_sizes, strict=True)
     sizes = ", ".join(f'"{level.name}": {size}' for level, size in levels)
-    codec = f", Codec(ratio={choice.ratio})" if choice.ratio != 1 else ""
+    codec = f", transport.Codec(ratio={choice.ratio})" if choice.ratio != 1 else ""
     lines = (
-        f"mesh = hybrid_mesh(mesh, {{{sizes}}})",
-        "domains = ExpertDomains.from_mesh(mesh, topology)",
-        f"MoE(..., mesh=mesh, topology=domains.between, migrate=GatherExpertDomain(domains{codec}), {system})",
+        f"mesh = transport.hybrid_mesh(mesh, {{{sizes}}})",
+        "domains = transport.ExpertDomains.from_mesh(mesh, topology)",
+        f"migrate = transport.GatherExpertDomain(domains{codec})",
+        f"MoE(..., mesh=mesh, topology=domains.between, migrate=migrate, {system})",
     )
-    return (*lines, "scan_prefetched(..., gather_again=True)") if gather_again else lines
+    return (*lines, "transport.scan_prefetched(..., gather_again=True)") if gather_again else lines
 
 
 def system_code(choice: Choice) -> str:
@@ -224,24 +225,25 @@ def system_code(choice: Choice) -> str:
         choice: whose system to write.
 
     Examples:
-        >>> system_code(Choice("exact", 2, eps=0.05, sprayed=True))
-        'replace(exact(replica_slots=2), balancer=Chain((Exact(eps=0.05), RailS())), dispatch=MultiRailDispatch())'
+        >>> system_code(Choice(sprayed=True, headroom=1.2))
+        'replace(systems.plain(), balancer=balancers.RailS(), dispatch=transport.MultiRailDispatch(headroom=1.2))'
     """
     if choice == replace(Choice(sprayed=True), domain_sizes=choice.domain_sizes, ratio=choice.ratio):
-        return "rails()"
+        return "systems.rails()"
     if _is_two_tier(choice):
-        return f"two_tier(replica_slots={choice.replica_slots})"
-    base = f"{choice.system}(replica_slots={choice.replica_slots})" if choice.replica_slots else f"{choice.system}()"
-    balancer = f"{base}.balancer" if choice.eps is None else f"Exact(eps={choice.eps})"
+        return f"systems.two_tier(replica_slots={choice.replica_slots})"
+    slots = f"replica_slots={choice.replica_slots}" if choice.replica_slots else ""
+    base = f"systems.{choice.system}({slots})"
+    balancer = f"{base}.balancer" if choice.eps is None else f"balancers.Exact(eps={choice.eps})"
     changes = [f"balancer={balancer}"] if choice.eps is not None else []
     if choice.sprayed:
-        after = "RailS()" if choice.system == "plain" else f"Chain(({balancer}, RailS()))"
-        changes = [f"balancer={after}", "dispatch=MultiRailDispatch()"]
+        after = "balancers.RailS()" if choice.system == "plain" else f"Chain(({balancer}, balancers.RailS()))"
+        changes = [f"balancer={after}", "dispatch=transport.MultiRailDispatch()"]
     if choice.headroom is not None:
         dispatch = "MultiRailDispatch" if choice.sprayed else "Direct"
         changes = [one for one in changes if not one.startswith("dispatch=")]
-        changes.append(f"dispatch={dispatch}(headroom={choice.headroom})")
-    changes += ["replicate=Relay()"] * choice.relayed + ["relocates=True"] * choice.relocated
+        changes.append(f"dispatch=transport.{dispatch}(headroom={choice.headroom})")
+    changes += ["replicate=transport.Relay()"] * choice.relayed + ["relocates=True"] * choice.relocated
     return f"replace({base}, {', '.join(changes)})" if changes else base
 
 

@@ -33,7 +33,7 @@ class LayerCost:
             parameters.
 
     Examples:
-        >>> from jax_moe_lb import LayerCost, UltraEP
+        >>> from jax_moe_lb.balancers import LayerCost, UltraEP
         >>> UltraEP().sized(LayerCost(num_copies=8192 * 8)).min_tokens
         1024
     """
@@ -55,7 +55,9 @@ class Balancer(abc.ABC):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Greedy, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import Greedy
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.array([[8, 0, 1, 1], [8, 0, 1, 1]], np.int32)
         >>> topology, balancer = Topology.flat(2), Greedy()
         >>> start = plain_plan(counts, topology, slots=3)
@@ -173,7 +175,9 @@ class Chain(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Greedy, HybridEP, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import Greedy, HybridEP
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.array([[9, 1, 1, 1], [9, 1, 1, 1], [9, 1, 1, 1], [9, 1, 1, 1]], np.int32)
         >>> topology = Topology.flat(4)
         >>> chain = Chain((HybridEP(domain_size=2), Greedy()))
@@ -220,7 +224,9 @@ class Plain(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Plain, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import Plain
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.array([[4, 0, 0, 0], [3, 1, 0, 0], [2, 1, 1, 0], [1, 0, 3, 0]], np.int32)
         >>> topology = Topology.flat(num_ranks=4)
         >>> plan, _ = Plain().rebalance(counts, plain_plan(counts, topology), topology, ())

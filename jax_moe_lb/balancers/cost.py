@@ -45,7 +45,9 @@ class Cost:
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Cost, Exact, Level, Topology, load, plain_plan
+        >>> from jax_moe_lb import Cost, Topology
+        >>> from jax_moe_lb.balancers import Exact
+        >>> from jax_moe_lb.core import Level, load, plain_plan
         >>> topology = Topology((Level("gpu", 4, bytes_per_s=450e9),), ranks_per_domain=4, flops_per_s=500e12)
         >>> numbers = 3.0 * 6144 * 2048  # of one expert
         >>> balancer = Exact(cost=Cost(expert_bytes=2 * numbers, token_flops=2 * numbers))

@@ -136,7 +136,9 @@ class EPLB(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import EPLB, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import EPLB
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> topology, balancer = Topology.flat(num_ranks=4), EPLB(every=2)
         >>> state = balancer.init((4, 4))
         >>> for tokens in ([12, 2, 4, 2], [14, 2, 2, 2], [16, 0, 2, 2]):
@@ -221,7 +223,9 @@ class EPLBPlus(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import EPLBPlus, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import EPLBPlus
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.array([[4, 0, 1, 0], [3, 1, 1, 0], [3, 1, 1, 0], [3, 0, 1, 0]], np.int32)
         >>> topology = Topology.flat(num_ranks=4)
         >>> plan, _ = EPLBPlus().rebalance(counts, plain_plan(counts, topology, slots=2), topology, ())

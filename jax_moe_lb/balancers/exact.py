@@ -51,7 +51,9 @@ class Exact(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Exact, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import Exact
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.array([[3, 4, 2, 1], [3, 4, 2, 1], [3, 4, 2, 2], [3, 3, 1, 2]], np.int32)
         >>> topology = Topology.flat(num_ranks=4)
         >>> plan, _ = Exact(eps=0.0).rebalance(counts, plain_plan(counts, topology, slots=2), topology, ())

@@ -51,7 +51,9 @@ class FasterMoE(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import FasterMoE, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import FasterMoE
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.tile(np.array([4000, 800, 700, 500], np.int32), (4, 1))
         >>> topology = Topology.flat(num_ranks=4)
         >>> FasterMoE().min_saved(topology, 4)  # token copies that one replica must save in a domain of 4

@@ -47,7 +47,9 @@ class FEPLB(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import FEPLB, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import FEPLB
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.zeros((4, 12), np.int32)
         >>> counts[0] = 6, 4, 3, 4, 1, 0, 2, 1, 0, 1, 1, 0
         >>> topology = Topology.flat(num_ranks=4)

@@ -28,7 +28,9 @@ class Greedy(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Greedy, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import Greedy
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.array([[4, 0, 0, 0], [3, 1, 0, 0], [2, 1, 1, 0], [1, 0, 3, 0]], np.int32)
         >>> topology = Topology.flat(num_ranks=4)
         >>> plan = plain_plan(counts, topology, slots=2)

@@ -41,7 +41,8 @@ class HostCallback(Balancer):
     Examples:
         >>> from dataclasses import replace
         >>> import numpy as np
-        >>> from jax_moe_lb import HostCallback, Topology, load, plain_plan
+        >>> from jax_moe_lb import HostCallback, Topology
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> def halve_the_first(counts, plan, topology):
         ...     placement, quota = plan.placement.copy(), plan.quota.copy()
         ...     placement[1, 1] = 0  # the replica slot of rank 1 holds expert 0

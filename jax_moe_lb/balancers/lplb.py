@@ -51,7 +51,9 @@ class LPLB(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import LPLB, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import LPLB
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.array([[3, 1, 1, 0], [3, 1, 1, 1], [3, 0, 1, 1], [3, 0, 1, 0]], np.int32)
         >>> topology, balancer = Topology.flat(num_ranks=4), LPLB()
         >>> start = plain_plan(counts, topology, slots=2)

@@ -36,7 +36,9 @@ class RailS(Balancer):
     Examples:
         >>> from dataclasses import replace
         >>> import numpy as np
-        >>> from jax_moe_lb import RailS, Topology, interface_rows, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import RailS, interface_rows
+        >>> from jax_moe_lb.core import plain_plan
         >>> topology = replace(Topology.flat(num_ranks=4, ranks_per_domain=2), rails_per_node=2)
         >>> counts = np.array([[0, 0, 8, 0], [0, 0, 4, 0], [0, 0, 0, 0], [0, 0, 0, 0]], np.int32)
         >>> plan, _ = RailS().rebalance(counts, plain_plan(counts, topology), topology, ())
@@ -153,7 +155,7 @@ def interface_rows(rails: Int[AnyArray, "R R N"], ranks_per_node: int) -> tuple[
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import interface_rows
+        >>> from jax_moe_lb.balancers import interface_rows
         >>> rails = np.zeros((4, 4, 2), np.int32)
         >>> rails[0, 2] = 6, 2  # from rank 0, on node 0, to rank 2, on node 1
         >>> rails[0, 1] = 9, 0  # inside node 0: over no interface

@@ -49,7 +49,9 @@ class UltraEP(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Topology, UltraEP, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import UltraEP
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = 1000 * np.array([[4, 0, 0, 0], [3, 1, 0, 0], [2, 1, 1, 0], [1, 0, 3, 0]], np.int32)
         >>> topology = Topology.flat(num_ranks=4)
         >>> plan, _ = UltraEP().rebalance(counts, plain_plan(counts, topology, slots=2), topology, ())

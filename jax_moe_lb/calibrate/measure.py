@@ -47,7 +47,7 @@ def benchmark_seconds(function: Callable[..., Any], *args: Any, repeats: int = 5
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> from jax_moe_lb import benchmark_seconds
+        >>> from jax_moe_lb.calibrate import benchmark_seconds
         >>> benchmark_seconds(jnp.sin, jnp.zeros(8)) > 0
         True
     """

@@ -1,4 +1,4 @@
-"""What `copy_expert_weights.py` and `plan_and_copy.py` share: who copies to whom, and what is under way.
+"""What `peer_copy.py` and `plan_and_copy.py` share: who copies to whom, and what is under way.
 
 Copies of expert weights between ranks that run beside whatever a program computes meanwhile.
 

@@ -7,7 +7,7 @@ different times. Cycles of three ranks and more do not.
 All-gather and reduce-scatter over one mesh axis, which are each other's transposes.
 
 They are XLA's own, except between processes on CPUs, such as those of two datacenters: over an axis of two ranks each
-would send to the other at once, which TCP makes slow (`one_way.py`).
+would send to the other at once, which TCP makes slow (`permutes.py`).
 """
 
 from functools import partial

@@ -4,13 +4,13 @@ The exact-size exchange out of XLA's other collectives, in `O(P + Q)` rows of me
 
 It takes padded steps, as many as the largest pair of ranks needs, in two forms: `all_to_all`s, which each group of
 ranks does on its own, and, for networks, permutes in which no rank sends to the rank that it receives from
-(`one_way.py`).
+(`permutes.py`).
 
 Exact-size exchange of rows between the ranks of a mesh axis.
 
 It is `jax.lax.ragged_all_to_all` where the backend runs it. XLA:CPU does not: between the devices of one process a
 custom call copies exactly the rows that exist; between processes, or where the custom call was not built, XLA's other
-collectives do it (`ragged_by_steps.py`).
+collectives do it (`ragged_all_to_all.py`).
 """
 
 import math

@@ -1,16 +1,15 @@
 """Plans, topologies, statistics and the checks that every other package builds on."""
 
 from jax_moe_lb.core.custom_calls import shadowed_installation
-from jax_moe_lb.core.plan import Plan, Traffic, imbalance, load, plain_plan, rows_between, straggler, traffic
+from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, rows_between, straggler, traffic
 from jax_moe_lb.core.split import Split, nearest_first
-from jax_moe_lb.core.stats import Fault, Stats, needs_more_rounds, raise_on_fault, router_loss
+from jax_moe_lb.core.stats import Stats, needs_more_rounds, raise_on_fault, router_loss
 from jax_moe_lb.core.topology import Level, Topology
 from jax_moe_lb.core.validation import check_plan
 from jax_moe_lb.core.virtual_devices import use_virtual_cpu_devices
 
 __all__ = [
     "check_plan",
-    "Fault",
     "imbalance",
     "Level",
     "load",
@@ -26,7 +25,6 @@ __all__ = [
     "Stats",
     "straggler",
     "Topology",
-    "Traffic",
     "traffic",
     "use_virtual_cpu_devices",
 ]

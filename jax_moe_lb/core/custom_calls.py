@@ -54,7 +54,7 @@ def shadowed_installation() -> Path | None:
         The folder of that installation; `None`, which is usual, where nothing is passed by.
 
     Examples:
-        >>> from jax_moe_lb import shadowed_installation
+        >>> from jax_moe_lb.core import shadowed_installation
         >>> shadowed_installation() is None
         True
     """

@@ -48,7 +48,8 @@ class Plan:
         Rank 1 gets a replica of expert 0 and takes half of its eight copies:
 
         >>> import numpy as np
-        >>> from jax_moe_lb import Plan, check_plan, load
+        >>> from jax_moe_lb import Plan
+        >>> from jax_moe_lb.core import check_plan, load
         >>> counts = np.array([[6, 1], [2, 1]], np.int32)
         >>> placement = np.array([[0, -1], [1, 0]], np.int32)
         >>> quota = np.array([[4, 4], [0, 2]], np.int32)
@@ -102,7 +103,8 @@ class Plan:
         Examples:
             >>> import pathlib, tempfile
             >>> import numpy as np
-            >>> from jax_moe_lb import Plan, Topology, plain_plan
+            >>> from jax_moe_lb import Plan, Topology
+            >>> from jax_moe_lb.core import plain_plan
             >>> plan = plain_plan(np.ones((2, 4), np.int32), Topology.flat(2))
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     plan.save(pathlib.Path(folder) / "plan.npz")
@@ -154,7 +156,8 @@ def plain_plan(counts: Counts, topology: Topology, slots: int | None = None) -> 
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Topology, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.core import plain_plan
         >>> counts = np.array([[3, 1, 0, 2], [2, 0, 1, 1]], np.int32)
         >>> plan = plain_plan(counts, Topology.flat(2), slots=3)
         >>> plan.placement
@@ -188,7 +191,8 @@ def load(plan: Plan) -> Load:
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> load(plain_plan(np.array([[3, 1], [2, 0]], np.int32), Topology.flat(2)))
         array([5, 1], dtype=int32)
     """
@@ -209,7 +213,7 @@ def straggler(load: Load) -> Scalar:
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import straggler
+        >>> from jax_moe_lb.core import straggler
         >>> float(straggler(np.array([5, 1], np.int32)))
         2.0
     """
@@ -231,7 +235,7 @@ def imbalance(load: Load) -> Scalar:
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import imbalance
+        >>> from jax_moe_lb.core import imbalance
         >>> float(imbalance(np.array([6, 2], np.int32)))
         1.5
     """
@@ -269,7 +273,8 @@ def traffic(plan: Plan, counts: Counts) -> Traffic:
         Of 16 copies rank 0 keeps its six and rank 1 five; one replica of expert 1 is copied:
 
         >>> import numpy as np
-        >>> from jax_moe_lb import Plan, traffic
+        >>> from jax_moe_lb import Plan
+        >>> from jax_moe_lb.core import traffic
         >>> counts = np.array([[4, 2], [2, 8]], np.int32)
         >>> plan = Plan(np.array([[0, 1], [1, -1]], np.int32), np.array([[6, 0], [5, 5]], np.int32), domain=2)
         >>> moved = traffic(plan, counts)
@@ -303,7 +308,8 @@ def rows_between(counts: Counts, plan: Plan) -> Int[AnyArray, "R R"]:
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Topology, plain_plan, rows_between
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.core import plain_plan, rows_between
         >>> counts = np.array([[3, 1], [2, 0]], np.int32)
         >>> rows_between(counts, plain_plan(counts, Topology.flat(2)))
         array([[3, 1],

@@ -116,7 +116,7 @@ class Split:
         Two ranks with six tokens each for an expert that ranks 2 and 3 serve:
 
         >>> import numpy as np
-        >>> from jax_moe_lb import Split, nearest_first
+        >>> from jax_moe_lb.core import Split, nearest_first
         >>> counts = np.array([[6], [6], [0], [0]], np.int32)
         >>> quota = np.array([[0, 0, 6, 6]], np.int32)
         >>> [nearest_first(counts, quota, rank, 4)[0].tolist() for rank in (0, 1)]
@@ -159,7 +159,7 @@ def nearest_first(counts: Counts, quota: Quota, rank: Rank, domain: int, split: 
         Of rank 0's six copies one stays, two go to rank 1 of its domain, two to rank 2 of equal offset, one to rank 3:
 
         >>> import numpy as np
-        >>> from jax_moe_lb import nearest_first
+        >>> from jax_moe_lb.core import nearest_first
         >>> counts = np.zeros((4, 4), np.int32)
         >>> counts[0, 0] = 6
         >>> quota = np.zeros((4, 4), np.int32)

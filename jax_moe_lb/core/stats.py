@@ -196,7 +196,7 @@ def raise_on_fault(stats: Stats) -> None:
         >>> from jax.sharding import AxisType
         >>> from flax import nnx
         >>> from jax_moe_lb import TopK, Topology
-        >>> from jax_moe_lb.nn import MoE
+        >>> from jax_moe_lb import MoE
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
         >>> layer = MoE(
         ...     8, 16, 4, TopK(2), mesh=mesh, topology=Topology.from_mesh(mesh), checks="deferred", rngs=nnx.Rngs(0)
@@ -225,7 +225,7 @@ def router_loss(stats: Stats) -> Float[Array, ""]:
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> from jax_moe_lb import Losses, TopK, router_loss
-        >>> from jax_moe_lb.nn import MoE
+        >>> from jax_moe_lb import MoE
         >>> mesh = jax.make_mesh(
         ...     (2, 2), ("data", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
         ... )
@@ -251,8 +251,9 @@ def needs_more_rounds(stats: Stats) -> bool:
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> from jax.sharding import AxisType
-        >>> from jax_moe_lb import Direct, System, TopK, Topology
-        >>> from jax_moe_lb.nn import MoE
+        >>> from jax_moe_lb import System, TopK, Topology
+        >>> from jax_moe_lb.transport import Direct
+        >>> from jax_moe_lb import MoE
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
         >>> layer = MoE(
         ...     8, 16, 4, TopK(1), mesh=mesh, topology=Topology.from_mesh(mesh), checks="deferred",

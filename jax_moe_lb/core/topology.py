@@ -81,7 +81,7 @@ class Level:
         latency_s: the time from such a rank to the other, in seconds; usually some microseconds. `None` if unknown.
 
     Examples:
-        >>> from jax_moe_lb import Level
+        >>> from jax_moe_lb.core import Level
         >>> Level("node", size=4, bytes_per_s=50e9, latency_s=5e-6).size
         4
     """
@@ -127,7 +127,9 @@ class Topology:
     Examples:
         Two nodes of four GPUs each, where weights move inside nodes:
 
-        >>> from jax_moe_lb import Level, Topology
+        >>> from jax_moe_lb import Topology
+
+        >>> from jax_moe_lb.core import Level
         >>> topology = Topology((Level("node", 2), Level("gpu", 4)), ranks_per_domain=4)
         >>> topology.num_ranks, topology.num_domains, topology.ranks_per_node
         (8, 2, 4)

@@ -59,7 +59,8 @@ def check_plan(plan: Plan, counts: AnyArray, dynamic: AnyArray | None = None) ->
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Plan, Topology, check_plan, plain_plan
+        >>> from jax_moe_lb import Plan, Topology
+        >>> from jax_moe_lb.core import check_plan, plain_plan
         >>> counts = np.array([[3, 1], [2, 0]], np.int32)
         >>> plan = plain_plan(counts, Topology.flat(2))
         >>> check_plan(plan, counts)

@@ -26,7 +26,7 @@ def swiglu(gate: Hidden, up: Hidden) -> Hidden:
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> from jax_moe_lb import swiglu
+        >>> from jax_moe_lb.kernels import swiglu
         >>> print(swiglu(jnp.array([0.0, 100.0]), jnp.array([1.0, 2.0])))
         [  0. 200.]
     """
@@ -38,7 +38,7 @@ def geglu(gate: Hidden, up: Hidden) -> Hidden:
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> from jax_moe_lb import geglu
+        >>> from jax_moe_lb.kernels import geglu
         >>> print(geglu(jnp.array([0.0, 100.0]), jnp.array([1.0, 2.0])))
         [  0. 200.]
     """
@@ -50,7 +50,7 @@ def gelu_exact(up: Hidden) -> Hidden:
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> from jax_moe_lb import gelu_exact
+        >>> from jax_moe_lb.kernels import gelu_exact
         >>> print(gelu_exact(jnp.array([0.0, 100.0])))
         [  0. 100.]
     """
@@ -62,7 +62,7 @@ def relu_squared(up: Hidden) -> Hidden:
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> from jax_moe_lb import relu_squared
+        >>> from jax_moe_lb.kernels import relu_squared
         >>> print(relu_squared(jnp.array([-2.0, 3.0])))
         [0. 9.]
     """
@@ -79,7 +79,7 @@ class ClampedSwiGLU:
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> from jax_moe_lb import ClampedSwiGLU
+        >>> from jax_moe_lb.kernels import ClampedSwiGLU
         >>> print(ClampedSwiGLU()(jnp.array([0.0, 100.0]), jnp.array([1.0, 20.0])))
         [ 0.       55.999626]
     """
@@ -121,7 +121,7 @@ class Experts:
         down: `[G, F, H]`, the second projection.
         gate: `[G, H, F]`; with a gate an expert is SwiGLU, `(silu(x gate) * (x up)) down`, which is usual. `None` where
             `up` holds it; else it makes the expert plain GELU, `gelu(x up) down`.
-        activation: another function between the projections, see `activations.py`; `None`, the default, is these.
+        activation: another function between the projections, see `kernels/experts.py`; `None`, the default, is these.
         up_bias: `[G, F]`, added to `x up`, or `[G, 2 F]` where that holds the gate; `None`, which is usual: nothing is.
         down_bias: `[G, H]`, added to the output of an expert; so it counts with the weight of a token's copy.
         gate_bias: `[G, F]`, added to `x gate`.

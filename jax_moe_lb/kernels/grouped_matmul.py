@@ -7,8 +7,8 @@ the length of a loop, as the one around each group's own blocks would make it.
 Products of groups of rows with a matrix each, over the rows that exist.
 
 Each platform has its form: a custom call on CPUs, tokamax's kernels on NVIDIA GPUs, XLA's `ragged_dot` on TPUs, and
-blocks of rows (`grouped_blocks.py`) where there is nothing better. None of them multiplies every row with every matrix.
-Matrices may be in several arrays, which kernels of our own take as they are (`hopper_kernels.py`).
+blocks of rows (`grouped_matmul.py`) where there is nothing better. None of them multiplies every row with every matrix.
+Matrices may be in several arrays, which kernels of our own take as they are (`hopper.py`).
 """
 
 from collections.abc import Callable

@@ -76,7 +76,7 @@ def moe(
         losses: the coefficients of the router losses; none by default.
         sequence_length: how many consecutive tokens make a sequence, for the sequence-wise loss.
         capacity_factor: drops copies, as GShard does: an expert takes that many times the mean of its copies from each
-            rank, first choices first. `None`, the default, drops nothing; see `capacity.py`.
+            rank, first choices first. `None`, the default, drops nothing; see `routing/more_routers.py`.
         token_ids: `[T]` int32, for routers that look at them, such as `HashRouter`.
         key: random numbers for routers that want some, such as `NoisyTopK`; other ones in each step and layer. Equal on
             all ranks.

@@ -62,7 +62,9 @@ class System:
         relocates: whether home experts shall move every so many steps, too: `nn.MoE` then keeps what that needs.
 
     Examples:
-        >>> from jax_moe_lb import Chain, Exact, RailS, MultiRailDispatch
+        >>> from jax_moe_lb import Chain
+        >>> from jax_moe_lb.balancers import Exact, RailS
+        >>> from jax_moe_lb.transport import MultiRailDispatch
         >>> System(Chain((Exact(), RailS())), dispatch=MultiRailDispatch(), replica_slots=2).replicate
         Gather()
     """
@@ -167,7 +169,12 @@ class System:
 
 
 def system_names() -> list[str]:
-    """Lists the functions of this module that make a system, for `system_named`."""
+    """List the functions of this module that make a system.
+
+    Examples:
+        >>> "exact" in system_names()
+        True
+    """
     return sorted(
         name
         for name, value in globals().items()

@@ -101,7 +101,7 @@ class MoE(nnx.Module):
         gated: whether experts have a gate, which is usual.
         expert_bias: whether something learned is added to each product of an expert: GPT-OSS. It is not usual.
         kernel_bias: whether something learned is added to the router's logits: GPT-OSS.
-        activation: the function between the projections, see `activations.py`; `None`, the default, is SwiGLU with a
+        activation: the function between the projections, see `kernels/experts.py`; `None`, the default, is SwiGLU with a
             gate and GELU without one.
         fused: whether rows are multiplied with `up` and `gate` at once, which are two parameters all the same.
             `None`, the usual choice: on accelerators, where `dtype` is not `param_dtype`. That saves memory traffic,
@@ -140,7 +140,7 @@ class MoE(nnx.Module):
         >>> from flax import nnx
         >>> from jax.sharding import AxisType
         >>> from jax_moe_lb import TopK, Topology
-        >>> from jax_moe_lb.nn import MoE
+        >>> from jax_moe_lb import MoE
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
         >>> layer = MoE(8, 16, 4, TopK(2), mesh=mesh, topology=Topology.from_mesh(mesh), rngs=nnx.Rngs(0))
         >>> y, stats = layer(jnp.ones((6, 8)))
@@ -416,7 +416,7 @@ def as_linen(*args: Any, **kwargs: Any) -> nnx.bridge.ToLinen:
         >>> import jax.numpy as jnp
         >>> from jax.sharding import AxisType
         >>> from jax_moe_lb import TopK, Topology
-        >>> from jax_moe_lb.nn import as_linen
+        >>> from jax_moe_lb import as_linen
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
         >>> layer = as_linen(8, 16, 4, TopK(2), mesh=mesh, topology=Topology.from_mesh(mesh))
         >>> (y, stats), variables = layer.init_with_output(jax.random.key(0), jnp.ones((6, 8)))

@@ -51,7 +51,7 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
     Examples:
         >>> import jax.numpy as jnp
         >>> import numpy as np
-        >>> from jax_moe_lb.nn import relocate
+        >>> from jax_moe_lb import relocate
         >>> params = {"kernel": jnp.zeros((1, 2)), "up": jnp.array([[[1.0]], [[2.0]]]), "down": jnp.zeros((2, 1, 1))}
         >>> params |= {"homes": jnp.array([0, 1], jnp.int32)}
         >>> moved, _ = relocate(params, (), np.array([[1, 0]]))
@@ -165,7 +165,8 @@ def mesh_independent_state(model: nnx.Module) -> nnx.State:
         >>> import jax
         >>> from flax import nnx
         >>> from jax_moe_lb import TopK
-        >>> from jax_moe_lb.nn import MoE, mesh_independent_state
+        >>> from jax_moe_lb import MoE
+        >>> from jax_moe_lb.nn import mesh_independent_state
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
         >>> layer = MoE(8, 16, 4, TopK(2), mesh=mesh, system="eplb", use_bias=True, rngs=nnx.Rngs(0))
         >>> sorted(nnx.to_pure_dict(mesh_independent_state(layer))), "state" in nnx.to_pure_dict(nnx.state(layer))
@@ -189,7 +190,8 @@ def restore_mesh_independent_state(model: nnx.Module, state: nnx.State) -> None:
         >>> import jax
         >>> from flax import nnx
         >>> from jax_moe_lb import TopK
-        >>> from jax_moe_lb.nn import MoE, restore_mesh_independent_state, mesh_independent_state
+        >>> from jax_moe_lb import MoE
+        >>> from jax_moe_lb.nn import mesh_independent_state, restore_mesh_independent_state
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
         >>> one, other = (MoE(8, 16, 4, TopK(2), mesh=mesh, rngs=nnx.Rngs(seed)) for seed in (0, 1))
         >>> restore_mesh_independent_state(other, mesh_independent_state(one))

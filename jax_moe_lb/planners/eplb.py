@@ -225,7 +225,7 @@ def rebalance_experts(
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import rebalance_experts
+        >>> from jax_moe_lb.planners import rebalance_experts
         >>> weight = np.array([[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]])
         >>> experts, _, copies = rebalance_experts(weight, num_replicas=16, num_groups=4, num_nodes=2, num_gpus=8)
         >>> print(experts[0])

@@ -1,4 +1,4 @@
-"""What the chain of `exact` in jnp works on: replicas of a domain, and ways to choose. `exact_fill.py` makes them.
+"""What the chain of `exact` in jnp works on: replicas of a domain, and ways to choose. `exact_packing.py` makes them.
 
 `fill` places the replicas of one domain under a limit on the load of a rank, in jnp: the chain of `exact`.
 

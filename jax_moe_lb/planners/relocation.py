@@ -60,7 +60,8 @@ def plan_relocation(
         Experts 0 and 1 are hot and share a domain. Afterwards each domain has one of them:
 
         >>> import numpy as np
-        >>> from jax_moe_lb import Topology, domain_lower_bound, apply_relocation, plan_relocation
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.planners import apply_relocation, domain_lower_bound, plan_relocation
         >>> loads, topology = np.array([[8.0, 8.0, 1.0, 1.0]]), Topology.flat(4, ranks_per_domain=2)
         >>> permutation = plan_relocation(loads, topology)
         >>> homes = apply_relocation(np.arange(4)[None], permutation)
@@ -100,7 +101,7 @@ def apply_relocation(homes: Any, permutation: Any) -> Any:
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import apply_relocation
+        >>> from jax_moe_lb.planners import apply_relocation
         >>> apply_relocation(np.array([[0, 1, 2, 3]]), np.array([[0, 2, 1, 3]]))
         array([[0, 2, 1, 3]], dtype=int32)
     """
@@ -122,7 +123,8 @@ def moved_experts(permutation: Any, topology: Topology) -> Int[np.ndarray, "laye
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Topology, moved_experts
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.planners import moved_experts
         >>> moved_experts(np.array([[0, 2, 1, 3]]), Topology.flat(2))
         array([2])
     """
@@ -146,7 +148,8 @@ def domain_lower_bound(loads: Any, homes: Any, topology: Topology) -> Float[np.n
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Topology, domain_lower_bound
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.planners import domain_lower_bound
         >>> domain_lower_bound(np.array([[9, 9, 3, 3]]), np.array([[0, 1, 2, 3]]), Topology.flat(4, ranks_per_domain=2))
         array([1.5])
     """

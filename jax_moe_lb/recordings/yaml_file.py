@@ -34,7 +34,7 @@ MOST_RANK_LAYERS = 2**21
 """A timeline has a start and an end of every task for each rank, in all layers; at most so many pairs of the two."""
 
 MOST_PLANNED_RANKS = 256
-"""`advise` draws counts for at most so many ranks; larger machines are judged by a sample, see `sample.py`."""
+"""`advise` draws counts for at most so many ranks; larger machines are judged by a sample, see `sim/uniform.py`."""
 
 PLAN_S, PLAN_RANKS, PLAN_POWER = 0.03, 128, 2.5
 """A plan takes about so many seconds on so many ranks, and grows with this power of them: measured for 128 to 1024."""

@@ -71,7 +71,7 @@ class ExpertChoice:
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> from jax_moe_lb import ExpertChoice
+        >>> from jax_moe_lb.routing import ExpertChoice
         >>> routing = ExpertChoice(1, max_experts_per_tok=2)(jnp.array([[2.0, 1.0], [0.0, 0.0]]))
         >>> routing.experts.tolist()  # each of two experts chooses one of two tokens
         [[0, -1], [1, -1]]
@@ -124,7 +124,8 @@ class HashRouter:
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> from jax_moe_lb import HashRouter, TokenInfo
+        >>> from jax_moe_lb import TokenInfo
+        >>> from jax_moe_lb.routing import HashRouter
         >>> routing = HashRouter(2)(jnp.zeros((3, 8)), info=TokenInfo(ids=jnp.array([5, 6, 5])))
         >>> (routing.experts[0] == routing.experts[2]).all().item(), routing.weights[0].tolist()
         (True, [0.5, 0.5])
@@ -179,7 +180,8 @@ class NoisyTopK:
     Examples:
         >>> import jax
         >>> import jax.numpy as jnp
-        >>> from jax_moe_lb import NoisyTopK, TokenInfo, TopK
+        >>> from jax_moe_lb import TokenInfo, TopK
+        >>> from jax_moe_lb.routing import NoisyTopK
         >>> router, logits = NoisyTopK(TopK(1), std=1.0), jnp.zeros((64, 4))
         >>> drawn = router(logits, info=TokenInfo(key=jax.random.key(0))).experts
         >>> sorted(set(drawn.ravel().tolist())), sorted(set(router(logits).experts.ravel().tolist()))

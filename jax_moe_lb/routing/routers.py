@@ -33,7 +33,7 @@ class Routing:
 
         >>> import jax
         >>> import jax.numpy as jnp
-        >>> from jax_moe_lb import Routing
+        >>> from jax_moe_lb.routing import Routing
         >>> def to_the_first(logits, bias, info):
         ...     first = jnp.zeros((logits.shape[0], 1), jnp.int32)
         ...     return Routing(first, jnp.ones_like(logits[:, :1]), logits, jax.nn.softmax(logits, -1))
@@ -93,7 +93,7 @@ class GroupLimit:
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> from jax_moe_lb import GroupLimit
+        >>> from jax_moe_lb.routing import GroupLimit
         >>> limit = GroupLimit(num_groups=2, top_groups=1, experts_per_score=1)
         >>> limit(jnp.array([[0.1, 0.2, 0.3, 0.4]])).tolist()[0][:2]
         [-inf, -inf]
@@ -229,7 +229,8 @@ class ForceBalanced:
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> from jax_moe_lb import ForceBalanced, TopK
+        >>> from jax_moe_lb import TopK
+        >>> from jax_moe_lb.routing import ForceBalanced
         >>> ForceBalanced(TopK(2))(jnp.zeros((2, 4))).experts.tolist()
         [[0, 1], [2, 3]]
     """
@@ -286,7 +287,7 @@ def updated_bias(bias: Float[Array, "E"], load: Int[Array, "E"], rate: float = 1
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> from jax_moe_lb import updated_bias
+        >>> from jax_moe_lb.routing import updated_bias
         >>> [round(b, 3) for b in updated_bias(jnp.zeros(3), jnp.array([2, 4, 3])).tolist()]
         [0.001, -0.001, 0.0]
     """

@@ -19,7 +19,7 @@ MOST_BYTES = 8.0
 
 
 class Collective(StrEnum):
-    """It is how an all-gather, a reduce-scatter or an all-reduce goes; `collectives.py` counts its bytes and hops.
+    """It is how an all-gather, a reduce-scatter or an all-reduce goes; `network.py` counts its bytes and hops.
 
     Examples:
         >>> from jax_moe_lb.sim import Collective

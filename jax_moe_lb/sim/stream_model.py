@@ -41,7 +41,7 @@ class Work:
         ValueError: a number is out of range.
 
     Examples:
-        >>> from jax_moe_lb import Work
+        >>> from jax_moe_lb.sim import Work
         >>> tokens, per_token, width = 4096, 8, 2048
         >>> Work(token_bytes=2.0 * tokens * per_token * width, expert_bytes=50e6, pre_expert_s=2e-3).token_bytes
         134217728.0
@@ -115,7 +115,7 @@ class ExpertDomainChoice:
         levels: one choice per level of the topology, outermost first.
 
     Examples:
-        >>> from jax_moe_lb import ExpertDomainChoice
+        >>> from jax_moe_lb.sim import ExpertDomainChoice
         >>> ExpertDomainChoice(levels=()).domain_sizes
         ()
     """
@@ -218,7 +218,11 @@ def choose_expert_domains(work: Work, topology: Topology) -> ExpertDomainChoice:
     Examples:
         Between two datacenters, and inside them, 20 MB of experts cost less than 134 MB of token copies:
 
-        >>> from jax_moe_lb import Level, Topology, Work, choose_expert_domains
+        >>> from jax_moe_lb import Topology
+
+        >>> from jax_moe_lb.core import Level
+
+        >>> from jax_moe_lb.sim import Work, choose_expert_domains
         >>> levels = (Level("dc", 2, 1.25e9, 5e-3), Level("gpu", 4, 360e9, 3e-6))
         >>> work = Work(token_bytes=134e6, expert_bytes=20e6, pre_expert_s=2e-3)
         >>> choose_expert_domains(work, Topology(levels, ranks_per_domain=4)).domain_sizes

@@ -45,7 +45,7 @@ class CodecBase(Enum):
     training, and keeps a copy of every expert of the expert domain. `ZERO` is for comparison.
 
     Examples:
-        >>> from jax_moe_lb import Codec, CodecBase
+        >>> from jax_moe_lb.transport import Codec, CodecBase
         >>> Codec(ratio=50.0, base=CodecBase.REMEMBERED).remembers
         True
     """
@@ -73,7 +73,8 @@ class Codec:
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> from jax_moe_lb import Codec, CodecBase, Experts
+        >>> from jax_moe_lb import Experts
+        >>> from jax_moe_lb.transport import Codec, CodecBase
         >>> experts = Experts(up=jnp.array([[[1.0, -9.0], [0.5, 4.0]]]), down=jnp.array([[[2.0, 0.0], [0.0, 1.0]]]))
         >>> codec = Codec(ratio=2.0, base=CodecBase.ZERO)
         >>> codec.encoded_bytes(experts), experts.nbytes
@@ -236,7 +237,7 @@ class QuantizedTransfer:
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> from jax_moe_lb import QuantizedTransfer
+        >>> from jax_moe_lb.transport import QuantizedTransfer
         >>> wire, rows = QuantizedTransfer(block=4), jnp.array([[1.0, 2.0, 3.0, 448.0]])
         >>> words = wire.encode(rows)
         >>> words.shape, wire.decode(words, rows.dtype).tolist()

@@ -101,7 +101,7 @@ class Dispatch(Exchange[ReceiptT]):
     methods tell the simulator what moves, so that it needs to know no dispatch by name.
 
     Examples:
-        >>> from jax_moe_lb import Direct, MultiRailDispatch, TwoPhase
+        >>> from jax_moe_lb.transport import Direct, MultiRailDispatch, TwoPhase
         >>> [issubclass(kind, Dispatch) for kind in (Direct, MultiRailDispatch, TwoPhase)]
         [True, True, True]
     """

@@ -45,7 +45,7 @@ def hybrid_mesh(mesh: Mesh, domain_sizes: Mapping[str, int]) -> Mesh:
 
     Examples:
         >>> import jax
-        >>> from jax_moe_lb import hybrid_mesh
+        >>> from jax_moe_lb.transport import hybrid_mesh
         >>> mesh = jax.make_mesh((2, 4), ("dc", "gpu"))
         >>> dict(hybrid_mesh(mesh, {"dc": 2, "gpu": 1}).shape)
         {'dc_domain': 1, 'dc_offset': 2, 'gpu_domain': 4, 'gpu_offset': 1}
@@ -88,7 +88,8 @@ class ExpertDomains:
 
     Examples:
         >>> import jax
-        >>> from jax_moe_lb import ExpertDomains, Topology, hybrid_mesh
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.transport import ExpertDomains, hybrid_mesh
         >>> mesh = jax.make_mesh((2, 4), ("dc", "gpu"))
         >>> topology = Topology.from_mesh(mesh, ("dc", "gpu"))
         >>> domains = ExpertDomains.from_mesh(hybrid_mesh(mesh, {"dc": 2, "gpu": 1}), topology)
@@ -203,7 +204,8 @@ class GatherExpertDomain:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> from jax.sharding import PartitionSpec
-        >>> from jax_moe_lb import ExpertDomains, Experts, GatherExpertDomain, Topology, hybrid_mesh
+        >>> from jax_moe_lb import Experts, Topology
+        >>> from jax_moe_lb.transport import ExpertDomains, GatherExpertDomain, hybrid_mesh
         >>> devices = jax.make_mesh((4,), ("gpu",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
         >>> mesh = hybrid_mesh(devices, {"gpu": 2})  # two expert domains of two ranks
         >>> domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(devices, "gpu"))

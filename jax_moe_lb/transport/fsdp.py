@@ -37,7 +37,8 @@ class FsdpExperts:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> from jax.sharding import PartitionSpec
-        >>> from jax_moe_lb import Experts, FsdpExperts
+        >>> from jax_moe_lb import Experts
+        >>> from jax_moe_lb.transport import FsdpExperts
         >>> mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
         >>> shards, experts = FsdpExperts(embed_axes=("fsdp",)), Experts(jnp.ones((1, 4, 6)), jnp.ones((1, 6, 4)))
         >>> specs = shards.specs(experts)
@@ -127,7 +128,8 @@ def scan_prefetched(
         >>> import jax
         >>> import jax.numpy as jnp
         >>> from jax.sharding import PartitionSpec
-        >>> from jax_moe_lb import ExpertDomains, Experts, GatherExpertDomain, Topology, hybrid_mesh, scan_prefetched
+        >>> from jax_moe_lb import Experts, Topology
+        >>> from jax_moe_lb.transport import ExpertDomains, GatherExpertDomain, hybrid_mesh, scan_prefetched
         >>> devices = jax.make_mesh((2,), ("gpu",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
         >>> mesh = hybrid_mesh(devices, {"gpu": 2})  # one expert domain of two ranks
         >>> domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(devices, "gpu"))

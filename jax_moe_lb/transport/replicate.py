@@ -35,7 +35,7 @@ class Replicate(abc.ABC):
     `docs/extending.md` shows a whole one.
 
     Examples:
-        >>> from jax_moe_lb import Gather, PeerCopy, Relay
+        >>> from jax_moe_lb.transport import Gather, PeerCopy, Relay
         >>> [kind().uses_copy_engines for kind in (Gather, PeerCopy, Relay)]
         [False, True, True]
     """
@@ -186,7 +186,8 @@ class Gather(Replicate):
     `PeerCopy` where copies shall run beside the experts' products, and `Relay` where some experts have many replicas.
 
     Examples:
-        >>> from jax_moe_lb import Greedy, System
+        >>> from jax_moe_lb import System
+        >>> from jax_moe_lb.balancers import Greedy
         >>> System(Greedy(), Gather(), replica_slots=2).replicate
         Gather()
     """
@@ -235,7 +236,9 @@ class PeerCopy(Replicate):
         site: what messages call these copies; give another name where one program has several kinds.
 
     Examples:
-        >>> from jax_moe_lb import FEPLB, System, TwoPhase
+        >>> from jax_moe_lb import System
+        >>> from jax_moe_lb.balancers import FEPLB
+        >>> from jax_moe_lb.transport import TwoPhase
         >>> System(FEPLB(), PeerCopy(timeout_s=60.0), TwoPhase(), replica_slots=4).replicate.uses_copy_engines
         True
     """
@@ -316,7 +319,8 @@ class Relay(Replicate):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Plan, traffic
+        >>> from jax_moe_lb import Plan
+        >>> from jax_moe_lb.core import traffic
         >>> placement = np.full((8, 2), -1, np.int32)
         >>> placement[:, 0], placement[1:, 1] = np.arange(8), 0  # expert 0 has seven replicas
         >>> plan = Plan(placement, np.zeros((8, 8), np.int32), domain=8)

@@ -132,7 +132,9 @@ class MultiRailDispatch(Dispatch[SprayReceipt]):
             default, fits balanced plans.
 
     Examples:
-        >>> from jax_moe_lb import Chain, Greedy, RailS, MultiRailDispatch, System
+        >>> from jax_moe_lb import Chain, System
+        >>> from jax_moe_lb.balancers import Greedy, RailS
+        >>> from jax_moe_lb.transport import MultiRailDispatch
         >>> system = System(Chain((Greedy(), RailS())), dispatch=MultiRailDispatch(), replica_slots=2)
         >>> system.dispatch.capacity(4096)  # rows, where each rank has 4096 token copies
         4352

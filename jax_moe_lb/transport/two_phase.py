@@ -44,7 +44,9 @@ class TwoPhase(Direct):
             less level. `Stats` say what was served.
 
     Examples:
-        >>> from jax_moe_lb import FEPLB, PeerCopy, System
+        >>> from jax_moe_lb import System
+        >>> from jax_moe_lb.balancers import FEPLB
+        >>> from jax_moe_lb.transport import PeerCopy
         >>> dispatch = System(FEPLB(), PeerCopy(), TwoPhase(headroom=1.5), replica_slots=4).dispatch
         >>> dispatch.capacity(4096 * 8), dispatch.room(4096 * 8)
         (49152, 32768)

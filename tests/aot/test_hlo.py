@@ -65,10 +65,10 @@ def test_lines_are_those_of_the_function_that_was_traced(exchanging):
 FRAMES = """
 FileNames
 1 "/project/train.py"
-2 "/venv/lib/python3.13/site-packages/jax_moe_lb/split.py"
-3 "/venv/lib/python3.13/site-packages/jax_moe_lb/types.py"
+2 "/venv/lib/python3.13/site-packages/jax_moe_lb/core/split.py"
+3 "/venv/lib/python3.13/site-packages/jax_moe_lb/core/types.py"
 4 "/venv/lib/python3.13/site-packages/tokamax/kernel.py"
-5 "/venv/lib/python3.13/site-packages/jax_moe_lb/compiled/program.py"
+5 "/venv/lib/python3.13/site-packages/jax_moe_lb/aot/compile.py"
 
 FileLocations
 1 {file_name_id=1 function_name_id=1 line=10 end_line=10 column=1 end_column=1}

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jax_moe_lb
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import (
     Balancer,
@@ -17,6 +16,7 @@ from jax_moe_lb import (
     System,
     TopK,
     Topology,
+    balancers,
     exact,
     greedy,
     hybridep,
@@ -97,7 +97,7 @@ SHAPES = [(8, 8, 16, 4), (8, 4, 16, 3), (8, 2, 8, 3), (1, 1, 4, 4), (6, 3, 18, 4
 def test_every_exported_balancer_is_here():
     exported = {
         value
-        for value in (getattr(jax_moe_lb, name) for name in jax_moe_lb.__all__)
+        for value in (getattr(balancers, name) for name in balancers.__all__)
         if inspect.isclass(value) and issubclass(value, Balancer) and not inspect.isabstract(value)
     }
     assert exported == set(BALANCERS)

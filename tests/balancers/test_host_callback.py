@@ -56,8 +56,8 @@ class Once:
 
 
 BAD = {
-    "raises": (fails, r"planner raised ZeroDivisionError in \S*test_host.py, line \d+: no load to divide by"),
-    "exits": (leaves, r"planner raised SystemExit in \S*test_host.py, line \d+: 3"),
+    "raises": (fails, r"planner raised ZeroDivisionError in \S*test_host_callback.py, line \d+: no load to divide by"),
+    "exits": (leaves, r"planner raised SystemExit in \S*test_host_callback.py, line \d+: 3"),
     "illegal": (loses_a_token, r"plan.quota of expert 0 sums to \d+ tokens; expected the \d+ of counts"),
     "no plan": (lambda counts, plan, topology: None, "planner returned NoneType; expected a Plan"),
     "domain": (lambda counts, plan, topology: replace(plan, domain=1), "plan of domain 1; expected 2, as it was given"),
