@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_moe_lb import Experts, System, TopK, Topology, moe
-from jax_moe_lb.core.stats import Checks
+from jax_moe_lb.core.stats import OnFault
 
 AXIS = "expert"
 OfRank = Callable[[jax.Array, jax.Array, Experts, int], jax.Array]
@@ -29,12 +29,12 @@ def over_ranks(mesh: Mesh, of_rank: OfRank, per_tok: int) -> Layer:
     )
 
 
-def ours(system: System, mesh: Mesh, checks: Checks = "callback") -> OfRank:
+def ours(system: System, mesh: Mesh, on_fault: OnFault = "raise") -> OfRank:
     """This library's layer."""
     topology = Topology.from_mesh(mesh)
 
     def of_rank(x: jax.Array, kernel: jax.Array, experts: Experts, per_tok: int) -> jax.Array:
-        return moe(x, kernel, experts, TopK(per_tok), system, topology, checks=checks)[0]
+        return moe(x, kernel, experts, TopK(per_tok), system, topology, on_fault=on_fault)[0]
 
     return of_rank
 

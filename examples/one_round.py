@@ -17,7 +17,7 @@ def make_layers() -> tuple[MoE, MoE]:
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
     system, topology = plain(headroom=1.5), Topology.from_mesh(mesh)
     fast = system.with_rounds(1)
-    layer = MoE(32, 64, 16, TopK(2), mesh=mesh, topology=topology, system=fast, checks="deferred", rngs=nnx.Rngs(0))
+    layer = MoE(32, 64, 16, TopK(2), mesh=mesh, topology=topology, system=fast, on_fault="record", rngs=nnx.Rngs(0))
     graph, variables = nnx.split(layer)
     other = nnx.merge(graph, variables)
     other.system = system

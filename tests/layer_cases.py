@@ -51,7 +51,7 @@ def make_mesh(sizes, names, axis_type=AxisType.Auto):
     return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes), devices=jax.devices()[: np.prod(sizes)])
 
 
-def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma=True, losses=None, checks="callback"):
+def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma=True, losses=None, on_fault="raise"):
     """`(x, mask, kernel, experts) -> (y, stats)` over the mesh; stats stacked over groups."""
     tokens = PartitionSpec(topology.data_axes + topology.expert_axes)
     groups = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
@@ -61,7 +61,7 @@ def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma
         options = {} if losses is None else {"losses": losses, "sequence_length": x.shape[0] // 2}
         state = system.balancer.init((topology.num_ranks, kernel.shape[1]))
         y, stats, _ = moe(
-            x, kernel, experts, router, system, topology, mask=mask, state=state, checks=checks, **options
+            x, kernel, experts, router, system, topology, mask=mask, state=state, on_fault=on_fault, **options
         )
         return y, jax.tree.map(lambda leaf: leaf[None], stats)
 

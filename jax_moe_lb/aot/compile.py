@@ -73,7 +73,7 @@ def compile_for(
     """Compiles a program for a target, which need not be there, and reports what one device holds and does.
 
     Call `use_no_accelerators` first. The program must not call the host: `moe` and `nn.MoE` do not with
-    `checks="deferred"`, and balancers do not but for `HostCallback`.
+    `on_fault="record"`, and balancers do not but for `HostCallback`.
 
     Args:
         target: the machine.
@@ -120,7 +120,7 @@ def _lower(target: Target, program: Wrapped, args: tuple[Any, ...]) -> Lowered:
             message = str(error)
             # Every platform has its own words for it.
             if "callback" in message or "Unknown backend" in message:
-                message = "it calls the host, which needs the device; expected checks='deferred' and no HostCallback"
+                message = "it calls the host, which needs the device; expected on_fault='record' and no HostCallback"
             raise ValueError(f"the program has no form for {target.name}: {message}") from error
 
 

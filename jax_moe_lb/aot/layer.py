@@ -142,7 +142,7 @@ def _layer(
     system: System,
     topology: Topology,
 ) -> tuple[Tokens, Stats, State]:
-    return moe(x, kernel, experts, TopK(per_token), system, topology, state=state, checks="deferred")
+    return moe(x, kernel, experts, TopK(per_token), system, topology, state=state, on_fault="record")
 
 
 def _with_gradients(run: Any) -> Any:

@@ -18,7 +18,7 @@ from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.types import AnyArray, pytree
 from jax_moe_lb.core.validation import check_homes, check_plan, check_routed
 
-Checks = Literal["callback", "deferred"]
+OnFault = Literal["raise", "record"]
 """What a program does about a fault: stop, by a callback to the host, or go on and say so in `Stats.fault`."""
 
 NO_FAULT, ROUTING, HOMES, PLAN, ROUNDS = range(5)
@@ -179,7 +179,7 @@ class Stats:
 
 
 def raise_on_fault(stats: Stats) -> None:
-    """Raises on the host what was wrong in a step under `checks="deferred"`; does nothing where all was well.
+    """Raises on the host what was wrong in a step under `on_fault="record"`; does nothing where all was well.
 
     Call it once per step, on statistics that the step returned; it waits for the device. It reads one integer per layer
     and group, unless there is a fault.
@@ -188,7 +188,7 @@ def raise_on_fault(stats: Stats) -> None:
         stats: what one or several layers returned, also stacked over layers or steps.
 
     Raises:
-        ValueError: there is a fault; the message is that of `checks="callback"`.
+        ValueError: there is a fault; the message is that of `on_fault="raise"`.
 
     Examples:
         >>> import jax
@@ -199,7 +199,7 @@ def raise_on_fault(stats: Stats) -> None:
         >>> from jax_moe_lb import MoE
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
         >>> layer = MoE(
-        ...     8, 16, 4, TopK(2), mesh=mesh, topology=Topology.from_mesh(mesh), checks="deferred", rngs=nnx.Rngs(0)
+        ...     8, 16, 4, TopK(2), mesh=mesh, topology=Topology.from_mesh(mesh), on_fault="record", rngs=nnx.Rngs(0)
         ... )
         >>> raise_on_fault(layer(jnp.ones((6, 8)))[1])
         >>> raise_on_fault(layer(jnp.full((6, 8), jnp.nan))[1])
@@ -256,7 +256,7 @@ def needs_more_rounds(stats: Stats) -> bool:
         >>> from jax_moe_lb import MoE
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
         >>> layer = MoE(
-        ...     8, 16, 4, TopK(1), mesh=mesh, topology=Topology.from_mesh(mesh), checks="deferred",
+        ...     8, 16, 4, TopK(1), mesh=mesh, topology=Topology.from_mesh(mesh), on_fault="record",
         ...     system=System(dispatch=Direct(max_rounds=1)), rngs=nnx.Rngs(0)
         ... )
         >>> needs_more_rounds(layer(jnp.ones((8, 8)))[1])  # equal tokens all go to one rank

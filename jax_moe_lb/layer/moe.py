@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jax_moe_lb.balancers.base import LayerCost
 from jax_moe_lb.core.manual_axes import varying_axes
 from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, straggler, traffic
-from jax_moe_lb.core.stats import Checks, Fault, Stats, fault_code
+from jax_moe_lb.core.stats import OnFault, Fault, Stats, fault_code
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, TokenMask, Tokens, iota, wide_dtype
 from jax_moe_lb.core.validation import check_homes, check_routed, ensure
@@ -53,7 +53,7 @@ def moe(
     capacity_factor: float | None = None,
     token_ids: Int[Array, "T"] | None = None,
     key: Key[Array, ""] | None = None,
-    checks: Checks = "callback",
+    on_fault: OnFault = "raise",
 ) -> tuple[Tokens, Stats, State]:
     """Computes a mixture-of-experts layer on one rank; call it inside `jax.shard_map`.
 
@@ -80,15 +80,15 @@ def moe(
         token_ids: `[T]` int32, for routers that look at them, such as `HashRouter`.
         key: random numbers for routers that want some, such as `NoisyTopK`; other ones in each step and layer. Equal on
             all ranks.
-        checks: what to do about bad values (a logit that is not finite, an illegal plan). "callback", the default,
-            stops the program on all ranks, by a call of the host. "deferred", usual on accelerators, calls nobody and
+        on_fault: what to do about bad values (a logit that is not finite, an illegal plan). "raise", the default,
+            stops the program on all ranks, by a call of the host. "record", usual on accelerators, calls nobody and
             goes on with what is right; then call `raise_on_fault` in each step. `docs/pipeline.md` says more.
 
     Returns:
         The outputs, what happened, and the balancer's new state.
 
     Raises:
-        ValueError: shapes that do not fit each other or the topology. Under `checks="callback"` bad values stop the
+        ValueError: shapes that do not fit each other or the topology. Under `on_fault="raise"` bad values stop the
             program on all ranks with an error of the same form.
 
     Examples:
@@ -105,13 +105,13 @@ def moe(
     info = token_info(x.shape[0], topology, mask, token_ids, key)
     routing = route(x, kernel, router, info, bias, kernel_bias)
     limit = None if capacity_factor is None else capacity(capacity_factor, routing.experts.size, kernel.shape[1])
-    counted = count(routing, kernel.shape[1], topology, checks, limit)
-    routed, is_homed = permute_to_homes(counted, routing.weights, homes, checks)
+    counted = count(routing, kernel.shape[1], topology, on_fault, limit)
+    routed, is_homed = permute_to_homes(counted, routing.weights, homes, on_fault)
     # One rank alone has all experts at home.
     num_slots = experts.up.shape[0] + (system.replica_slots if topology.num_ranks > 1 else 0)
     start = plain_plan(routed.counts, topology, num_slots)
-    served, state = _served(x, routed, experts, start, state, system, topology, checks)
-    y = _outputs(served, homes, is_homed, system.dispatch.max_rounds, topology, checks)
+    served, state = _served(x, routed, experts, start, state, system, topology, on_fault)
+    y = _outputs(served, homes, is_homed, system.dispatch.max_rounds, topology, on_fault)
     loss = losses(routing, counted.asked, topology.expert_axes, sequence_length)
     fault = _fault(counted, routed.counts, homes, is_homed, served, system.dispatch.max_rounds)
     dropped = (counted.asked - counted.counts).sum(dtype=jnp.int32)
@@ -193,7 +193,7 @@ class RoutingCounts(NamedTuple):
 
 @jax.named_scope("count")
 def count(
-    routing: Routing, num_experts: int, topology: Topology, checks: Checks, capacity: int | None = None
+    routing: Routing, num_experts: int, topology: Topology, on_fault: OnFault, capacity: int | None = None
 ) -> RoutingCounts:
     """Gathers the counts of this microbatch, equal on all ranks.
 
@@ -204,7 +204,7 @@ def count(
             not finite are not finite either.
         num_experts: `E`.
         topology: its expert axes are the ranks that count together.
-        checks: what to do where something is wrong.
+        on_fault: what to do where something is wrong.
         capacity: how many copies an expert takes from a rank; `None`: all.
     """
     valid = (routing.experts >= NO_EXPERT) & (routing.experts < num_experts)
@@ -219,7 +219,7 @@ def count(
     table = jax.lax.all_gather(mine, topology.expert_axes, to="invarying")
     asked, wrong = table[:, :num_experts], table[:, num_experts:]
     ok = (wrong[:, 0] == 0).all() & (wrong[:, 3] == 0).all()
-    if checks == "callback":
+    if on_fault == "raise":
         # `ensure` returns 0 or stops the program. Added to the counts, it is neither dropped as unused nor late.
         asked = asked + ensure(ok, check_routed, wrong, np.int32(num_experts))
     if capacity is None:
@@ -231,7 +231,7 @@ def count(
 
 @jax.named_scope("at_homes")
 def permute_to_homes(
-    counted: RoutingCounts, weights: Weights, homes: Int[Array, "E"] | None, checks: Checks
+    counted: RoutingCounts, weights: Weights, homes: Int[Array, "E"] | None, on_fault: OnFault
 ) -> tuple[Routed, Bool[Array, ""]]:
     """Renumbers experts and counts by place; the router keeps its own numbers, so ties, groups and losses stay.
 
@@ -239,7 +239,7 @@ def permute_to_homes(
         counted: what `count` returned.
         weights: `[T, K]`, the router's, which stay as they are.
         homes: `[E]` int32, the place of each expert, a permutation; `None`: expert `e` is at place `e`.
-        checks: what to do about other values. Under "deferred" experts then stay where they were at first, which are
+        on_fault: what to do about other values. Under "record" experts then stay where they were at first, which are
             others, so `moe` makes outputs NaN.
 
     Returns:
@@ -251,7 +251,7 @@ def permute_to_homes(
     ok = (jnp.sort(homes) == iota(homes.shape[0])).all()
     safe = jnp.where(ok, homes, iota(homes.shape[0]))
     counts = counted.counts[:, jnp.argsort(safe)]
-    if checks == "callback":
+    if on_fault == "raise":
         counts = counts + ensure(ok, check_homes, homes)
     places = jnp.where(counted.experts < 0, NO_EXPERT, safe[jnp.maximum(counted.experts, 0)])
     return Routed(places, counts, weights), ok
@@ -281,7 +281,7 @@ def _served(
     state: State,
     system: System,
     topology: Topology,
-    checks: Checks,
+    on_fault: OnFault,
 ) -> tuple[Served, State]:
     x, weights, experts = on_tensor_shards(x, routed.weights, vary_like_tokens(experts, topology), topology)
     return system.dispatch.serve(
@@ -293,7 +293,7 @@ def _served(
         balancer=system.balancer.sized(_facts(x, weights, experts)),
         replicate=system.replicate,
         topology=topology,
-        checks=checks,
+        on_fault=on_fault,
     )
 
 
@@ -315,12 +315,12 @@ def _outputs(
     is_homed: Bool[Array, ""],
     max_rounds: int | None,
     topology: Topology,
-    checks: Checks,
+    on_fault: OnFault,
 ) -> Tokens:
     # Every tensor shard has served all copies by its part of the hidden activations. Outputs are summed where they are
     # fewest, after a token's copies have become one.
     y = jax.lax.psum(served.outputs, topology.tensor_axes) if topology.tensor_axes else served.outputs
-    if checks == "deferred" and (homes is not None or max_rounds is not None):
+    if on_fault == "record" and (homes is not None or max_rounds is not None):
         # Copies that were not served, or by other experts, are no outputs, and nobody shall take them for such.
         y = jnp.where(served.is_whole & is_homed, y, jnp.nan)
     return y

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jax_moe_lb.core.stats import Checks, Stats
+from jax_moe_lb.core.stats import OnFault, Stats
 from jax_moe_lb.core.topology import Topology, home_experts_per_rank
 from jax_moe_lb.core.types import DType
 from jax_moe_lb.kernels.experts import Activation, Experts
@@ -120,7 +120,7 @@ class MoE(nnx.Module):
         param_dtype: the dtype of the parameters, usually float32.
         kernel_init: the initializer of all kernels.
         rules: the table from logical to mesh axes; `None` takes `logical_axis_rules(topology, migrate)`.
-        checks: what to do about bad values, see `moe`; `None`, the usual choice, stops the program on CPUs and defers
+        on_fault: what to do about bad values, see `moe`; `None`, the usual choice, stops the program on CPUs and defers
             on accelerators: call `raise_on_fault` on the statistics of each step there.
         rngs: random numbers for the parameters.
 
@@ -174,7 +174,7 @@ class MoE(nnx.Module):
         param_dtype: DType = jnp.float32,
         kernel_init: nnx.Initializer = nnx.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=(0,)),
         rules: LogicalAxisRules | None = None,
-        checks: Checks | None = None,
+        on_fault: OnFault | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         if dtype is not None and jnp.dtype(dtype) not in map(jnp.dtype, TOKEN_DTYPES):
@@ -196,7 +196,7 @@ class MoE(nnx.Module):
         self.migrate = migrate
         self.router, self.mesh, self.topology, self.system = router, mesh, topology, system
         self.losses, self.capacity_factor, self.dtype = losses, capacity_factor, dtype
-        self.checks = checks_of(mesh) if checks is None else checks
+        self.on_fault = on_fault_of(mesh) if on_fault is None else on_fault
         self.gated, self.activation, self.fused = gated, activation, fused
         rules = logical_axis_rules(topology, migrate) if rules is None else rules
         self.shards = _shards(rules, topology)
@@ -316,7 +316,7 @@ class MoE(nnx.Module):
             losses=self.losses,
             sequence_length=x.shape[-2] if x.ndim > 2 else None,
             capacity_factor=self.capacity_factor,
-            checks=self.checks,
+            on_fault=self.on_fault,
             fused=fused if self.fused is None else self.fused,
         )
         y, stats, state, known = sharded_moe(inputs, layer=layer)
@@ -436,13 +436,13 @@ def _linen_signature() -> inspect.Signature:
 as_linen.__signature__ = _linen_signature()  # type: ignore[attr-defined]
 
 
-def checks_of(mesh: Mesh) -> Checks:
+def on_fault_of(mesh: Mesh) -> OnFault:
     """Chooses what a layer does about bad values where nobody says: on CPUs it stops, elsewhere the host is told.
 
     Args:
         mesh: the devices of the layer.
     """
-    return "deferred" if _is_accelerated(mesh) else "callback"
+    return "record" if _is_accelerated(mesh) else "raise"
 
 
 def _value(variable: nnx.Variable | None) -> Array | None:

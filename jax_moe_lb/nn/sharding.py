@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_moe_lb.core.stats import Checks, Stats
+from jax_moe_lb.core.stats import OnFault, Stats
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import DType, State
 from jax_moe_lb.kernels.experts import Experts
@@ -139,7 +139,7 @@ class LayerConfig:
     losses: Losses
     sequence_length: int | None
     capacity_factor: float | None
-    checks: Checks
+    on_fault: OnFault
     fused: bool
 
 
@@ -235,7 +235,7 @@ def _one_rank(inputs: LayerInputs, layer: LayerConfig) -> tuple[Array, Stats, St
         capacity_factor=layer.capacity_factor,
         token_ids=inputs.token_ids,
         key=inputs.key,
-        checks=layer.checks,
+        on_fault=layer.on_fault,
     )
     return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state)), known
 

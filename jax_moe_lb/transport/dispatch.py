@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.stats import Checks, check_rounds
+from jax_moe_lb.core.stats import OnFault, check_rounds
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, Tokens
 from jax_moe_lb.core.validation import check_plan, ensure, ensure_legal, fallback_to_plain
@@ -59,7 +59,7 @@ class Served(NamedTuple):
 
 
 def served_plan(
-    made: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None, checks: Checks
+    made: Plan, counts: Counts, dynamic: Bool[Array, "E"] | None, on_fault: OnFault
 ) -> tuple[Plan, Bool[Array, ""]]:
     """Returns a legal plan to serve by, and whether it is the one that was made.
 
@@ -67,27 +67,27 @@ def served_plan(
         made: the plan that the balancer made.
         counts: `[R, E]` int32, the counts that it was made for.
         dynamic: `[E]`, false for static experts; `None`: all are dynamic.
-        checks: under "callback" the program stops at an illegal plan, under "deferred" that of plain expert parallelism
+        on_fault: under "raise" the program stops at an illegal plan, under "record" that of plain expert parallelism
             takes its place.
     """
-    if checks == "callback":
+    if on_fault == "raise":
         return ensure_legal(made, counts, dynamic), jnp.bool_(True)
     return fallback_to_plain(made, counts, dynamic)
 
 
 def abort_unless(
-    ok: Bool[Array, ""], receipt: ReceiptT, checks: Checks, check: Callable[..., None], *args: Any
+    ok: Bool[Array, ""], receipt: ReceiptT, on_fault: OnFault, check: Callable[..., None], *args: Any
 ) -> ReceiptT:
-    """Returns the receipt; under "callback" the program stops where not `ok`, with what `check` says of `args`.
+    """Returns the receipt; under "raise" the program stops where not `ok`, with what `check` says of `args`.
 
     Args:
         ok: equal on all ranks of a group.
         receipt: all that follows must read it.
-        checks: under "deferred" nothing is done.
+        on_fault: under "record" nothing is done.
         check: refuses `args` with a ValueError.
         *args: pytrees of arrays, equal on all ranks of the group.
     """
-    if checks == "deferred":
+    if on_fault == "record":
         return receipt
     return replace(receipt, rounds=receipt.rounds + ensure(ok, check, *args))
 
@@ -117,7 +117,7 @@ class Dispatch(Exchange[ReceiptT]):
         balancer: Balancer,
         replicate: Replicate,
         topology: Topology,
-        checks: Checks,
+        on_fault: OnFault,
     ) -> tuple[Served, State]:
         """Brings every copy of every token to its expert and back; the base form plans first, then serves in rounds.
 
@@ -130,7 +130,7 @@ class Dispatch(Exchange[ReceiptT]):
             balancer: it edits the plan.
             replicate: it fills the slots.
             topology: its expert axes are the ranks that serve together.
-            checks: what to do about a plan that is not legal, or needs more rounds than there are.
+            on_fault: what to do about a plan that is not legal, or needs more rounds than there are.
 
         Returns:
             What was served, by a legal plan, and the balancer's new state.
@@ -138,30 +138,30 @@ class Dispatch(Exchange[ReceiptT]):
         with jax.named_scope("plan"):
             made, state = balancer.rebalance(routed.counts, plan, topology, state)
             # A bad plan must not reach `address`, which computes offsets of copies from it.
-            plan, is_legal = served_plan(made, routed.counts, None, checks)
+            plan, is_legal = served_plan(made, routed.counts, None, on_fault)
         with jax.named_scope("address"):
             receipt = self.address(routed.experts, routed.counts, plan, topology)
             if (follows_plan := receipt.follows_plan) is not None:
-                receipt = abort_unless(follows_plan, receipt, checks, check_plan, made, routed.counts)
+                receipt = abort_unless(follows_plan, receipt, on_fault, check_plan, made, routed.counts)
                 is_legal = is_legal & follows_plan
-            receipt, is_whole = self.within_rounds(receipt, checks)
+            receipt, is_whole = self.within_rounds(receipt, on_fault)
         # Named, so that a policy of `jax.checkpoint` can keep them, and nobody plans again in the backward pass.
         plan, receipt = checkpoint_name((plan, receipt), "moe_plan")
         outputs = in_rounds(x, routed.weights, experts, plan, receipt, replicate, self, topology)
         return Served(outputs, plan, receipt.rounds, made, None, is_legal, is_whole), state
 
-    def within_rounds(self, receipt: ReceiptT, checks: Checks) -> tuple[ReceiptT, Bool[Array, ""]]:
-        """Returns the receipt, and whether `max_rounds` suffices for it; under "callback" the program stops if not.
+    def within_rounds(self, receipt: ReceiptT, on_fault: OnFault) -> tuple[ReceiptT, Bool[Array, ""]]:
+        """Returns the receipt, and whether `max_rounds` suffices for it; under "raise" the program stops if not.
 
         Args:
             receipt: what `address` returned.
-            checks: what to do where it does not.
+            on_fault: what to do where it does not.
         """
         if self.max_rounds is None:
             return receipt, jnp.bool_(True)
         is_whole = receipt.rounds <= self.max_rounds
         limit = np.int32(self.max_rounds)
-        return abort_unless(is_whole, receipt, checks, check_rounds, receipt.rounds, limit), is_whole
+        return abort_unless(is_whole, receipt, on_fault, check_rounds, receipt.rounds, limit), is_whole
 
     def waves(self, counts: Counts, start: Plan, plan: Plan, balancer: Balancer) -> list[tuple[Counts, Plan]]:
         """Says what is served together, wave by wave, on a host: one wave of everything, by default.

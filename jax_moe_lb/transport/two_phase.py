@@ -10,7 +10,7 @@ import numpy as np
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.collectives.peer_copy_rows import moved_rows, served_quota
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.stats import Checks
+from jax_moe_lb.core.stats import OnFault
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, Tokens
 from jax_moe_lb.core.validation import check_plan
@@ -81,7 +81,7 @@ class TwoPhase(Direct):
         balancer: Balancer,
         replicate: Replicate,
         topology: Topology,
-        checks: Checks,
+        on_fault: OnFault,
     ) -> tuple[Served, State]:
         """Brings all copies home while there is no plan, then those of moved experts on; see `Dispatch.serve`.
 
@@ -89,7 +89,7 @@ class TwoPhase(Direct):
             ValueError: the plan sprays over rails.
         """
         dynamic = balancer.dynamic(plan)
-        ways = PhaseConfig.of(self, balancer, replicate, plan, topology, checks)
+        ways = PhaseConfig.of(self, balancer, replicate, plan, topology, on_fault)
         # A planner that runs beside the static wave keeps no state, so there is nothing to ask the balancer for then.
         if ways.planner is None:
             with jax.named_scope("plan"):

@@ -28,7 +28,7 @@ from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer
 from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.stats import Checks
+from jax_moe_lb.core.stats import OnFault
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Rows, Tokens
 from jax_moe_lb.kernels.experts import Experts
@@ -70,7 +70,7 @@ class PhaseConfig(NamedTuple):
         planner: what makes the plan beside the exchange; `None` where the plan is there already.
         route: between whom rows and weights are copied beside products; `None` where exchanges move rows.
         topology: its expert axes are the ranks that both travel between.
-        checks: what to do about a plan that is not legal, or needs more rounds than there are.
+        on_fault: what to do about a plan that is not legal, or needs more rounds than there are.
     """
 
     direct: Direct
@@ -78,7 +78,7 @@ class PhaseConfig(NamedTuple):
     planner: NativePlanner | None
     route: Route | None
     topology: Topology
-    checks: Checks
+    on_fault: OnFault
 
     @classmethod
     def of(
@@ -88,7 +88,7 @@ class PhaseConfig(NamedTuple):
         replicate: Replicate,
         plan: Plan,
         topology: Topology,
-        checks: Checks,
+        on_fault: OnFault,
     ) -> "PhaseConfig":
         """Chooses the ways, with a planner where one can run beside the exchange.
 
@@ -100,13 +100,13 @@ class PhaseConfig(NamedTuple):
             replicate: the replication by which weights travel.
             plan: the plan from which the planner starts.
             topology: its expert axes are the ranks that both travel between.
-            checks: what to do about a bad plan.
+            on_fault: what to do about a bad plan.
         """
         route = replicate.route(topology) if plan.slots > plan.num_home else None
         # One planner serves all ranks that it copies between.
         alone = route is not None and route.domain is None
         planner = balancer.native_planner(plan.domain) if alone else None
-        return cls(direct, replicate, planner, route, topology, checks)
+        return cls(direct, replicate, planner, route, topology, on_fault)
 
     def operand(self, experts: Experts) -> Experts | Parts:
         """Returns experts in the form that products take them in.
@@ -225,10 +225,10 @@ class _Arrived(NamedTuple):
 def _serve(
     tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: PhaseConfig, room: int
 ) -> tuple[Tokens, PhaseOutcome]:
-    direct, _, _, _, topology, checks = ways
+    direct, _, _, _, topology, on_fault = ways
     with jax.named_scope("address"):
         receipt, streams = address_home(direct, routed.experts, routed.counts, dynamic, topology)
-        receipt, is_whole = direct.within_rounds(receipt, checks)
+        receipt, is_whole = direct.within_rounds(receipt, on_fault)
     first = jnp.int32(0)
     pending: Any
     if ways.planner is not None and ways.route is not None:
@@ -241,11 +241,11 @@ def _serve(
         with jax.named_scope("plan"):
             rows, tables, pending = plan_and_copy(posted, rows)
             made = replace(plan, placement=tables[0], quota=tables[1])
-            plan, is_legal = served_plan(made, routed.counts, dynamic, checks)
+            plan, is_legal = served_plan(made, routed.counts, dynamic, on_fault)
     else:
         forward, made = _Forward(ways, experts, tokens, routed, dynamic, receipt, streams), plan
         with jax.named_scope("plan"):
-            plan, is_legal = served_plan(made, routed.counts, dynamic, checks)
+            plan, is_legal = served_plan(made, routed.counts, dynamic, on_fault)
         # Started before the wave is computed, and joined after it, so that copies can run beside its products.
         pending = _start(experts, plan, ways)
         rows = forward.come_home(first)

@@ -271,6 +271,6 @@ def _experts(
         param_dtype=jnp.dtype(config.param_dtype),
         rules=rules,
         # Whoever trains or generates reads the statistics of each step anyway.
-        checks="deferred",
+        on_fault="record",
         rngs=rngs,
     )

@@ -144,7 +144,7 @@ class Block(nnx.Module):
             rules=fsdp.expert_rules(topology) if split else None,
             dtype=config.compute_dtype,
             # The loop reads the statistics of each step anyway, and a host that is not called is not waited for.
-            checks="deferred",
+            on_fault="record",
             rngs=rngs,
         )
 

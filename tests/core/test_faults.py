@@ -1,4 +1,4 @@
-"""Bad values under `checks="deferred"`: no program stops, nothing is lost silently, and the host is told the same."""
+"""Bad values under `on_fault="record"`: no program stops, nothing is lost silently, and the host is told the same."""
 
 from dataclasses import dataclass, replace
 
@@ -85,7 +85,7 @@ def test_an_illegal_plan_gives_way_to_plain_expert_parallelism(spoil, replicate,
     system = System(Spoilt(spoil), dispatch=dispatch, replica_slots=2)
     system = system if replicate is None else replace(system, replicate=replicate)
     args = arguments()
-    (y, stats), gradients = with_gradients(sharded_moe(mesh, topology, system, checks="deferred"))(*args)
+    (y, stats), gradients = with_gradients(sharded_moe(mesh, topology, system, on_fault="record"))(*args)
     (want, _), want_gradients = dense_with_gradients(TopK(2))(*args)
     assert_close((y, gradients), (want, want_gradients), 1e-5)
     assert stats.fault.code.tolist() == [PLAN]
@@ -114,8 +114,8 @@ def test_bad_routing_gets_no_expert_and_is_told(router, value, says):
     mesh, topology = flat()
     x, mask, kernel, experts, _ = arguments()
     spoilt = x.at[30, 0].set(value)
-    good, _ = jax.jit(sharded_moe(mesh, topology, greedy(2), checks="deferred"))(x, mask, kernel, experts)
-    y, stats = jax.jit(sharded_moe(mesh, topology, greedy(2), router, checks="deferred"))(spoilt, mask, kernel, experts)
+    good, _ = jax.jit(sharded_moe(mesh, topology, greedy(2), on_fault="record"))(x, mask, kernel, experts)
+    y, stats = jax.jit(sharded_moe(mesh, topology, greedy(2), router, on_fault="record"))(spoilt, mask, kernel, experts)
     others = np.delete(np.arange(x.shape[0]), 30)
     np.testing.assert_allclose(np.asarray(y)[others], np.asarray(good)[others], atol=1e-6)
     # A token without an expert must not pass for one that was served, if its routing was not finite.
@@ -127,16 +127,16 @@ def test_bad_routing_gets_no_expert_and_is_told(router, value, says):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checks", ["callback", "deferred"])
+@pytest.mark.parametrize("on_fault", ["raise", "record"])
 @pytest.mark.parametrize("system", [plain(), feplb(2)], ids=["plain", "feplb"])
-def test_too_few_rounds_are_a_fault(system, checks):
+def test_too_few_rounds_are_a_fault(system, on_fault):
     mesh, topology = flat()
     system = replace(system, dispatch=replace(system.dispatch, headroom=0.5, max_rounds=2))
     args = arguments("one_hot")
-    if checks == "callback":
+    if on_fault == "raise":
         says = message_of(sharded_moe(mesh, topology, system), *args[:4])
     else:
-        y, stats = jax.jit(sharded_moe(mesh, topology, system, checks=checks))(*args[:4])
+        y, stats = jax.jit(sharded_moe(mesh, topology, system, on_fault=on_fault))(*args[:4])
         assert np.isnan(np.asarray(y)).all()
         assert stats.fault.code.tolist() == [ROUNDS]
         with pytest.raises(ValueError, match="max_rounds") as caught:
@@ -148,7 +148,7 @@ def test_too_few_rounds_are_a_fault(system, checks):
 @pytest.mark.slow
 def test_layers_behind_one_that_was_not_served_do_not_hide_it():
     mesh, topology = flat()
-    layer = jax.jit(sharded_moe(mesh, topology, plain(0.5).with_rounds(1), checks="deferred"))
+    layer = jax.jit(sharded_moe(mesh, topology, plain(0.5).with_rounds(1), on_fault="record"))
     x, mask, kernel, experts, _ = arguments("one_hot")
     y, stats = layer(x, mask, kernel, experts)
     _, behind = layer(y, mask, kernel, experts)
@@ -168,7 +168,7 @@ def test_enough_rounds_need_no_loop(system):
     mesh, topology = flat()
     system = replace(system, dispatch=replace(system.dispatch, headroom=0.7, max_rounds=6))
     args = arguments("zipf")
-    layer = with_gradients(sharded_moe(mesh, topology, system, checks="deferred"))
+    layer = with_gradients(sharded_moe(mesh, topology, system, on_fault="record"))
     (y, stats), gradients = layer(*args)
     (want, _), want_gradients = dense_with_gradients(TopK(2))(*args)
     assert_close((y, gradients), (want, want_gradients), 1e-5)
@@ -182,7 +182,7 @@ def test_places_that_are_no_permutation_make_outputs_nan():
     x, _, kernel, experts, _ = arguments()
 
     def one_rank(x, kernel, experts, homes):
-        y, stats, _ = moe(x, kernel, experts, TopK(2), greedy(2), topology, homes=homes, checks="deferred")
+        y, stats, _ = moe(x, kernel, experts, TopK(2), greedy(2), topology, homes=homes, on_fault="record")
         return y, jax.tree.map(lambda leaf: leaf[None], stats)
 
     ranks, whole = PartitionSpec("expert"), PartitionSpec()
@@ -206,7 +206,7 @@ def test_a_fault_in_one_group_is_told_of_that_group():
     """And with more dimensions, such as layers, of that entry."""
     mesh = make_mesh((2, 4), ("data", "expert"))
     x, mask, kernel, experts, _ = arguments()
-    layer = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), greedy(), checks="deferred"))
+    layer = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), greedy(), on_fault="record"))
     _, good = layer(x, mask, kernel, experts)
     y, bad = layer(x.at[6 * CASE.num_tokens, 0].set(jnp.nan), mask, kernel, experts)
     assert np.isfinite(np.asarray(y)[: 4 * CASE.num_tokens]).all()

@@ -25,7 +25,7 @@ def make_module_step(program: Program, strategies: Strategies) -> Step:
         gated=program.gated,
         use_bias=program.has_bias,
         relocatable=program.homes,
-        checks=program.checks,
+        on_fault=program.on_fault,
         # Parameters are wide, and rounded on their way into the layer.
         dtype=jnp.dtype(program.dtype),
         param_dtype=WIDE_DTYPES[program.dtype],

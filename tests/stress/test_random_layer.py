@@ -42,7 +42,7 @@ def test_the_default_programs_cover_every_choice():
     assert {program.dtype for program in programs} == set(DTYPES)
     assert {program.transformation for program in programs} == set(TRANSFORMATIONS)
     assert {(program.headroom, program.max_rounds) for program in programs} == set(ROUNDS)
-    assert {program.checks for program in programs} == {"callback", "deferred"}
+    assert {program.on_fault for program in programs} == {"raise", "record"}
     for choice in ("explicit", "gated", "masked", "homes", "check_vma"):
         assert {getattr(program, choice) for program in programs} == {False, True}
     assert len(PATTERNS) <= INPUTS

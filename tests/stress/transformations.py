@@ -54,7 +54,7 @@ def make_layer(program: Program, strategies: Strategies) -> Layer:
     by_expert = PartitionSpec(topology.expert_axes if migrate is None else migrate.domains.expert_axes)
     by_group, whole = PartitionSpec(topology.data_axes or None), PartitionSpec()
     specs = (by_token, by_token, Weights(whole, by_expert, by_expert, by_expert), whole, whole, by_group)
-    options = {"losses": strategies.losses, "checks": program.checks}
+    options = {"losses": strategies.losses, "on_fault": program.on_fault}
     options["sequence_length"] = program.rules().sequence_length
 
     def one_rank(x: Array, mask: Array, weights: Weights, bias: Array, homes: Array, state: Any) -> tuple:

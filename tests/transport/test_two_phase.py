@@ -146,7 +146,7 @@ def test_the_plan_is_posted_before_rows_go_home_and_copies_run_beside_products()
 @pytest.mark.slow
 def test_the_same_where_it_is_lowered_for_a_gpu():
     """Without callbacks to the host, which can only be lowered for a backend that is there."""
-    traced = with_gradients(sharded_moe(MESH, TOPOLOGY, SYSTEM, checks="deferred")).trace(*arguments(WORKLOADS[0]))
+    traced = with_gradients(sharded_moe(MESH, TOPOLOGY, SYSTEM, on_fault="record")).trace(*arguments(WORKLOADS[0]))
     text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
     if not _custom_calls.is_built("cuda"):
         assert "moe_lb_" not in text
