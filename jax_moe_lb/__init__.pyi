@@ -23,6 +23,8 @@ from .core import raise_on_fault as raise_on_fault
 from .core import router_loss as router_loss
 from .core import use_virtual_cpu_devices as use_virtual_cpu_devices
 from .kernels import Experts as Experts
+from .layer import MoEParams as MoEParams
+from .layer import MoEState as MoEState
 from .layer import System as System
 from .layer import exact as exact
 from .layer import feplb as feplb
@@ -34,12 +36,16 @@ from .layer import rails as rails
 from .layer import systems as systems
 from .layer import two_tier as two_tier
 from .layer import ultraep as ultraep
+from .nn import ExpertConfig as ExpertConfig
 from .nn import MoE as MoE
+from .nn import Precision as Precision
+from .nn import SharedExpert as SharedExpert
 from .nn import as_linen as as_linen
 from .nn import relocate as relocate
 from .routing import Losses as Losses
 from .routing import TokenInfo as TokenInfo
 from .routing import TopK as TopK
+from .transport import Buffers as Buffers
 from .transport import Dispatch as Dispatch
 from .transport import Replicate as Replicate
 

@@ -147,7 +147,7 @@ def main(
             raise ValueError(f"further_weight is {further_weight}; expected at least 0, which trains the model alone")
         options: dict[str, Any] = {"compute_dtype": dtype, "scan_layers": True, "predict_further": further_weight > 0}
         model = from_pretrained(checkpoint, mesh, make_system(parallel), **options)
-        if bias_rate and not model.config.use_routing_bias:
+        if bias_rate and not model.config.router.selection_bias:
             raise ValueError(f"bias_rate is {bias_rate}; expected 0 with a model without routing biases")
         tuning = make_tuning(model, config, mesh, bias_rate, further_weight)
         del model

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_moe_lb import System, use_virtual_cpu_devices
 from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.nn.moe import BalancerState
+from jax_moe_lb.transport import Kernels
 from models.config import ParallelConfig
 
 MESH_AXES = ("data", "expert")
@@ -85,8 +86,7 @@ def make_system(parallel: ParallelConfig) -> System:
     system = system_named(parallel.system)
     if parallel.replica_slots is not None and system.replica_slots:
         system = dataclasses.replace(system, replica_slots=parallel.replica_slots)
-    if parallel.headroom is not None:
-        system = dataclasses.replace(system, dispatch=dataclasses.replace(system.dispatch, headroom=parallel.headroom))
-    if parallel.max_rounds is not None:
-        system = system.with_rounds(parallel.max_rounds)
-    return system.with_own_kernels() if parallel.own_kernels else system
+    options = {"headroom": parallel.headroom, "max_rounds": parallel.max_rounds}
+    given: Any = {name: value for name, value in options.items() if value is not None}
+    buffers = dataclasses.replace(system.dispatch.buffers, **given)
+    return system.replace(buffers=buffers, kernels=Kernels.OWN if parallel.own_kernels else None)

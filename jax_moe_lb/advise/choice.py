@@ -104,7 +104,7 @@ class Choice:
         if self.relayed:
             system = replace(system, replicate=Relay())
         if self.headroom is not None:
-            system = replace(system, dispatch=replace(system.dispatch, headroom=self.headroom))
+            system = system.replace(buffers=replace(system.dispatch.buffers, headroom=self.headroom))
         return with_rails(system) if self.sprayed else system
 
     def build(self, model: ModelShape, cluster: Cluster, step: Step) -> Candidate:
@@ -151,10 +151,10 @@ def with_rails(system: System) -> System:
         ValueError: they do not.
     """
     dispatch = system.dispatch
-    if dispatch != Direct(dispatch.headroom, dispatch.max_rounds):
+    if dispatch != Direct(dispatch.buffers):
         raise ValueError(f"dispatch is {dispatch}; expected Direct() before rails")
     balancer = RailS() if system.balancer == plain().balancer else Chain((system.balancer, RailS()))
-    return replace(system, balancer=balancer, dispatch=MultiRailDispatch(dispatch.headroom, dispatch.max_rounds))
+    return replace(system, balancer=balancer, dispatch=MultiRailDispatch(dispatch.buffers))
 
 
 RELOCATE_INTERVAL = 50
@@ -195,7 +195,7 @@ def usage(choice: Choice, cluster: Cluster, gather_again: bool = False) -> Usage
         mesh = transport.hybrid_mesh(mesh, {"node": 2, "gpu": 1})
         domains = transport.ExpertDomains.from_mesh(mesh, topology)
         migrate = transport.GatherExpertDomain(domains)
-        MoE(..., mesh=mesh, topology=domains.between, migrate=migrate, system=systems.exact(replica_slots=2))
+        MoE(..., mesh=mesh, topology=domains.between, system=systems.exact(replica_slots=2).replace(migrate=migrate))
     """
     return Usage(
         _code(choice, cluster, gather_again), _train(choice, cluster), None if gather_again else _simulate(choice)
@@ -213,7 +213,7 @@ def _code(choice: Choice, cluster: Cluster, gather_again: bool) -> tuple[str, ..
         f"mesh = transport.hybrid_mesh(mesh, {{{sizes}}})",
         "domains = transport.ExpertDomains.from_mesh(mesh, topology)",
         f"migrate = transport.GatherExpertDomain(domains{codec})",
-        f"MoE(..., mesh=mesh, topology=domains.between, migrate=migrate, {system})",
+        f"MoE(..., mesh=mesh, topology=domains.between, {system}.replace(migrate=migrate))",
     )
     return (*lines, "transport.scan_prefetched(..., gather_again=True)") if gather_again else lines
 
@@ -226,23 +226,21 @@ def system_code(choice: Choice) -> str:
 
     Examples:
         >>> system_code(Choice(sprayed=True, headroom=1.2))
-        'replace(systems.plain(), balancer=balancers.RailS(), dispatch=transport.MultiRailDispatch(headroom=1.2))'
+        'systems.rails(Buffers(headroom=1.2))'
     """
-    if choice == replace(Choice(sprayed=True), domain_sizes=choice.domain_sizes, ratio=choice.ratio):
-        return "systems.rails()"
+    buffers = f"Buffers(headroom={choice.headroom})" if choice.headroom is not None else ""
+    if replace(choice, headroom=None, domain_sizes=(), ratio=1.0) == Choice(sprayed=True):
+        return f"systems.rails({buffers})"
     if _is_two_tier(choice):
         return f"systems.two_tier(replica_slots={choice.replica_slots})"
-    slots = f"replica_slots={choice.replica_slots}" if choice.replica_slots else ""
-    base = f"systems.{choice.system}({slots})"
+    slots = [f"replica_slots={choice.replica_slots}"] if choice.replica_slots else []
+    options = slots + [f"buffers={buffers}"] * bool(buffers and not choice.sprayed)
+    base = f"systems.{choice.system}({', '.join(options)})"
     balancer = f"{base}.balancer" if choice.eps is None else f"balancers.Exact(eps={choice.eps})"
     changes = [f"balancer={balancer}"] if choice.eps is not None else []
     if choice.sprayed:
         after = "balancers.RailS()" if choice.system == "plain" else f"Chain(({balancer}, balancers.RailS()))"
-        changes = [f"balancer={after}", "dispatch=transport.MultiRailDispatch()"]
-    if choice.headroom is not None:
-        dispatch = "MultiRailDispatch" if choice.sprayed else "Direct"
-        changes = [one for one in changes if not one.startswith("dispatch=")]
-        changes.append(f"dispatch=transport.{dispatch}(headroom={choice.headroom})")
+        changes = [f"balancer={after}", f"dispatch=transport.MultiRailDispatch({buffers})"]
     changes += ["replicate=transport.Relay()"] * choice.relayed + ["relocates=True"] * choice.relocated
     return f"replace({base}, {', '.join(changes)})" if changes else base
 

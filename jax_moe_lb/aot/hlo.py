@@ -84,7 +84,9 @@ FIELD = re.compile(r"(\w+)=(\d+)")
 FRAME = re.compile(r"stack_frame_id=(\d+)")
 INLINE = re.compile(r'source_file="([^"]+)"(?: source_line=(\d+))?')
 
-HELPER = re.compile(r"-packages/(?!jax_moe_lb/)|jax_moe_lb/(?:core/(?:types|manual_axes|custom_calls|plan_file)|collectives/local_processes)\.py:")
+HELPER = re.compile(
+    r"-packages/(?!jax_moe_lb/)|jax_moe_lb/(?:core/(?:types|manual_axes|custom_calls|plan_file)|collectives/local_processes)\.py:"
+)
 """A line of these files, and of other packages that are installed, says less than the one that called it."""
 
 TRACER = re.compile(r"jax_moe_lb/aot/\w+\.py:")
@@ -183,7 +185,8 @@ class Instruction:
         arguments: what stands in its parentheses, as text; of a parameter, its number.
         attributes: what follows the parentheses, as text.
         is_root: whether it is the result of its computation.
-        counted: how often a loop runs by its condition, where the compiler does not write it; see `execution_counts.py`.
+        counted: how often a loop runs by its condition, where the compiler does not write it; see
+            `execution_counts.py`.
     """
 
     name: str

@@ -20,7 +20,7 @@ from jax_moe_lb.core.stats import Stats
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import State, Tokens
 from jax_moe_lb.kernels.experts import Experts
-from jax_moe_lb.layer.moe import moe
+from jax_moe_lb.layer.moe import MoEParams, MoEState, moe
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.routing.routers import TopK
 
@@ -142,7 +142,9 @@ def _layer(
     system: System,
     topology: Topology,
 ) -> tuple[Tokens, Stats, State]:
-    return moe(x, kernel, experts, TopK(per_token), system, topology, state=state, on_fault="record")
+    params, router = MoEParams(kernel, experts), TopK(per_token)
+    y, stats, after = moe(x, params, router, system, topology, MoEState(state), on_fault="record")
+    return y, stats, after.balancer
 
 
 def _with_gradients(run: Any) -> Any:

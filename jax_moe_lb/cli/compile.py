@@ -22,6 +22,7 @@ from jax_moe_lb.recordings.yaml_file import shown
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.model import ModelShape, Step
 from jax_moe_lb.sim.work import Migration
+from jax_moe_lb.transport.exchange import Kernels
 
 GATHERED, SPRAYED = "hybridep", "rails"
 """The first may stand before a system, the second behind it."""
@@ -139,7 +140,7 @@ def compile_command(
     with one_line_errors():
         machine, layer = Target.parse(target), LayerSizes.parse(",".join(sizes)) if sizes else LayerSizes()
         chosen = _system(system, replica_slots, headroom, max_rounds)
-        chosen = chosen.with_own_kernels() if own_kernels else chosen
+        chosen = chosen.replace(kernels=Kernels.OWN) if own_kernels else chosen
         for_xla = _options(options)
         machine.require_compiler()
         with nullcontext() if logs else quiet_stderr():
@@ -162,10 +163,11 @@ def _system(name: str, replica_slots: str | None, headroom: str | None, max_roun
         )
     system = with_slots(system_named(first), positive("--replica-slots", replica_slots))
     if headroom is not None:
-        system = replace(system, dispatch=replace(system.dispatch, headroom=_number("--headroom", headroom)))
+        buffers = replace(system.dispatch.buffers, headroom=_number("--headroom", headroom))
+        system = system.replace(buffers=buffers)
     if max_rounds is not None:
-        rounds = positive("--max-rounds", max_rounds)
-        system = system.with_rounds(rounds)
+        buffers = replace(system.dispatch.buffers, max_rounds=positive("--max-rounds", max_rounds))
+        system = system.replace(buffers=buffers)
     return with_spray(name, system) if behind else system
 
 

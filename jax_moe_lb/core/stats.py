@@ -147,7 +147,7 @@ class Stats:
 
     Args:
         counts: `[R, E]` int32, the token copies that each rank routed to each expert, without those dropped.
-        dropped: int32, the token copies of the group that were dropped; 0 without a `capacity_factor`.
+        dropped: int32, the token copies of the group that were dropped; 0 if the router has no `capacity_factor`.
         quota: `[E, R]` int32, the token copies of each expert that each rank served.
         load_before: `[R]` int32, the token copies that each rank would serve under plain expert parallelism.
         load_after: `[R]` int32, the token copies that each rank served.
@@ -195,12 +195,9 @@ def raise_on_fault(stats: Stats) -> None:
         >>> import jax.numpy as jnp
         >>> from jax.sharding import AxisType
         >>> from flax import nnx
-        >>> from jax_moe_lb import TopK, Topology
-        >>> from jax_moe_lb import MoE
+        >>> from jax_moe_lb import ExpertConfig, MoE, TopK
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-        >>> layer = MoE(
-        ...     8, 16, 4, TopK(2), mesh=mesh, topology=Topology.from_mesh(mesh), on_fault="record", rngs=nnx.Rngs(0)
-        ... )
+        >>> layer = MoE(8, 4, TopK(2), mesh=mesh, experts=ExpertConfig(16), on_fault="record", rngs=nnx.Rngs(0))
         >>> raise_on_fault(layer(jnp.ones((6, 8)))[1])
         >>> raise_on_fault(layer(jnp.full((6, 8), jnp.nan))[1])
         Traceback (most recent call last):
@@ -224,12 +221,12 @@ def router_loss(stats: Stats) -> Float[Array, ""]:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> from flax import nnx
-        >>> from jax_moe_lb import Losses, TopK, router_loss
-        >>> from jax_moe_lb import MoE
+        >>> from jax_moe_lb import ExpertConfig, Losses, MoE, TopK, router_loss
         >>> mesh = jax.make_mesh(
         ...     (2, 2), ("data", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
         ... )
-        >>> layer = MoE(8, 16, 4, TopK(4), mesh=mesh, losses=Losses(switch=1.0), rngs=nnx.Rngs(0))
+        >>> losses = Losses(switch=1.0)
+        >>> layer = MoE(8, 4, TopK(4), mesh=mesh, experts=ExpertConfig(16), losses=losses, rngs=nnx.Rngs(0))
         >>> round(float(router_loss(layer(jnp.ones((8, 8)))[1])), 3)  # experts are used evenly, in both groups
         1.0
     """
@@ -251,13 +248,11 @@ def needs_more_rounds(stats: Stats) -> bool:
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> from jax.sharding import AxisType
-        >>> from jax_moe_lb import System, TopK, Topology
-        >>> from jax_moe_lb.transport import Direct
-        >>> from jax_moe_lb import MoE
+        >>> from jax_moe_lb import Buffers, ExpertConfig, MoE, TopK, plain
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
         >>> layer = MoE(
-        ...     8, 16, 4, TopK(1), mesh=mesh, topology=Topology.from_mesh(mesh), on_fault="record",
-        ...     system=System(dispatch=Direct(max_rounds=1)), rngs=nnx.Rngs(0)
+        ...     8, 4, TopK(1), mesh=mesh, system=plain(Buffers(max_rounds=1)), experts=ExpertConfig(16),
+        ...     on_fault="record", rngs=nnx.Rngs(0)
         ... )
         >>> needs_more_rounds(layer(jnp.ones((8, 8)))[1])  # equal tokens all go to one rank
         True

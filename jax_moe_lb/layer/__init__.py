@@ -1,6 +1,6 @@
 """The executor `moe` and the systems that configure it."""
 
-from jax_moe_lb.layer.moe import CHECKPOINT_NAMES, moe
+from jax_moe_lb.layer.moe import CHECKPOINT_NAMES, MoEParams, MoEState, moe
 from jax_moe_lb.layer.systems import (
     System,
     eplb,
@@ -28,6 +28,8 @@ __all__ = [
     "hybridep",
     "lplb",
     "moe",
+    "MoEParams",
+    "MoEState",
     "plain",
     "rails",
     "System",

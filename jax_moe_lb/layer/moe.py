@@ -7,20 +7,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.balancers.base import LayerCost
 from jax_moe_lb.core.manual_axes import varying_axes
 from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, straggler, traffic
-from jax_moe_lb.core.stats import OnFault, Fault, Stats, fault_code
+from jax_moe_lb.core.stats import Fault, OnFault, Stats, fault_code
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import Counts, State, TokenMask, Tokens, iota, wide_dtype
+from jax_moe_lb.core.types import Counts, State, Tokens, iota, pytree, wide_dtype
 from jax_moe_lb.core.validation import check_homes, check_routed, ensure
 from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.routing.losses import Losses
 from jax_moe_lb.routing.more_routers import capacity, within_capacity
-from jax_moe_lb.routing.routers import NO_EXPERT, Router, Routing, TokenInfo, mask_tokens, tokens_per_expert
+from jax_moe_lb.routing.routers import (
+    NO_EXPERT,
+    Router,
+    RouterFunction,
+    Routing,
+    TokenInfo,
+    mask_tokens,
+    router_options,
+    tokens_per_expert,
+)
 from jax_moe_lb.transport.dispatch import Routed, Served
 from jax_moe_lb.transport.exchange import Weights
 
@@ -35,119 +44,148 @@ to keep a few integers per token, so that a layer inside `jax.checkpoint` neithe
 """
 
 
-def moe(
-    x: Tokens,
-    kernel: Float[Array, "H E"],
-    experts: Experts,
-    router: Router,
-    system: System,
-    topology: Topology,
-    *,
-    state: State = (),
-    kernel_bias: Float[Array, "E"] | None = None,
-    bias: Float[Array, "E"] | None = None,
-    homes: Int[Array, "E"] | None = None,
-    mask: TokenMask | None = None,
-    losses: Losses = Losses(),
-    sequence_length: int | None = None,
-    capacity_factor: float | None = None,
-    token_ids: Int[Array, "T"] | None = None,
-    key: Key[Array, ""] | None = None,
-    on_fault: OnFault = "raise",
-) -> tuple[Tokens, Stats, State]:
-    """Computes a mixture-of-experts layer on one rank; call it inside `jax.shard_map`.
-
-    It equals a dense mixture of experts in values and gradients, whatever the plan. `nn.MoE` is this for whole arrays;
-    call `moe` yourself inside your own `shard_map`.
+@pytree
+class MoEParams:
+    """Parameters of `moe`.
 
     Args:
-        x: `[T, H]`, this rank's tokens.
-        kernel: `[H, E]`, the router's weights, equal on all ranks; they map tokens to logits.
+        router: `[H, E]`, the kernel from tokens to router logits, equal on all ranks.
         experts: the `L` home experts of this rank; over `tensor_axes` of the topology a shard of their inner width.
-        router: `TopK`, `ForceBalanced` or a callable like them.
-        system: the strategies; the functions of `systems.py` make the usual ones.
-        topology: what `Topology.from_mesh` returned, with the axes that `x` varies over.
-        state: what `system.balancer.init` or the last call returned; `()` for balancers without history.
-        kernel_bias: `[E]`, added to the logits, and learned; `None`, which is usual: nothing is.
-        bias: `[E]`, added to the router's scores when it chooses experts; not learned.
-        homes: `[E]`, the place of each of the router's experts: slot `p % L` of rank `p // L`; `None`: expert `e` is at
-            place `e`. What follows the router, statistics included, numbers experts by their place.
-        mask: `[T]`, false for padding tokens, which no expert serves and whose output is 0.
-        losses: the coefficients of the router losses; none by default.
-        sequence_length: how many consecutive tokens make a sequence, for the sequence-wise loss.
-        capacity_factor: drops copies, as GShard does: an expert takes that many times the mean of its copies from each
-            rank, first choices first. `None`, the default, drops nothing; see `routing/more_routers.py`.
-        token_ids: `[T]` int32, for routers that look at them, such as `HashRouter`.
-        key: random numbers for routers that want some, such as `NoisyTopK`; other ones in each step and layer. Equal on
-            all ranks.
-        on_fault: what to do about bad values (a logit that is not finite, an illegal plan). "raise", the default,
-            stops the program on all ranks, by a call of the host. "record", usual on accelerators, calls nobody and
-            goes on with what is right; then call `raise_on_fault` in each step. `docs/pipeline.md` says more.
+        logit_bias: `[E]`, learned, added to the router logits; `None` (default) adds none.
+        selection_bias: `[E]`, added to the router's scores for the choice of experts alone, and not learned; `None`
+            (default) adds none. `routing.updated_bias` computes the next one.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax_moe_lb import Experts, MoEParams
+        >>> params = MoEParams(jnp.zeros((8, 4)), Experts(jnp.zeros((4, 8, 16)), jnp.zeros((4, 16, 8))))
+        >>> len(jax.tree.leaves(params))
+        3
+    """
+
+    router: Float[Array, "H E"]
+    experts: Experts
+    logit_bias: Float[Array, "E"] | None = None
+    selection_bias: Float[Array, "E"] | None = None
+
+
+@pytree
+class MoEState:
+    """State of `moe` between steps, which optimizers do not touch.
+
+    Args:
+        balancer: the state of `system.balancer`, from its `init` or the last call; `()` (default) for balancers
+            without.
+        homes: `[E]` int32, the place of each of the router's experts: slot `p % L` of rank `p // L`. Statistics number
+            experts by place. `None` (default): expert `e` is at place `e`.
+
+    Examples:
+        >>> from jax_moe_lb import MoEState, Topology, systems
+        >>> system, topology = systems.eplb(), Topology.flat(8)
+        >>> MoEState(system.balancer.init((8, 64))).homes is None
+        True
+    """
+
+    balancer: State = ()
+    homes: Int[Array, "E"] | None = None
+
+
+def moe(
+    x: Tokens,
+    params: MoEParams,
+    router: RouterFunction,
+    system: System,
+    topology: Topology,
+    state: MoEState = MoEState(),
+    tokens: TokenInfo = TokenInfo(),
+    losses: Losses = Losses(),
+    on_fault: OnFault = "raise",
+) -> tuple[Tokens, Stats, MoEState]:
+    """Compute a mixture-of-experts layer on one rank; call it inside `jax.shard_map`.
+
+    Values and gradients equal those of a dense mixture of experts, for any plan. `nn.MoE` calls it with arrays of the
+    whole mesh; call `moe` in a `jax.shard_map` of your own.
+
+    Args:
+        x: `[T, H]`, tokens of this rank; bfloat16, float32 or float64.
+        params: weights of the router and of this rank's home experts.
+        router: `TopK`, another router of `jax_moe_lb.routing`, or a function like them.
+        system: balancer, weight transport and token dispatch, such as `exact()`. If it has `migrate`, `moe` gathers the
+            experts of the expert domain from `params.experts` first.
+        topology: return value of `Topology.from_mesh`, with the axes that `x` varies over.
+        state: initial state, or the one that the last call returned.
+        tokens: mask, ids, random key and sequence length of the tokens.
+        losses: coefficients of the router losses; 0 by default.
+        on_fault: action on bad values, such as a logit that is not finite or an illegal plan. "raise" (default) stops
+            the program on all ranks, by a callback to the host. "record", usual on accelerators, calls no host: the
+            layer computes what is right, and `raise_on_fault` of the statistics raises on the host. See
+            `docs/pipeline.md`.
 
     Returns:
-        The outputs, what happened, and the balancer's new state.
+        Outputs `[T, H]`, statistics and the state for the next call.
 
     Raises:
-        ValueError: shapes that do not fit each other or the topology. Under `on_fault="raise"` bad values stop the
-            program on all ranks with an error of the same form.
+        ValueError: shapes do not match each other or the topology, or a bias that the router requires is missing. With
+            `on_fault="raise"`, bad values stop the program with an error of the same form.
 
     Examples:
         >>> from jax.sharding import AxisType, PartitionSpec
         >>> from jax_moe_lb import TopK, greedy
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-        >>> topology, ranks, whole = Topology.from_mesh(mesh), PartitionSpec("expert"), PartitionSpec()
-        >>> layer = lambda x, kernel, experts: moe(x, kernel, experts, TopK(1), greedy(1), topology)[0]
-        >>> run = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=(ranks, whole, ranks), out_specs=ranks))
-        >>> run(jnp.ones((8, 4)), jnp.eye(4), Experts(jnp.ones((4, 4, 8)), jnp.ones((4, 8, 4)))).shape
+        >>> topology, ranks = Topology.from_mesh(mesh), PartitionSpec("expert")
+        >>> layer = lambda x, params: moe(x, params, TopK(1), greedy(1), topology)[0]
+        >>> specs = (ranks, MoEParams(PartitionSpec(), ranks))
+        >>> run = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=ranks))
+        >>> params = MoEParams(jnp.eye(4), Experts(jnp.ones((4, 4, 8)), jnp.ones((4, 8, 4))))
+        >>> run(jnp.ones((8, 4)), params).shape
         (8, 4)
     """
-    _check_arguments(x, kernel, experts, topology)
-    info = token_info(x.shape[0], topology, mask, token_ids, key)
-    routing = route(x, kernel, router, info, bias, kernel_bias)
-    limit = None if capacity_factor is None else capacity(capacity_factor, routing.experts.size, kernel.shape[1])
+    kernel, homes = params.router, state.homes
+    experts = params.experts if system.migrate is None else system.migrate(params.experts)
+    options = router_options(router)
+    _check_arguments(x, params, experts, options, topology)
+    info = rank_tokens(tokens, x.shape[0], topology)
+    routing = route(x, kernel, router, info, params.selection_bias, params.logit_bias)
+    factor = options.capacity_factor
+    limit = None if factor is None else capacity(factor, routing.experts.size, kernel.shape[1])
     counted = count(routing, kernel.shape[1], topology, on_fault, limit)
     routed, is_homed = permute_to_homes(counted, routing.weights, homes, on_fault)
     # One rank alone has all experts at home.
     num_slots = experts.up.shape[0] + (system.replica_slots if topology.num_ranks > 1 else 0)
     start = plain_plan(routed.counts, topology, num_slots)
-    served, state = _served(x, routed, experts, start, state, system, topology, on_fault)
-    y = _outputs(served, homes, is_homed, system.dispatch.max_rounds, topology, on_fault)
-    loss = losses(routing, counted.asked, topology.expert_axes, sequence_length)
-    fault = _fault(counted, routed.counts, homes, is_homed, served, system.dispatch.max_rounds)
+    served, balancer = _served(x, routed, experts, start, state.balancer, system, topology, on_fault)
+    max_rounds = system.dispatch.buffers.max_rounds
+    y = _outputs(served, homes, is_homed, max_rounds, topology, on_fault)
+    loss = losses(routing, counted.asked, topology.expert_axes, tokens.sequence_length)
+    fault = _fault(counted, routed.counts, homes, is_homed, served, max_rounds)
     dropped = (counted.asked - counted.counts).sum(dtype=jnp.int32)
-    return y, _stats(routed.counts, dropped, start, served.plan, served.rounds, experts, loss, fault), state
+    stats = _stats(routed.counts, dropped, start, served.plan, served.rounds, experts, loss, fault)
+    return y, stats, MoEState(balancer, homes)
 
 
-def token_info(
-    num_tokens: int,
-    topology: Topology,
-    mask: TokenMask | None = None,
-    token_ids: Int[Array, "T"] | None = None,
-    key: Key[Array, ""] | None = None,
-) -> TokenInfo:
-    """Says what a router may know about this rank's tokens.
+def rank_tokens(tokens: TokenInfo, num_tokens: int, topology: Topology) -> TokenInfo:
+    """Return the properties of this rank's tokens for its router.
 
     Args:
+        tokens: the argument of `moe`.
         num_tokens: `T`.
-        topology: its expert axes say which of all tokens are this rank's.
-        mask: as `moe` was given it.
-        token_ids: likewise.
-        key: likewise.
+        topology: its expert axes give the position of this rank's first token in the group.
     """
+    key = tokens.key
     if key is not None:
-        # Or all ranks would draw the same.
+        # Fold in the rank index so that each rank samples different noise.
         key = jax.random.fold_in(key, jax.lax.axis_index(topology.data_axes + topology.expert_axes))
-    return TokenInfo(jax.lax.axis_index(topology.expert_axes) * num_tokens, mask, token_ids, key)
+    return replace(tokens, key=key, first=jax.lax.axis_index(topology.expert_axes) * num_tokens)
 
 
 @jax.named_scope("route")
 def route(
     x: Tokens,
     kernel: Float[Array, "H E"],
-    router: Router,
+    router: RouterFunction,
     info: TokenInfo,
     bias: Float[Array, "E"] | None = None,
-    kernel_bias: Float[Array, "E"] | None = None,
+    logit_bias: Float[Array, "E"] | None = None,
 ) -> Routing:
     """Asks the router for the experts and weights of this rank's tokens, in float32 at least.
 
@@ -157,7 +195,7 @@ def route(
         router: `TopK`, `ForceBalanced` or a callable like them.
         info: what else the router may know. Padding tokens, where its mask is false, get `NO_EXPERT`.
         bias: `[E]`, added to the scores when experts are chosen.
-        kernel_bias: `[E]`, added to the logits.
+        logit_bias: `[E]`, added to the logits.
     """
     if info.mask is not None:
         # Padding may hold anything: NaN times the zero gradient of its logits would be NaN in the kernel's gradient.
@@ -166,8 +204,8 @@ def route(
     # which accelerators do not give by default.
     dtype = wide_dtype(x)
     logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision=jax.lax.Precision.HIGHEST)
-    if kernel_bias is not None:
-        logits += kernel_bias.astype(dtype)[None]
+    if logit_bias is not None:
+        logits += logit_bias.astype(dtype)[None]
     routing = router(logits, bias, info)
     routing = routing if info.mask is None else mask_tokens(routing, info.mask)
     return checkpoint_name(routing, "moe_routing")
@@ -399,12 +437,15 @@ def _fault(
     )
 
 
-def _check_arguments(x: Tokens, kernel: Float[Array, "H E"], experts: Experts, topology: Topology) -> None:
+def _check_arguments(x: Tokens, params: MoEParams, experts: Experts, options: Router, topology: Topology) -> None:
     if not topology.expert_axes:
         raise ValueError("topology has no expert_axes; expected one made by Topology.from_mesh")
     if x.dtype not in TOKEN_DTYPES:
         raise ValueError(f"x has dtype {x.dtype}; expected bfloat16, float32 or float64")
-    width, num_experts = kernel.shape
+    for name in ("logit_bias", "selection_bias"):
+        if getattr(options, name) and getattr(params, name) is None:
+            raise ValueError(f"params.{name} is None; expected [E], as router.{name} is True")
+    width, num_experts = params.router.shape
     home, experts_width, _ = experts.up.shape
     if home * topology.num_ranks != num_experts:
         raise ValueError(

@@ -3,6 +3,7 @@
 import inspect
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jax_moe_lb.balancers.base import Balancer, Plain
 from jax_moe_lb.balancers.eplb import EPLB, EPLBPlus
@@ -18,6 +19,8 @@ from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.transport.compression import QuantizedTransfer
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.exchange import Buffers, Kernels
+from jax_moe_lb.transport.expert_domains import GatherExpertDomain
 from jax_moe_lb.transport.replicate import Gather, PeerCopy, Relay, Replicate
 from jax_moe_lb.transport.spray import MultiRailDispatch
 from jax_moe_lb.transport.two_phase import TwoPhase
@@ -55,11 +58,14 @@ class System:
     Args:
         balancer: it edits the plan.
         replicate: it fills the slots.
-        dispatch: it serves the tokens; its headroom sets the receive buffer.
+        dispatch: it serves the tokens; its `buffers` set the receive buffer.
         replica_slots: `S - L`, the slots of a rank beyond those of its home experts; at most `E - L`. Two are usual;
             every one costs the memory of an expert's weights and gradients, once for all layers. One rank alone has
             none.
-        relocates: whether home experts shall move every so many steps, too: `nn.MoE` then keeps what that needs.
+        relocates: if True, `nn.MoE` keeps the places and running loads of experts, so that they can move between ranks.
+            Call `MoE.update_loads` in each step and `nn.relocate` every so many. False by default.
+        migrate: gathers the experts of expert domains before tokens are known, over a mesh of `hybrid_mesh`; `None`
+            (default), usual inside one datacenter, keeps experts at home.
 
     Examples:
         >>> from jax_moe_lb import Chain
@@ -74,6 +80,7 @@ class System:
     dispatch: Dispatch = field(default_factory=Direct)
     replica_slots: int = 0
     relocates: bool = False
+    migrate: GatherExpertDomain | None = None
 
     def __post_init__(self) -> None:
         if self.replica_slots < 0:
@@ -86,10 +93,10 @@ class System:
         The simulator asks for it.
 
         Examples:
-            >>> [system.needs_contiguous_weights for system in (exact(2), exact(2).with_own_kernels(), plain())]
+            >>> [system.needs_contiguous_weights for system in (exact(), exact().replace(kernels=Kernels.OWN), plain())]
             [True, False, False]
         """
-        return self.replica_slots > 0 and not self.dispatch.own_kernels
+        return self.replica_slots > 0 and self.dispatch.kernels is Kernels.LIBRARY
 
     def no_op_reason(self, topology: Topology, num_experts: int) -> str | None:
         """Says why its balancer cannot change anything in a layer; `None` if it can. `nn.MoE` warns of it.
@@ -130,42 +137,40 @@ class System:
         bound = float(topology.num_ranks)
         if not self.dispatch.passes_home:
             bound = min(bound, self.balancer.bound(topology, num_home, num_home + self.replica_slots))
-        return max(1, math.ceil(bound * num_copies / self.dispatch.capacity(num_copies)))
+        return max(1, math.ceil(bound * num_copies / self.dispatch.buffers.rows(num_copies)))
 
-    def with_rounds(self, max_rounds: int | None) -> "System":
-        """Returns the same system with as many rounds in its program.
+    def replace(
+        self,
+        *,
+        buffers: Buffers | None = None,
+        transfer: QuantizedTransfer | None = None,
+        kernels: Kernels | None = None,
+        replica_slots: int | None = None,
+        migrate: GatherExpertDomain | None = None,
+        relocates: bool | None = None,
+    ) -> "System":
+        """Return the same system with other options; `None` (default) keeps an option.
+
+        Use `dataclasses.replace` for other strategies, and to remove `transfer` or `migrate`.
 
         Args:
-            max_rounds: that of its dispatch: `None` for a loop; 1 leaves it out, see `docs/how-to/gpu.md`.
+            buffers: size of the dispatch's receive buffer and number of rounds.
+            transfer: quantization of rows while they travel forward.
+            kernels: implementation of the experts' products on Hopper.
+            replica_slots: slots of a rank beyond its home experts.
+            migrate: gathers the experts of expert domains first.
+            relocates: whether home experts move between steps.
 
         Examples:
-            >>> exact(2).with_rounds(1).dispatch.max_rounds
-            1
+            >>> from jax_moe_lb import Buffers, exact
+            >>> exact(2).replace(buffers=Buffers(max_rounds=1)).dispatch.buffers
+            Buffers(headroom=1.05, max_rounds=1)
         """
-        return replace(self, dispatch=replace(self.dispatch, max_rounds=max_rounds))
-
-    def with_wire(self, wire: QuantizedTransfer | None) -> "System":
-        """Returns the same system with rows in low precision while they travel forward.
-
-        Args:
-            wire: see `QuantizedTransfer`; `None` leaves rows as they are.
-
-        Examples:
-            >>> exact(2).with_wire(QuantizedTransfer()).dispatch.wire.block
-            128
-        """
-        return replace(self, dispatch=replace(self.dispatch, wire=wire))
-
-    def with_own_kernels(self) -> "System":
-        """Returns the same system with products of this library's own on Hopper.
-
-        Use it to need less memory and traffic there than with tokamax's products; see `Exchange.own_kernels`.
-
-        Examples:
-            >>> exact(2).with_own_kernels().dispatch.own_kernels
-            True
-        """
-        return replace(self, dispatch=replace(self.dispatch, own_kernels=True))
+        of_dispatch = {"buffers": buffers, "transfer": transfer, "kernels": kernels}
+        of_system = {"replica_slots": replica_slots, "migrate": migrate, "relocates": relocates}
+        dispatch: Any = {name: value for name, value in of_dispatch.items() if value is not None}
+        system: Any = {name: value for name, value in of_system.items() if value is not None}
+        return replace(self, dispatch=replace(self.dispatch, **dispatch), **system)
 
 
 def system_names() -> list[str]:
@@ -202,57 +207,57 @@ def system_named(name: str) -> System:
     return globals()[name]()
 
 
-def plain(headroom: float = 1.05) -> System:
+def plain(buffers: Buffers = Buffers()) -> System:
     """Serves every expert at home, however skewed the load: plain expert parallelism.
 
     Use it where routing is level already, and as the baseline of every comparison.
 
     Args:
-        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual, in all systems here.
+        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default), in most systems.
 
     Examples:
         >>> system = plain()
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('Plain', 'Direct', 0)
     """
-    return System(dispatch=Direct(headroom))
+    return System(dispatch=Direct(buffers))
 
 
-def greedy(replica_slots: int = 2, headroom: float = 1.05) -> System:
+def greedy(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
     """Gives quotas to replicas, planned in one greedy pass inside the jitted program.
 
     It needs no custom calls, so it is the first to try.
 
     Args:
         replica_slots: the slots of a rank beyond its home experts; 2 are usual.
-        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
+        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
 
     Examples:
         >>> system = greedy(replica_slots=2)
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('Greedy', 'Direct', 2)
     """
-    return System(Greedy(), dispatch=Direct(headroom), replica_slots=replica_slots)
+    return System(Greedy(), dispatch=Direct(buffers), replica_slots=replica_slots)
 
 
-def ultraep(replica_slots: int = 2, headroom: float = 1.05) -> System:
+def ultraep(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
     """Brings every rank of a domain under one limit near the mean in every microbatch, by UltraEP's planner.
 
     Use it on rack-scale domains, where a hot expert has many replicas, which relays feed.
 
     Args:
         replica_slots: the slots of a rank beyond its home experts; 2 are usual, as in the paper.
-        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
+        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
 
     Examples:
         >>> system = ultraep(replica_slots=2)
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('UltraEP', 'Direct', 2)
     """
-    return System(UltraEP(), Relay(), Direct(headroom), replica_slots)
+    return System(UltraEP(), Relay(), Direct(buffers), replica_slots)
 
 
-def exact(replica_slots: int = 2, headroom: float = 1.05) -> System:
+def exact(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
     """Plans the lowest maximum load that a search finds, then few replicas.
 
     Use it where the receive buffer shall be near the mean: with enough slots the maximum is within its `eps`, 0.01, of
@@ -260,17 +265,17 @@ def exact(replica_slots: int = 2, headroom: float = 1.05) -> System:
 
     Args:
         replica_slots: the slots of a rank beyond its home experts; 2 are usual.
-        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
+        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
 
     Examples:
         >>> system = exact(replica_slots=2)
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('Exact', 'Direct', 2)
     """
-    return System(Exact(), dispatch=Direct(headroom), replica_slots=replica_slots)
+    return System(Exact(), dispatch=Direct(buffers), replica_slots=replica_slots)
 
 
-def two_tier(replica_slots: int = 2, headroom: float = 1.05) -> System:
+def two_tier(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
     """Moves home experts between domains every so many steps, and levels each microbatch inside them, along relays.
 
     Use it where ranks form several domains, such as nodes: replicas stay inside a domain, so that no plan alone brings
@@ -279,17 +284,17 @@ def two_tier(replica_slots: int = 2, headroom: float = 1.05) -> System:
 
     Args:
         replica_slots: the slots of a rank beyond its home experts; 2 are usual.
-        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
+        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
 
     Examples:
         >>> system = two_tier()
         >>> type(system.balancer).__name__, type(system.replicate).__name__, system.relocates
         ('Exact', 'Relay', True)
     """
-    return System(Exact(), Relay(), Direct(headroom), replica_slots, relocates=True)
+    return System(Exact(), Relay(), Direct(buffers), replica_slots, relocates=True)
 
 
-def hybridep(replica_slots: int = 2, headroom: float = 1.05) -> System:
+def hybridep(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
     """Makes every rank hold the experts of its expert domain, as large as the slots allow: HybridEP's plan on any mesh.
 
     On a mesh of `hybrid_mesh` use `GatherExpertDomain` instead, which moves experts before tokens are known, with any
@@ -297,17 +302,17 @@ def hybridep(replica_slots: int = 2, headroom: float = 1.05) -> System:
 
     Args:
         replica_slots: the slots of a rank beyond its home experts; `(n - 1) L` of them hold an expert domain of `n`.
-        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
+        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
 
     Examples:
         >>> system = hybridep(replica_slots=2)
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('HybridEP', 'Direct', 2)
     """
-    return System(HybridEP(), dispatch=Direct(headroom), replica_slots=replica_slots)
+    return System(HybridEP(), dispatch=Direct(buffers), replica_slots=replica_slots)
 
 
-def feplb(replica_slots: int = 4, headroom: float = 1.5) -> System:
+def feplb(replica_slots: int = 4, buffers: Buffers = Buffers(headroom=1.5)) -> System:
     """Moves the busiest experts, whole, to idle ranks of their domain, while the others are served: FEPLB.
 
     Use it inside one NVLink domain, where copy engines move weights. Where memory is short, make the system with
@@ -315,17 +320,17 @@ def feplb(replica_slots: int = 4, headroom: float = 1.5) -> System:
 
     Args:
         replica_slots: the slots of a rank beyond its home experts, and so the experts that it can take; 4 are usual.
-        headroom: the rows that a rank can receive in one round, over the mean, before balancing; 1.5 is usual.
+        buffers: the receive buffer: 1.5 x mean load before balancing and as many rounds as needed (default).
 
     Examples:
         >>> system = feplb()
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('FEPLB', 'TwoPhase', 4)
     """
-    return System(FEPLB(), PeerCopy(), TwoPhase(headroom), replica_slots)
+    return System(FEPLB(), PeerCopy(), TwoPhase(buffers), replica_slots)
 
 
-def fastermoe(replica_slots: int = 2, headroom: float = 1.05) -> System:
+def fastermoe(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
     """Copies hot experts to every rank of their domain if that pays: FasterMoE, with the costs of its defaults.
 
     Use it to reproduce that baseline.
@@ -333,78 +338,78 @@ def fastermoe(replica_slots: int = 2, headroom: float = 1.05) -> System:
     Args:
         replica_slots: the slots of a rank beyond its home experts; each hot expert takes one on every other rank. 2 are
             usual.
-        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
+        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
 
     Examples:
         >>> system = fastermoe()
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('FasterMoE', 'Direct', 2)
     """
-    return System(FasterMoE(), dispatch=Direct(headroom), replica_slots=replica_slots)
+    return System(FasterMoE(), dispatch=Direct(buffers), replica_slots=replica_slots)
 
 
-def eplb(replica_slots: int = 2, headroom: float = 1.05) -> System:
+def eplb(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
     """Makes replicas by the load of earlier microbatches, anew every few: EPLB.
 
     Use it as a baseline, and where loads change slowly and no time for a planner is left.
 
     Args:
         replica_slots: the slots of a rank beyond its home experts; 2 are usual.
-        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
+        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
 
     Examples:
         >>> system = eplb()
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('EPLB', 'Direct', 2)
     """
-    return System(EPLB(), dispatch=Direct(headroom), replica_slots=replica_slots)
+    return System(EPLB(), dispatch=Direct(buffers), replica_slots=replica_slots)
 
 
-def eplb_plus(replica_slots: int = 2, headroom: float = 1.05) -> System:
+def eplb_plus(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
     """Applies EPLB's rule to the load of every microbatch: EPLB+.
 
     Use it to reproduce that baseline of UltraEP's paper.
 
     Args:
         replica_slots: the slots of a rank beyond its home experts; 2 are usual.
-        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
+        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
 
     Examples:
         >>> system = eplb_plus()
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('EPLBPlus', 'Direct', 2)
     """
-    return System(EPLBPlus(), dispatch=Direct(headroom), replica_slots=replica_slots)
+    return System(EPLBPlus(), dispatch=Direct(buffers), replica_slots=replica_slots)
 
 
-def lplb(replica_slots: int = 2, headroom: float = 1.05) -> System:
+def lplb(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
     """Solves a linear program over a fixed graph of replicas, on the host: LPLB.
 
     Use it to study that baseline: it calls the host in every layer.
 
     Args:
         replica_slots: the slots of a rank beyond its home experts, each an edge of the graph; 2 are usual.
-        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
+        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
 
     Examples:
         >>> system = lplb()
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('LPLB', 'Direct', 2)
     """
-    return System(LPLB(), dispatch=Direct(headroom), replica_slots=replica_slots)
+    return System(LPLB(), dispatch=Direct(buffers), replica_slots=replica_slots)
 
 
-def rails(headroom: float = 1.05) -> System:
+def rails(buffers: Buffers = Buffers()) -> System:
     """Sprays tokens between nodes over all rails: RailS. Mesh axes must make up the nodes.
 
     Use it where nodes have several network interfaces and their ranks do not all send the same.
 
     Args:
-        headroom: the rows that a rank can receive in one round, over the mean; 1.05 is usual.
+        buffers: the receive buffer: 1.05 x mean load and as many rounds as needed (default).
 
     Examples:
         >>> system = rails()
         >>> type(system.balancer).__name__, type(system.dispatch).__name__, system.replica_slots
         ('RailS', 'MultiRailDispatch', 0)
     """
-    return System(RailS(), dispatch=MultiRailDispatch(headroom))
+    return System(RailS(), dispatch=MultiRailDispatch(buffers))

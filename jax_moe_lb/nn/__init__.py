@@ -1,17 +1,20 @@
 """Flax modules with the parameters of a layer; `jax_moe_lb.moe` is the same without Flax."""
 
+from jax_moe_lb.nn.config import ExpertConfig, Precision, SharedExpert, SharedMix
 from jax_moe_lb.nn.moe import MoE, as_linen, logical_axis_rules
 from jax_moe_lb.nn.relocation import expert_bytes, mesh_independent_state, relocate, restore_mesh_independent_state
-from jax_moe_lb.nn.sharding import SharedMix
 
 __all__ = [
-    "restore_mesh_independent_state",
     "as_linen",
     "expert_bytes",
+    "ExpertConfig",
     "logical_axis_rules",
     "MoE",
     "mesh_independent_state",
+    "Precision",
     "relocate",
+    "restore_mesh_independent_state",
+    "SharedExpert",
     "SharedMix",
 ]
 

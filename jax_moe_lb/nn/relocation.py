@@ -39,7 +39,7 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
     donate them, and the compiler exchanges the experts between devices.
 
     Args:
-        params: the state of a model, or a tree that holds one, whose `MoE` layers are `relocatable`.
+        params: the state of a model, or a tree that holds one, whose `MoE` layers have a system that relocates.
         opt_state: the state of any optimizer that keeps one array per parameter.
         permutation: `[layers, E]` integers, layers in the order of their paths in `params`. What is traced is not
             checked here, but homes are where the layer uses them.
@@ -73,7 +73,7 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
     orders: dict[Path, Any] = {}
     for layer, order in zip(layers, permutation, strict=True):
         if (*layer, HOMES) not in shapes:
-            raise ValueError(f"{'.'.join(layer)} has no homes; expected an MoE made with relocatable=True")
+            raise ValueError(f"{'.'.join(layer)} has no homes; expected an MoE whose system has relocates=True")
         orders |= {(*layer, name): order for name in (*WEIGHTS, HOMES) if (*layer, name) in shapes}
 
     def moved_state(key_path: Any, leaf: Any) -> Any:
@@ -164,11 +164,11 @@ def mesh_independent_state(model: nnx.Module) -> nnx.State:
     Examples:
         >>> import jax
         >>> from flax import nnx
-        >>> from jax_moe_lb import TopK
-        >>> from jax_moe_lb import MoE
+        >>> from jax_moe_lb import ExpertConfig, MoE, TopK
         >>> from jax_moe_lb.nn import mesh_independent_state
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-        >>> layer = MoE(8, 16, 4, TopK(2), mesh=mesh, system="eplb", use_bias=True, rngs=nnx.Rngs(0))
+        >>> router, experts = TopK(2, selection_bias=True), ExpertConfig(16)
+        >>> layer = MoE(8, 4, router, mesh=mesh, system="eplb", experts=experts, rngs=nnx.Rngs(0))
         >>> sorted(nnx.to_pure_dict(mesh_independent_state(layer))), "state" in nnx.to_pure_dict(nnx.state(layer))
         (['bias', 'down', 'gate', 'kernel', 'up'], True)
     """
@@ -189,11 +189,11 @@ def restore_mesh_independent_state(model: nnx.Module, state: nnx.State) -> None:
     Examples:
         >>> import jax
         >>> from flax import nnx
-        >>> from jax_moe_lb import TopK
-        >>> from jax_moe_lb import MoE
+        >>> from jax_moe_lb import ExpertConfig, MoE, TopK
         >>> from jax_moe_lb.nn import mesh_independent_state, restore_mesh_independent_state
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-        >>> one, other = (MoE(8, 16, 4, TopK(2), mesh=mesh, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+        >>> experts = ExpertConfig(16)
+        >>> one, other = (MoE(8, 4, TopK(2), mesh=mesh, experts=experts, rngs=nnx.Rngs(seed)) for seed in (0, 1))
         >>> restore_mesh_independent_state(other, mesh_independent_state(one))
         >>> bool((one.up[...] == other.up[...]).all())
         True

@@ -1,13 +1,11 @@
 """Parameters are made where they belong on the mesh.
 
-The expert that every token passes, and how its output meets that of the others.
-
 These functions run `moe` and the gather of expert domains over the arrays of all ranks, compiled.
 """
 
 import functools
-from dataclasses import dataclass
-from enum import Enum
+import math
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -20,11 +18,10 @@ from jax_moe_lb.core.stats import OnFault, Stats
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import DType, State
 from jax_moe_lb.kernels.experts import Experts
-from jax_moe_lb.kernels.grouped_ffn import dense_ffn
-from jax_moe_lb.layer.moe import moe
+from jax_moe_lb.layer.moe import MoEParams, MoEState, moe
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.routing.losses import Losses
-from jax_moe_lb.routing.routers import Router
+from jax_moe_lb.routing.routers import RouterFunction, TokenInfo
 from jax_moe_lb.transport.expert_domains import GatherExpertDomain
 from jax_moe_lb.transport.fsdp import FsdpExperts
 
@@ -74,53 +71,6 @@ class Parameters:
         return nnx.Param(value, out_sharding=axes, mesh=self.mesh, sharding_rules=self.rules)
 
 
-HiddenStates = Float[Array, "*B H"]
-
-
-class SharedMix(Enum):
-    """Says how the outputs of the shared expert and of a token's other experts become one.
-
-    Examples:
-        >>> from jax_moe_lb.nn import SharedMix
-        >>> [mix.num_logits for mix in SharedMix]
-        [0, 1, 2]
-    """
-
-    SUM = 0
-    """Adds both: DeepSeek-V3, GLM-4.5, Llama 4. It is usual."""
-    SIGMOID = 1
-    """Weighs the shared one by a sigmoid of a learned product with the token: Qwen2-MoE and Qwen3-Next."""
-    SOFTMAX = 2
-    """Weighs both by a softmax of two learned products: the dense residual branch of DeepSpeed-MoE (arXiv 2201.05596,
-    section 4.1.1)."""
-
-    @property
-    def num_logits(self) -> int:
-        """Counts the learned products of a token: the columns of the kernel."""
-        return self.value
-
-    def __call__(
-        self, x: HiddenStates, routed: HiddenStates, shared: Experts, kernel: Float[Array, "H _"] | None
-    ) -> HiddenStates:
-        """Returns the output of the layer.
-
-        Args:
-            x: `[..., H]`, the tokens.
-            routed: `[..., H]`, the outputs of their other experts.
-            shared: the shared expert, in the dtype of `x`.
-            kernel: `[H, num_logits]`; `None` for `SUM`.
-        """
-        y = dense_ffn(x, shared)
-        if kernel is None:
-            return routed + y
-        # In float32 like the router's logits, and rounded once.
-        logits = jnp.matmul(x, kernel, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
-        if self is SharedMix.SIGMOID:
-            return routed + jax.nn.sigmoid(logits).astype(x.dtype) * y
-        weights = jax.nn.softmax(logits, -1).astype(x.dtype)
-        return weights[..., :1] * routed + weights[..., 1:] * y
-
-
 def expert_axes(topology: Topology, migrate: GatherExpertDomain | None) -> tuple[str, ...]:
     """Tells over which mesh axes home experts are sharded."""
     return topology.expert_axes if migrate is None else migrate.domains.expert_axes
@@ -130,17 +80,15 @@ def expert_axes(topology: Topology, migrate: GatherExpertDomain | None) -> tuple
 class LayerConfig:
     """Holds what is static in a layer; see `nn.MoE` and `moe` for what each says."""
 
-    router: Router
+    router: RouterFunction
     system: System
-    migrate: GatherExpertDomain | None
     topology: Topology
     mesh: Mesh
     shards: FsdpExperts
     losses: Losses
     sequence_length: int | None
-    capacity_factor: float | None
     on_fault: OnFault
-    fused: bool
+    fuse_gate_up: bool
 
 
 class LayerInputs(NamedTuple):
@@ -151,10 +99,7 @@ class LayerInputs(NamedTuple):
         mask: `[C]` booleans.
         token_ids: `[C]` int32.
         key: random numbers, equal on all ranks.
-        kernel: `[H, E]`, the router's.
-        kernel_bias: `[E]`.
-        experts: all home experts.
-        bias: `[E]`, of the choice.
+        params: the router's parameters and all home experts.
         homes: `[E]` int32.
         state: the balancer's, stacked over groups.
         known: what expert domains know of their experts.
@@ -164,10 +109,7 @@ class LayerInputs(NamedTuple):
     mask: Any
     token_ids: Any
     key: Any
-    kernel: Any
-    kernel_bias: Any
-    experts: Any
-    bias: Any
+    params: Any
     homes: Any
     state: Any
     known: Any
@@ -177,7 +119,7 @@ class LayerInputs(NamedTuple):
 @functools.partial(jax.jit, inline=True, static_argnames=("layer",))
 def sharded_moe(inputs: LayerInputs, *, layer: LayerConfig) -> tuple[Float[Array, "C H"], Stats, State, Experts | None]:
     """Runs `moe` over the tokens of all ranks; statistics and state have one entry per group."""
-    topology, migrate, mesh = layer.topology, layer.migrate, layer.mesh
+    topology, migrate, mesh = layer.topology, layer.system.migrate, layer.mesh
     home_axes = expert_axes(topology, migrate)
     whole, by_expert = PartitionSpec(), PartitionSpec(home_axes)
     # Data axes stand outermost: tokens of one group lie side by side.
@@ -188,10 +130,12 @@ def sharded_moe(inputs: LayerInputs, *, layer: LayerConfig) -> tuple[Float[Array
         mask=by_token,
         token_ids=by_token,
         key=whole,
-        kernel=whole,
-        kernel_bias=whole,
-        experts=layer.shards.specs(inputs.experts, home_axes, topology.tensor_axes),
-        bias=whole,
+        params=MoEParams(
+            router=whole,
+            experts=layer.shards.specs(inputs.params.experts, home_axes, topology.tensor_axes),
+            logit_bias=whole,
+            selection_bias=whole,
+        ),
         homes=whole,
         state=by_group,
         known=by_expert,
@@ -213,31 +157,24 @@ def sharded_moe(inputs: LayerInputs, *, layer: LayerConfig) -> tuple[Float[Array
 def _one_rank(inputs: LayerInputs, layer: LayerConfig) -> tuple[Array, Stats, State, Experts | None]:
     # A balancer knows nothing of other groups: inside, its state has no dimension for them.
     state = jax.tree.map(lambda leaf: leaf[0], inputs.state)
-    experts, known = layer.shards(inputs.experts), inputs.known
-    if layer.migrate is not None and known is not None:
-        experts, known = layer.migrate.update(experts, known)
-    elif layer.migrate is not None:
-        experts = layer.migrate(experts)
-    y, stats, state = moe(
+    experts, known, migrate = layer.shards(inputs.params.experts), inputs.known, layer.system.migrate
+    if migrate is not None and known is not None:
+        experts, known = migrate.update(experts, known)
+    elif migrate is not None:
+        experts = migrate(experts)
+    y, stats, after = moe(
         inputs.tokens,
-        inputs.kernel,
-        experts.fused() if layer.fused else experts,
+        replace(inputs.params, experts=experts.fused() if layer.fuse_gate_up else experts),
         layer.router,
-        layer.system,
+        # The experts are gathered already.
+        replace(layer.system, migrate=None),
         layer.topology,
-        state=state,
-        kernel_bias=inputs.kernel_bias,
-        bias=inputs.bias,
-        homes=inputs.homes,
-        mask=inputs.mask,
-        losses=layer.losses,
-        sequence_length=layer.sequence_length,
-        capacity_factor=layer.capacity_factor,
-        token_ids=inputs.token_ids,
-        key=inputs.key,
-        on_fault=layer.on_fault,
+        MoEState(state, inputs.homes),
+        TokenInfo(inputs.mask, inputs.token_ids, inputs.key, layer.sequence_length),
+        layer.losses,
+        layer.on_fault,
     )
-    return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state)), known
+    return y, *jax.tree.map(lambda leaf: leaf[None], (stats, after.balancer)), known
 
 
 @functools.partial(jax.jit, inline=True, static_argnames=("migrate", "mesh"))
@@ -266,3 +203,49 @@ def place(tree: Any, sharding: jax.sharding.Sharding, mesh: Mesh) -> Any:
     if AxisType.Explicit not in mesh.axis_types:
         return tree
     return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
+
+
+def flatten_tokens(
+    array: Array | None, num_dims: int, missing: int, mesh: Mesh, by_token: PartitionSpec
+) -> Array | None:
+    """Merge the first dimensions of an array, those of tokens, and append zeros.
+
+    Args:
+        array: `[..., *]`; `None` is returned as it is.
+        num_dims: number of dimensions to merge.
+        missing: number of zeros, or rows of zeros, to append.
+        mesh: the mesh of the layer.
+        by_token: sharding of tokens.
+    """
+    if array is None:
+        return None
+    shape = (math.prod(array.shape[:num_dims]), *array.shape[num_dims:])
+    if not missing:
+        return reshaped(array, shape, NamedSharding(mesh, by_token), mesh)
+    # On an Explicit mesh no axis may divide what it does not divide evenly: these are few, and every device has them.
+    array = reshaped(array, shape, NamedSharding(mesh, PartitionSpec()), mesh)
+    return jnp.pad(array, ((0, missing), *[(0, 0)] * (array.ndim - 1)))
+
+
+def fsdp_axes(rules: LogicalAxisRules, topology: Topology) -> FsdpExperts:
+    """Return the data axes that split the experts' matrices.
+
+    Args:
+        rules: table from logical to mesh axes.
+        topology: the topology of the layer.
+
+    Raises:
+        ValueError: the table splits experts over other axes.
+    """
+    table = dict(rules)
+    embed, mlp = (_axis_names(table.get(name)) for name in ("embed", "mlp"))
+    if mlp[len(mlp) - len(topology.tensor_axes) :] != topology.tensor_axes:
+        raise ValueError(f"rules split mlp over {mlp}; expected the topology's tensor_axes {topology.tensor_axes} last")
+    mlp = mlp[: len(mlp) - len(topology.tensor_axes)]
+    if others := [axis for axis in embed + mlp if axis not in topology.data_axes]:
+        raise ValueError(f"rules split experts over {others}; expected data axes, of {topology.data_axes}")
+    return FsdpExperts(embed, mlp)
+
+
+def _axis_names(axes: tuple[str, ...] | str | None) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else axes

@@ -2,7 +2,16 @@
 
 from jax_moe_lb.routing.losses import Losses
 from jax_moe_lb.routing.more_routers import ExpertChoice, HashRouter, NoisyTopK
-from jax_moe_lb.routing.routers import ForceBalanced, GroupLimit, Routing, TokenInfo, TopK, updated_bias
+from jax_moe_lb.routing.routers import (
+    ForceBalanced,
+    GroupLimit,
+    Router,
+    RouterFunction,
+    Routing,
+    TokenInfo,
+    TopK,
+    updated_bias,
+)
 
 __all__ = [
     "ExpertChoice",
@@ -11,6 +20,8 @@ __all__ = [
     "HashRouter",
     "Losses",
     "NoisyTopK",
+    "Router",
+    "RouterFunction",
     "Routing",
     "TokenInfo",
     "TopK",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_moe_lb.core.types import iota
-from jax_moe_lb.routing.routers import NO_EXPERT, Logits, Routing, TokenInfo, TopK
+from jax_moe_lb.routing.routers import NO_EXPERT, Logits, Router, Routing, TokenInfo, TopK
 
 
 def capacity(factor: float, num_copies: int, num_experts: int) -> int:
@@ -25,12 +25,7 @@ def capacity(factor: float, num_copies: int, num_experts: int) -> int:
         factor: over the mean; 1 to 2 are usual.
         num_copies: `T * K`.
         num_experts: `E`.
-
-    Raises:
-        ValueError: `factor` is not positive and finite.
     """
-    if not 0 < factor < math.inf:
-        raise ValueError(f"capacity_factor is {factor}; expected above 0 and finite, or None to drop nothing")
     return max(1, math.ceil(factor * num_copies / num_experts))
 
 
@@ -55,7 +50,7 @@ def within_capacity(experts: Int[Array, "T K"], num_experts: int, capacity: int)
 
 
 @dataclass(frozen=True)
-class ExpertChoice:
+class ExpertChoice(Router):
     """This router lets every expert choose tokens: those of highest score, as many for each (arXiv 2202.09368).
 
     Experts are level by construction, while tokens get more experts or fewer. Use it in encoders: in a language model
@@ -65,6 +60,9 @@ class ExpertChoice:
     Args:
         num_experts_per_tok: the mean number of experts of a token, the paper's capacity factor; 2 is usual.
         max_experts_per_tok: the largest number; rows of buffers are counted by it, so take a small one. 4 is usual.
+        selection_bias: see `Router`.
+        logit_bias: see `Router`.
+        capacity_factor: see `Router`.
 
     Raises:
         ValueError: the numbers are not in order.
@@ -81,6 +79,7 @@ class ExpertChoice:
     max_experts_per_tok: int = 4
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.num_experts_per_tok <= self.max_experts_per_tok:
             raise ValueError(
                 f"num_experts_per_tok is {self.num_experts_per_tok}; "
@@ -110,7 +109,7 @@ class ExpertChoice:
 
 
 @dataclass(frozen=True)
-class HashRouter:
+class HashRouter(Router):
     """This router sends a token to experts that a hash of its id names (Hash Layers, arXiv 2106.04426).
 
     Nothing is learned, so that it is a baseline for learned routers; frequent tokens make its load uneven. Give the ids
@@ -118,6 +117,9 @@ class HashRouter:
 
     Args:
         num_experts_per_tok: `K`, different experts for each token; 1 in the paper.
+        selection_bias: see `Router`.
+        logit_bias: see `Router`.
+        capacity_factor: see `Router`.
 
     Raises:
         ValueError: `num_experts_per_tok` is below 1.
@@ -134,6 +136,7 @@ class HashRouter:
     num_experts_per_tok: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.num_experts_per_tok < 1:
             raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; expected at least 1")
 
@@ -163,7 +166,7 @@ class HashRouter:
 
 
 @dataclass(frozen=True)
-class NoisyTopK:
+class NoisyTopK(Router):
     """This router adds normal noise to the logits when it chooses, so that experts near the best are tried, too.
 
     Give the layer a `key` in training, and another one in each step; without one nothing is added, as in evaluation.
@@ -171,8 +174,11 @@ class NoisyTopK:
     learned for each logit, and it moves the choice alone, not the weights.
 
     Args:
-        router: chooses, and gives the weights.
+        router: chooses, and gives the weights and the options of `Router`.
         std: the standard deviation of the noise; 1 / E is usual.
+        selection_bias: see `Router`; that of `router` by default.
+        logit_bias: likewise.
+        capacity_factor: likewise.
 
     Raises:
         ValueError: `std` is below 0.
@@ -192,6 +198,8 @@ class NoisyTopK:
     std: float = 0.1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self._inherit(self.router)
         if not self.std >= 0:
             raise ValueError(f"std is {self.std}; expected at least 0")
 

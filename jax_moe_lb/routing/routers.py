@@ -3,8 +3,9 @@
 All of it is in float32 (or float64), whatever the activations are: neighbouring scores must stay different.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -49,31 +50,81 @@ class Routing:
 
 @pytree
 class TokenInfo:
-    """Says what a router may know about the tokens of a rank beside their logits.
-
-    `moe` makes one for each call of the router; without arguments it is that of a first rank without padding.
+    """Properties of a rank's tokens beside their embeddings: an argument of `moe`, and the third one of routers.
 
     Args:
-        first: int32, the number of this rank's first token in the group.
-        mask: `[T]`, false for padding tokens; `None` if there are none.
-        ids: `[T]` int32, what the caller gave as `token_ids`, for `HashRouter`; `None` if nothing.
-        key: random numbers of this rank, other ones on each, from the `key` that the caller gave; `None` without.
+        mask: `[T]` booleans, false for padding tokens, which are not routed and whose outputs are 0; `None` (default)
+            without padding.
+        ids: `[T]` int32, token ids, required by `HashRouter`.
+        key: random key, required by `NoisyTopK` in training. Pass another key in each step and layer, equal on all
+            ranks; routers receive it with the rank index folded in.
+        sequence_length: consecutive tokens of a sequence, for the sequence-wise loss; static.
+        first: int32, position of this rank's first token in its group. `moe` sets it for the router.
 
     Examples:
+        >>> import jax.numpy as jnp
         >>> from jax_moe_lb import TokenInfo
-        >>> TokenInfo().first
+        >>> TokenInfo(mask=jnp.array([True, True, False])).first
         0
     """
 
-    first: Int[Array, ""] | int = 0
     mask: TokenMask | None = None
     ids: Int[Array, "T"] | None = None
     key: Key[Array, ""] | None = None
+    sequence_length: int | None = field(default=None, metadata={"static": True})
+    first: Int[Array, ""] | int = 0
 
 
-Router = Callable[[Logits, Float[Array, "E"] | None, TokenInfo], Routing]
-"""A router is a hashable value that turns logits into a `Routing`, given the bias of each expert (or `None`) and what
-else is known of the tokens. `docs/how-to/routers.md` shows how to write one."""
+RouterFunction = Callable[[Logits, Float[Array, "E"] | None, TokenInfo], Routing]
+"""A hashable function from logits, the selection bias of each expert (or `None`) and the tokens' properties to a
+`Routing`. `docs/how-to/routers.md` has an example."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """Base class of the routers of this library: options of the layer that belong to routing.
+
+    A plain function is a router, too; these options then have their defaults. Derive a frozen dataclass and write
+    `__call__(logits, bias, info)` for a router that has them.
+
+    Args:
+        selection_bias: if True, `nn.MoE` keeps a bias on the scores that choose experts, without gradients; call
+            `MoE.update_bias` in each step (balancing without auxiliary loss, DeepSeek-V3).
+        logit_bias: if True, add a learned bias to the router logits, as in GPT-OSS.
+        capacity_factor: if set, drop copies as GShard does: an expert takes that many times the mean of its copies from
+            each rank, first choices first. `None` (default) drops nothing.
+
+    Raises:
+        ValueError: `capacity_factor` is not positive and finite.
+
+    Examples:
+        >>> from jax_moe_lb import TopK
+        >>> from jax_moe_lb.routing import Router
+        >>> router = TopK(2, selection_bias=True)
+        >>> isinstance(router, Router), router.selection_bias, router.capacity_factor
+        (True, True, None)
+    """
+
+    selection_bias: bool = False
+    logit_bias: bool = False
+    capacity_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
+            raise ValueError(
+                f"capacity_factor is {self.capacity_factor}; expected above 0 and finite, or None to drop nothing"
+            )
+
+    def _inherit(self, inner: "Router") -> None:
+        """Take the options of the wrapped router where this one has defaults."""
+        for name in ("selection_bias", "logit_bias", "capacity_factor"):
+            # A frozen dataclass refuses ordinary assignment.
+            object.__setattr__(self, name, getattr(self, name) or getattr(inner, name))
+
+
+def router_options(router: RouterFunction) -> Router:
+    """Return the options of a router; the defaults for a plain function."""
+    return router if isinstance(router, Router) else Router()
 
 
 @dataclass(frozen=True)
@@ -127,7 +178,7 @@ class GroupLimit:
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Router):
     """This router sends a token to the `K` experts of highest score.
 
     It is the one to use: softmax top-k (GShard, Mixtral, Qwen3) by default, and DeepSeek-V3's with
@@ -140,6 +191,9 @@ class TopK:
         renormalise: whether the `K` weights are divided by their sum, which is usual.
         scale: the factor on the weights after that, usually 1; 2.5 in DeepSeek-V3.
         group_limit: restricts the experts that a token may choose from; `None` allows all.
+        selection_bias: see `Router`.
+        logit_bias: see `Router`.
+        capacity_factor: see `Router`.
 
     Raises:
         ValueError: `num_experts_per_tok` is below 1.
@@ -159,6 +213,7 @@ class TopK:
     group_limit: GroupLimit | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.num_experts_per_tok < 1:
             raise ValueError(f"num_experts_per_tok is {self.num_experts_per_tok}; expected at least 1")
 
@@ -218,14 +273,17 @@ def _log_scores(score: Callable[[Logits], Logits], logits: Logits) -> Logits:
 
 
 @dataclass(frozen=True)
-class ForceBalanced:
+class ForceBalanced(Router):
     """This router is the papers' "ideal": it sends tokens round robin over all experts.
 
     Use it to measure the speed that balancers are held against, in place of the real router. Training with it is
     meaningless.
 
     Args:
-        router: gives the weights of the forced choice, and `K`.
+        router: gives the weights of the forced choice, `K`, and the options of `Router`.
+        selection_bias: see `Router`; that of `router` by default.
+        logit_bias: likewise.
+        capacity_factor: likewise.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -236,6 +294,10 @@ class ForceBalanced:
     """
 
     router: TopK
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._inherit(self.router)
 
     @property
     def num_experts_per_tok(self) -> int:

@@ -19,6 +19,7 @@ from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.model import ModelShape, Step
 from jax_moe_lb.sim.work import Migration
+from jax_moe_lb.transport.exchange import Kernels
 
 BreakdownT = TypeVar("BreakdownT", bound="ByteBreakdown")
 
@@ -100,8 +101,8 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
         hidden=float(rows * model.inner * model.itemsize),
         kind=float(slots * model.expert_bytes / model.matrices),
     )
-    inner, joins, loops = model.matrices - 1, system.needs_contiguous_weights, system.dispatch.max_rounds != 1
-    replicas, turns = system.replica_slots, not system.dispatch.own_kernels
+    inner, joins, loops = model.matrices - 1, system.needs_contiguous_weights, system.dispatch.buffers.max_rounds != 1
+    replicas, turns = system.replica_slots, system.dispatch.kernels is Kernels.LIBRARY
     # Ranks send as many as they get, and no more than they have.
     fetched = HbmTraffic(exchanges=2.0 * min(replicas, home) * model.expert_bytes)
     forward = each.forward(inner, joins, loops) + fetched
@@ -290,7 +291,7 @@ class _Layer:
     @property
     def loops(self) -> bool:
         """Tells whether a loop carries sums and outputs from one round to the next."""
-        return self.system.dispatch.max_rounds != 1
+        return self.system.dispatch.buffers.max_rounds != 1
 
     @property
     def num_home(self) -> int:

@@ -285,10 +285,10 @@ def widths_of(model: ModelShape, cluster: Cluster, dispatch: Dispatch) -> RowByt
     Args:
         model: its width, and its own bytes of a number.
         cluster: its communication may say otherwise.
-        dispatch: its wire, which gradients do not take.
+        dispatch: its transfer, which gradients do not take.
     """
     plainly = float(model.row_bytes)
-    forward = plainly if dispatch.wire is None else float(dispatch.wire.row_bytes(model.hidden))
+    forward = plainly if dispatch.transfer is None else float(dispatch.transfer.row_bytes(model.hidden))
     out, back = cluster.communication.dispatch_bytes, cluster.communication.combine_bytes
     outward = (forward, plainly) if out is None else (model.hidden * out,) * 2
     inward = (forward, plainly) if back is None else (model.hidden * back,) * 2
@@ -304,10 +304,10 @@ def receive_capacity(system: System, model: ModelShape) -> int:
     """Returns `A`, the rows that a rank can receive in one round.
 
     Args:
-        system: its dispatch sets the headroom.
+        system: its dispatch sets the buffers.
         model: its tokens and choices say how many copies a rank has.
     """
-    return system.dispatch.capacity(model.tokens * model.per_token)
+    return system.dispatch.buffers.rows(model.tokens * model.per_token)
 
 
 def _merged(

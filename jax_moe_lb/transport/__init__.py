@@ -3,6 +3,7 @@
 from jax_moe_lb.transport.compression import Codec, CodecBase, QuantizedTransfer
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.exchange import Buffers, Kernels
 from jax_moe_lb.transport.expert_domains import ExpertDomains, GatherExpertDomain, hybrid_mesh
 from jax_moe_lb.transport.fsdp import FsdpExperts, scan_prefetched
 from jax_moe_lb.transport.replicate import Gather, PeerCopy, Relay, Replicate
@@ -10,6 +11,7 @@ from jax_moe_lb.transport.spray import MultiRailDispatch
 from jax_moe_lb.transport.two_phase import TwoPhase
 
 __all__ = [
+    "Buffers",
     "Codec",
     "CodecBase",
     "Direct",
@@ -17,6 +19,7 @@ __all__ = [
     "ExpertDomains",
     "Gather",
     "hybrid_mesh",
+    "Kernels",
     "GatherExpertDomain",
     "PeerCopy",
     "Relay",

@@ -218,11 +218,11 @@ PER_WORD = 4
 class QuantizedTransfer:
     """Says in which low precision rows travel to their experts and back, forward; gradients travel as they are.
 
-    Give it to a dispatch (`Direct(wire=QuantizedTransfer())`) or a system (`exact().with_wire(QuantizedTransfer())`)
-    where exchanges take long and the layer bears the rounding: rows have half of the bytes of bfloat16, and 3 % for
-    scales. Every block of a row has a scale, by which its largest number becomes the largest that there is. The
-    backward pass rounds tokens in the same way again, and takes their gradients for those of the tokens themselves
-    (straight through). Products stay in the layer's dtype.
+    Give it to a dispatch (`Direct(transfer=QuantizedTransfer())`) or a system
+    (`exact().replace(transfer=QuantizedTransfer())`) where exchanges take long and the layer bears the rounding: rows
+    have half of the bytes of bfloat16, and 3 % for scales. Every block of a row has a scale, by which its largest
+    number becomes the largest that there is. The backward pass rounds tokens in the same way again, and takes their
+    gradients for those of the tokens themselves (straight through). Products stay in the layer's dtype.
 
     Source: fp8 dispatch with blocks of 128 is DeepSeek-V3's (arXiv 2412.19437, section 3.3); deviates: outputs travel
     in it, too.
@@ -238,9 +238,9 @@ class QuantizedTransfer:
     Examples:
         >>> import jax.numpy as jnp
         >>> from jax_moe_lb.transport import QuantizedTransfer
-        >>> wire, rows = QuantizedTransfer(block=4), jnp.array([[1.0, 2.0, 3.0, 448.0]])
-        >>> words = wire.encode(rows)
-        >>> words.shape, wire.decode(words, rows.dtype).tolist()
+        >>> transfer, rows = QuantizedTransfer(block=4), jnp.array([[1.0, 2.0, 3.0, 448.0]])
+        >>> words = transfer.encode(rows)
+        >>> words.shape, transfer.decode(words, rows.dtype).tolist()
         ((1, 2), [[1.0, 2.0, 3.0, 448.0]])
         >>> QuantizedTransfer().row_bytes(7168), 7168 * 2  # beside bfloat16
         (7392, 14336)
@@ -252,7 +252,7 @@ class QuantizedTransfer:
     def __post_init__(self) -> None:
         if jnp.dtype(self.dtype) not in (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8)):
             raise ValueError(f"QuantizedTransfer.dtype is {jnp.dtype(self.dtype)}; expected float8_e4m3fn or int8")
-        # One form of it, however it was given: equal wires must be equal, as they are static arguments of programs.
+        # One form of it, however it was given: equal values must be equal, as they are static arguments of programs.
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         if self.block < PER_WORD or self.block % PER_WORD:
             raise ValueError(f"QuantizedTransfer.block is {self.block}; expected a multiple of {PER_WORD}")
@@ -319,13 +319,13 @@ def _numbers(words: UInt32[Array, "N V"], dtype: DType) -> Shaped[Array, "N H"]:
     return jax.lax.bitcast_convert_type(jnp.concatenate(quarters, 1), dtype)
 
 
-def packed(wire: QuantizedTransfer | None, rows: Float[Array, "N H"]) -> Float[Array, "N W"]:
-    """Returns rows as they travel: as they are without a wire."""
-    return rows if wire is None else wire.encode(rows)
+def packed(transfer: QuantizedTransfer | None, rows: Float[Array, "N H"]) -> Float[Array, "N W"]:
+    """Returns rows as they travel: as they are without quantization."""
+    return rows if transfer is None else transfer.encode(rows)
 
 
 def unpacked(
-    wire: QuantizedTransfer | None, words: Float[Array, "N W"], like: Float[Array, "_ H"]
+    transfer: QuantizedTransfer | None, words: Float[Array, "N W"], like: Float[Array, "_ H"]
 ) -> Float[Array, "N H"]:
     """Returns rows as they arrived, in the dtype of `like`."""
-    return words if wire is None else wire.decode(words, like.dtype)
+    return words if transfer is None else transfer.decode(words, like.dtype)

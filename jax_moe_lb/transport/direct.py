@@ -53,7 +53,8 @@ class Direct(Dispatch[DirectReceipt]):
     shall not wait for the plan.
 
     Examples:
-        >>> Direct(headroom=1.05).capacity(4096 * 8)  # rows of the receive buffer, for 4096 tokens of 8 experts each
+        >>> from jax_moe_lb import Buffers
+        >>> Direct(Buffers(headroom=1.05)).buffer_rows(4096 * 8)  # for 4096 tokens of 8 experts each
         34432
     """
 
@@ -75,7 +76,7 @@ class Direct(Dispatch[DirectReceipt]):
         # Each rank tells the others where their rows are in its stream and in its sending order. A rank computes its
         # own part of the split alone, since nothing of shape `[E, R, R]` shall exist, so it cannot know these.
         told = jax.lax.all_to_all(jnp.stack([first_in_stream, first_sent], 1), axes, 0, 0, tiled=True)
-        capacity = self.capacity(num_copies)
+        capacity = self.buffers.rows(num_copies)
         return DirectReceipt(
             order=order,
             place=inverse_order(order),
@@ -98,7 +99,7 @@ class Direct(Dispatch[DirectReceipt]):
 
         See `Exchange.send`.
         """
-        capacity = self.capacity(copies.shape[0])
+        capacity = self.buffers.rows(copies.shape[0])
         first, last = i * capacity, (i + 1) * capacity
         going, coming = _departures(receipt, first, last), _landings(receipt, first, last)
         rows = ragged_all_to_all(

@@ -157,10 +157,10 @@ class Dispatch(Exchange[ReceiptT]):
             receipt: what `address` returned.
             on_fault: what to do where it does not.
         """
-        if self.max_rounds is None:
+        if self.buffers.max_rounds is None:
             return receipt, jnp.bool_(True)
-        is_whole = receipt.rounds <= self.max_rounds
-        limit = np.int32(self.max_rounds)
+        is_whole = receipt.rounds <= self.buffers.max_rounds
+        limit = np.int32(self.buffers.max_rounds)
         return abort_unless(is_whole, receipt, on_fault, check_rounds, receipt.rounds, limit), is_whole
 
     def waves(self, counts: Counts, start: Plan, plan: Plan, balancer: Balancer) -> list[tuple[Counts, Plan]]:
@@ -217,7 +217,7 @@ class Dispatch(Exchange[ReceiptT]):
         Args:
             num_copies: `T * K`, the copies of every rank.
         """
-        return self.capacity(num_copies)
+        return self.buffers.rows(num_copies)
 
     @property
     def address_bytes(self) -> int:

@@ -9,7 +9,8 @@ All are gathers and sums along an axis: a scatter, which autodiff would write, a
 
 import abc
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Generic, TypeVar
 
 import jax
@@ -56,29 +57,30 @@ TILE_ROWS = 128
 
 
 @dataclass(frozen=True)
-class Exchange(abc.ABC, Generic[ReceiptT]):
-    """Moves token copies. `send` and `send_back` are each other's transposes, and gradients rely on it.
+class Buffers:
+    """Size of a rank's receive buffer, and the number of times that a layer fills it.
 
-    Derive from `Dispatch`, which serves by it; this class alone says what `in_rounds` needs.
+    The buffer has `A = ceil(headroom * T * K)` rows, rounded up to whole tiles of 128 rows from 1,024 rows on. Rows
+    that do not fit travel in another round; none are dropped.
 
     Args:
-        headroom: rows that a rank can receive in one round, over the mean: `A = ceil(headroom * T * K)`, rounded up to
-            whole tiles of 128 rows from 1,024 rows on. What does not fit takes another round, and nothing is ever
-            dropped. 1.05, the default, is usual with a balancer; take more where loads stay uneven, which costs memory
-            and saves rounds.
-        max_rounds: how many rounds a program has. `None`, the default: as many as a plan needs, in a loop, before each
-            round of which the host of a GPU waits. A number: exactly so many, without a loop; a plan that needs more is
-            a fault. 1 is usual behind balancers that promise a load below the headroom.
-        wire: a low precision for rows while they travel forward; `None`, the default, leaves them as they are.
-        own_kernels: whether products on NVIDIA's Hopper are those of this library, where they fit. They take home
-            experts and replicas where they are, and turn nothing around; those of tokamax, the default, want copies,
-            which costs memory and traffic (`docs/how-to/gpu.md`). **No GPU has run ours yet**, so compare losses first.
+        headroom: rows that a rank can receive in one round, over the mean load; 1.05 (default) fits balanced loads.
+            More headroom costs memory and saves rounds.
+        max_rounds: rounds of a program. `None` (default) runs as many as a plan needs, in a loop, and the host of a GPU
+            waits before each iteration. A number runs exactly that many, without a loop; a plan that needs more is a
+            fault. 1 is usual behind balancers that promise a load below the headroom.
+
+    Raises:
+        ValueError: `headroom` is not positive and finite, or `max_rounds` is below 1.
+
+    Examples:
+        >>> from jax_moe_lb import Buffers
+        >>> Buffers(headroom=1.05).rows(4096 * 8)  # for 4096 tokens of 8 experts each
+        34432
     """
 
     headroom: float = 1.05
     max_rounds: int | None = None
-    wire: QuantizedTransfer | None = None
-    own_kernels: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.headroom < math.inf:
@@ -86,15 +88,53 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
         if self.max_rounds is not None and self.max_rounds < 1:
             raise ValueError(f"max_rounds is {self.max_rounds}; expected at least 1, or None for as many as are needed")
 
-    def capacity(self, num_copies: int) -> int:
-        """Computes the rows `A` that a rank can receive in one round.
+    def rows(self, num_copies: int) -> int:
+        """Return `A`, the rows that a rank can receive in one round.
 
         Args:
-            num_copies: `T * K`, the copies of every rank, and so the mean of what a rank receives.
+            num_copies: `T * K`, the token copies of every rank and so the mean load.
         """
         # At least 1, so that a rank without tokens does not divide by 0 when it counts rounds.
         rows = max(1, math.ceil(self.headroom * num_copies))
         return rows if rows < 8 * TILE_ROWS else math.ceil(rows / TILE_ROWS) * TILE_ROWS
+
+
+class Kernels(Enum):
+    """Implementation of the grouped matrix products on NVIDIA Hopper GPUs; other devices have one implementation.
+
+    Examples:
+        >>> from jax_moe_lb import exact
+        >>> from jax_moe_lb.transport import Kernels
+        >>> exact(2).replace(kernels=Kernels.OWN).dispatch.kernels
+        <Kernels.OWN: 'own'>
+    """
+
+    LIBRARY = "library"
+    """Kernels of tokamax (default). They need home experts and replicas in one array, which costs copies."""
+    OWN = "own"
+    """Kernels of this package, for the shapes that they support. They read home experts and replicas in place, which
+    saves memory and traffic (`docs/how-to/gpu.md`). **They have not run on a GPU yet**, so compare losses first."""
+
+
+@dataclass(frozen=True)
+class Exchange(abc.ABC, Generic[ReceiptT]):
+    """Moves token copies. `send` and `send_back` are each other's transposes, and gradients rely on it.
+
+    Derive from `Dispatch`, which serves by it; this class alone says what `in_rounds` needs.
+
+    Args:
+        buffers: size of the receive buffer and number of rounds; see `Buffers`.
+        transfer: quantization of rows while they travel forward; `None` (default) keeps their dtype.
+        kernels: implementation of the experts' products on Hopper; `Kernels.LIBRARY` by default.
+    """
+
+    buffers: Buffers = field(default_factory=Buffers)
+    transfer: QuantizedTransfer | None = None
+    kernels: Kernels = Kernels.LIBRARY
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.buffers, Buffers):
+            raise TypeError(f"buffers is {self.buffers!r}; expected Buffers(headroom=..., max_rounds=...)")
 
     @abc.abstractmethod
     def address(self, experts: Int[Array, "T K"], counts: Counts, plan: Plan, topology: Topology) -> ReceiptT:

@@ -21,6 +21,7 @@ from jax_moe_lb.transport.exchange import (
     Copies,
     CopyWeights,
     Exchange,
+    Kernels,
     Receipt,
     Weights,
     combine,
@@ -110,7 +111,7 @@ def takes_parts(exchange: Exchange) -> bool:
     Args:
         exchange: it says whether to use them where there are any.
     """
-    return exchange.own_kernels and has_hopper_kernels()
+    return exchange.kernels is Kernels.OWN and has_hopper_kernels()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -158,10 +159,10 @@ def in_rounds(
         def ffn(rows: Rows, group_sizes: GroupSizes) -> Rows:
             return grouped_ffn(rows, slots.weights(group_sizes), group_sizes)
 
-        nothing = empty_buffer_after(packed(exchange.wire, tokens), weights.size)
+        nothing = empty_buffer_after(packed(exchange.transfer, tokens), weights.size)
         out = serve_rounds(tokens, weights.shape[1], receipt, ffn, nothing, exchange, topology)
         with jax.named_scope("combine"):
-            return combine(unpacked(exchange.wire, out, tokens), weights, receipt)
+            return combine(unpacked(exchange.transfer, out, tokens), weights, receipt)
 
     return serve(tokens, weights, experts, plan, receipt)
 
@@ -187,19 +188,19 @@ def serve_rounds(
         exchange: how copies travel.
         topology: its expert axes are the ranks that copies travel between.
     """
-    wire = exchange.wire
+    transfer = exchange.transfer
     # Encoded once, before there are several copies of a token.
-    travelling = packed(wire, tokens)
+    travelling = packed(transfer, tokens)
 
     def one_round(i: Array, carry: tuple[Travelling, None]) -> tuple[Travelling, None]:
         # Gathered again in every round: kept, they would be there beside the rows all the time.
         now = optimization_barrier(i, travelling)
         with jax.named_scope("dispatch"):
             rows, group_sizes = exchange.send(to_sending_order(now, receipt, per_token), receipt, i, topology)
-            rows = unpacked(wire, rows, tokens)
+            rows = unpacked(transfer, rows, tokens)
         outputs = ffn(rows, group_sizes)
         with jax.named_scope("combine"):
-            return exchange.send_back(packed(wire, outputs), receipt, i, carry[0], topology), None
+            return exchange.send_back(packed(transfer, outputs), receipt, i, carry[0], topology), None
 
     return overflow_rounds(receipt, exchange, one_round, one_round(jnp.int32(0), (out, None)))[0]
 
@@ -232,14 +233,14 @@ def gradient_rounds(
     tokens, weights, upstream = batch
     per_token = weights.shape[1]
     # As the experts had them in the forward pass: rounded in the same way again.
-    travelling = packed(exchange.wire, tokens)
+    travelling = packed(exchange.transfer, tokens)
 
     def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
         of_copies, sums = carry
         now, upstream_now = optimization_barrier(i, (travelling, upstream))
         with jax.named_scope("dispatch"):
             words, group_sizes = exchange.send(to_sending_order(now, order, per_token), receipt, i, topology)
-            rows = unpacked(exchange.wire, words, tokens)
+            rows = unpacked(exchange.transfer, words, tokens)
             row_upstream, _ = exchange.send(to_sending_order(upstream_now, order, per_token), receipt, i, topology)
             row_weights, _ = exchange.send(weights_in_order(weights, order), receipt, i, topology)
         *of_rows, sums = pull_back(rows, row_weights, group_sizes, row_upstream, sums)
@@ -292,11 +293,11 @@ def overflow_rounds(
 
     # `aot/execution_counts.py` knows by this name that a balanced step runs none of them.
     with jax.named_scope("further_rounds"):
-        if exchange.max_rounds is None:
+        if exchange.buffers.max_rounds is None:
             rows, sums = carry
             words, sums = jax.lax.fori_loop(1, receipt.rounds, in_words, (jax.tree.map(as_words, rows), sums))
             return jax.tree.map(as_rows, words), sums
-        for i in range(1, exchange.max_rounds):
+        for i in range(1, exchange.buffers.max_rounds):
             carry = one_round(jnp.int32(i), carry)
     return carry
 
@@ -462,7 +463,7 @@ def dtype_of_sums(experts: Experts, exchange: Exchange) -> DType:
         experts: the home experts.
         exchange: it says whether there is one round.
     """
-    return experts.up.dtype if exchange.max_rounds == 1 else wide_dtype(experts.up)
+    return experts.up.dtype if exchange.buffers.max_rounds == 1 else wide_dtype(experts.up)
 
 
 in_rounds.defvjp(_save, _backward)

@@ -127,16 +127,12 @@ class MultiRailDispatch(Dispatch[SprayReceipt]):
     A rail rank holds at most `max(A, R)` rows, which is enough for one step per round as long as the plan loads ranks
     and rails evenly. What does not fit takes more steps; nothing is ever dropped.
 
-    Args:
-        headroom: the rows that a rank can receive in one round, over the mean: `A = ceil(headroom * T * K)`. 1.05, the
-            default, fits balanced plans.
-
     Examples:
         >>> from jax_moe_lb import Chain, System
         >>> from jax_moe_lb.balancers import Greedy, RailS
         >>> from jax_moe_lb.transport import MultiRailDispatch
         >>> system = System(Chain((Greedy(), RailS())), dispatch=MultiRailDispatch(), replica_slots=2)
-        >>> system.dispatch.capacity(4096)  # rows, where each rank has 4096 token copies
+        >>> system.dispatch.buffer_rows(4096)  # rows, where each rank has 4096 token copies
         4352
     """
 
@@ -153,7 +149,7 @@ class MultiRailDispatch(Dispatch[SprayReceipt]):
         order = sending_order(experts.reshape(-1), going, plan)
         by_rail, follows_plan = _rows_by_rail_rank(going.sum(0, dtype=jnp.int32), plan, topology)
         rail_rows = rail_rows_of(by_rail, me)
-        capacity = self.capacity(experts.size)
+        capacity = self.buffers.rows(experts.size)
         rounds = agreed((load(plan).max() + capacity - 1) // capacity, topology.expert_axes)
         step = _rows_per_step(rail_rows, capacity, rounds, topology)
         return SprayReceipt(
@@ -176,7 +172,7 @@ class MultiRailDispatch(Dispatch[SprayReceipt]):
         See `Exchange.send`.
         """
         num_copies = copies.shape[0]
-        capacity = self.capacity(num_copies)
+        capacity = self.buffers.rows(num_copies)
         coming = landings(receipt.arriving, i, capacity)
         slot_rows = _slot_rows(coming, capacity)
         landed = empty_buffer(copies, capacity)

@@ -1,7 +1,7 @@
 """`TwoPhase` brings all tokens home while there is no plan, and those of moved experts on from there."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax_moe_lb.core.validation import check_plan
 from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Routed, Served
+from jax_moe_lb.transport.exchange import Buffers
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.two_phase_schedule import PhaseConfig, serve_in_phases
 
@@ -37,30 +38,30 @@ class TwoPhase(Direct):
     memory, and hides no copies.
 
     Args:
-        headroom: rows that a rank can receive from phase 1 in one round, over the mean. 1.5 is usual: ranks then have
-            up to half more than the mean before balancing. `max_rounds` counts these rounds.
+        buffers: rows that a rank can receive from phase 1 in one round; headroom 1.5 by default, for ranks whose load
+            is up to half above the mean before balancing. `max_rounds` limits these rounds.
         moved_headroom: rows that a rank can take from others, over the mean, in all rounds together; 1, the default, is
             usual. What a rank has no room for stays at home and is served there: no token is lost, and the load is
             less level. `Stats` say what was served.
 
     Examples:
-        >>> from jax_moe_lb import System
+        >>> from jax_moe_lb import Buffers, System
         >>> from jax_moe_lb.balancers import FEPLB
         >>> from jax_moe_lb.transport import PeerCopy
-        >>> dispatch = System(FEPLB(), PeerCopy(), TwoPhase(headroom=1.5), replica_slots=4).dispatch
-        >>> dispatch.capacity(4096 * 8), dispatch.room(4096 * 8)
+        >>> dispatch = System(FEPLB(), PeerCopy(), TwoPhase(Buffers(headroom=1.5)), replica_slots=4).dispatch
+        >>> dispatch.buffers.rows(4096 * 8), dispatch.room(4096 * 8)
         (49152, 32768)
     """
 
-    headroom: float = 1.5
+    buffers: Buffers = field(default_factory=lambda: Buffers(headroom=1.5))
     moved_headroom: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.moved_headroom < math.inf:
             raise ValueError(f"moved_headroom is {self.moved_headroom}; expected a finite number above 0")
-        if self.wire is not None:
-            raise ValueError(f"wire is {self.wire}; expected None: peer copies carry rows as they are")
+        if self.transfer is not None:
+            raise ValueError(f"transfer is {self.transfer}; expected None: peer copies carry rows as they are")
 
     def room(self, num_copies: int) -> int:
         """Computes how many rows of other ranks' experts a rank can take.
@@ -68,7 +69,7 @@ class TwoPhase(Direct):
         Args:
             num_copies: `T * K`, the copies of every rank.
         """
-        return replace(self, headroom=self.moved_headroom).capacity(num_copies)
+        return Buffers(self.moved_headroom).rows(num_copies)
 
     def serve(
         self,
@@ -130,4 +131,4 @@ class TwoPhase(Direct):
         Args:
             num_copies: `T * K`, the copies of every rank.
         """
-        return self.capacity(num_copies) + self.room(num_copies)
+        return self.buffers.rows(num_copies) + self.room(num_copies)

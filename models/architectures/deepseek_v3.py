@@ -40,7 +40,6 @@ def config(fields: Fields) -> DecoderConfig:
         dense_mlp_dim=fields.integer("intermediate_size"),
         dense_layers=tuple(range(min(num_layers, fields.integer("first_k_dense_replace", 3)))),
         shared_mlp_dim=mlp_dim * fields.integer("n_shared_experts", 1),
-        use_routing_bias=True,
         qkv_bias=has_bias,
         out_bias=has_bias,
         latent=latent,

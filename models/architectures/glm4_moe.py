@@ -21,6 +21,7 @@ def sigmoid_router(fields: Fields) -> TopK:
         renormalise=fields.flag("norm_topk_prob", True),
         scale=fields.number("routed_scaling_factor", 1.0),
         group_limit=limit,
+        selection_bias=True,
     )
 
 
@@ -47,7 +48,6 @@ def config(fields: Fields) -> DecoderConfig:
         dense_mlp_dim=fields.integer("intermediate_size"),
         dense_layers=tuple(range(min(num_layers, fields.integer("first_k_dense_replace", 1)))),
         shared_mlp_dim=mlp_dim * fields.integer("n_shared_experts", 1),
-        use_routing_bias=True,
         qkv_bias=fields.flag("attention_bias", False),
         qk_norm=fields.flag("use_qk_norm", False),
         tie_embeddings=fields.flag("tie_word_embeddings", False),

@@ -86,7 +86,7 @@ def experts(
     theirs, ours = f"model.layers.{layer}.{inside}", f"blocks.{layer}.moe"
     width, inner, (gate, up, down) = config.embed_dim, config.mlp_dim, names
     yield ParameterSlice(f"{theirs}.gate.weight", (config.num_experts, width), f"{ours}.kernel", transposed=True)
-    if config.use_routing_bias:
+    if config.router.selection_bias:
         yield ParameterSlice(f"{theirs}.gate.e_score_correction_bias", (config.num_experts,), f"{ours}.bias")
     for expert in range(config.num_experts):
         one = f"{theirs}.experts.{expert}"

@@ -48,9 +48,7 @@ class DecoderConfig:
         dense_mlp_dim: the inner width of layers without experts.
         dense_layers: the layers that have no experts.
         shared_mlp_dim: the inner width of the shared expert; 0 for none.
-        use_routing_bias: whether each expert has a bias that moves the choice and not the weight.
         expert_bias: whether each product of an expert has a bias.
-        kernel_bias: whether the router's logits have a bias, which is learned.
         qkv_bias: whether queries, keys and values have biases.
         out_bias: whether the output of attention has a bias.
         qk_norm: whether the heads of queries and keys are normalised.
@@ -84,9 +82,7 @@ class DecoderConfig:
     dense_mlp_dim: int = 0
     dense_layers: tuple[int, ...] = ()
     shared_mlp_dim: int = 0
-    use_routing_bias: bool = False
     expert_bias: bool = False
-    kernel_bias: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False

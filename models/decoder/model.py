@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
-from jax_moe_lb import MoE, Stats, System, Topology
+from jax_moe_lb import ExpertConfig, MoE, Precision, SharedExpert, Stats, System, Topology
 from models.decoder.attention import Cache, GroupedAttention, LatentAttention, norm
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import Rules, scanned
@@ -254,21 +254,17 @@ class Decoder(nnx.Module):
 def _experts(
     config: DecoderConfig, *, mesh: Mesh, topology: Topology, system: System, rules: Rules | None, rngs: nnx.Rngs
 ) -> MoE:
+    shared = SharedExpert(config.shared_mlp_dim) if config.shared_mlp_dim else None
     return MoE(
         config.embed_dim,
-        config.mlp_dim,
         config.num_experts,
         config.router,
         mesh=mesh,
         topology=topology,
         system=system,
-        expert_bias=config.expert_bias,
-        kernel_bias=config.kernel_bias,
-        activation=config.activation,
-        shared_mlp_dim=config.shared_mlp_dim,
-        use_bias=config.use_routing_bias,
-        dtype=jnp.dtype(config.compute_dtype),
-        param_dtype=jnp.dtype(config.param_dtype),
+        experts=ExpertConfig(config.mlp_dim, config.activation, use_bias=config.expert_bias),
+        shared=shared,
+        precision=Precision(config.compute_dtype, config.param_dtype),
         rules=rules,
         # Whoever trains or generates reads the statistics of each step anyway.
         on_fault="record",

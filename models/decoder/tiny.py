@@ -13,10 +13,9 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_moe_lb import Losses, MoE, Stats, System, TopK, Topology
+from jax_moe_lb import ExpertConfig, Losses, MoE, Precision, Stats, System, TopK, Topology
 from jax_moe_lb.nn import logical_axis_rules
 from jax_moe_lb.routing import ForceBalanced
-from jax_moe_lb.transport import GatherExpertDomain
 from models.config import ModelConfig
 from models.decoder import tiny as fsdp
 from models.decoder.attention import causal_attention
@@ -107,8 +106,6 @@ class Block(nnx.Module):
         mesh: the mesh of the expert and data axes.
         topology: what `Topology.from_mesh(mesh)` reads.
         system: the strategies that balance the load.
-        migrate: gathers experts inside expert domains first; `None` keeps them at home.
-        relocatable: whether experts can move between ranks.
         split: whether matrices are split over the data axis, too (FSDP).
         rngs: random numbers for the parameters.
     """
@@ -120,29 +117,24 @@ class Block(nnx.Module):
         mesh: Mesh,
         topology: Topology,
         system: System,
-        migrate: GatherExpertDomain | None = None,
-        relocatable: bool = False,
         split: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
-        top_k = TopK(config.experts_per_token)
+        top_k = TopK(config.experts_per_token, selection_bias=config.bias_rate > 0)
         self.attention_norm = nnx.RMSNorm(config.embed_dim, dtype=jnp.float32, rngs=rngs)
         self.attention = Attention(config, mesh=mesh, split=split, rngs=rngs)
         self.moe_norm = nnx.RMSNorm(config.embed_dim, dtype=jnp.float32, rngs=rngs)
         self.moe = MoE(
             config.embed_dim,
-            config.mlp_dim,
             config.num_experts,
             ForceBalanced(top_k) if config.force_balanced else top_k,
             mesh=mesh,
             topology=topology,
             system=system,
-            migrate=migrate,
-            relocatable=relocatable,
-            use_bias=config.bias_rate > 0,
+            experts=ExpertConfig(config.mlp_dim),
             losses=Losses(switch=config.aux_loss, z=config.z_loss),
             rules=fsdp.expert_rules(topology) if split else None,
-            dtype=config.compute_dtype,
+            precision=Precision(config.compute_dtype),
             # The loop reads the statistics of each step anyway, and a host that is not called is not waited for.
             on_fault="record",
             rngs=rngs,
@@ -164,8 +156,6 @@ class LanguageModel(nnx.Module):
         mesh: the mesh of the expert and data axes.
         topology: what `Topology.from_mesh(mesh)` reads.
         system: the strategies that balance the load.
-        migrate: gathers experts inside expert domains first; `None` keeps them at home.
-        relocatable: whether experts can move between ranks.
         split: whether matrices are split over the data axis, too (FSDP).
         rngs: random numbers for the parameters.
     """
@@ -177,8 +167,6 @@ class LanguageModel(nnx.Module):
         mesh: Mesh,
         topology: Topology,
         system: System,
-        relocatable: bool = False,
-        migrate: GatherExpertDomain | None = None,
         split: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
@@ -188,10 +176,10 @@ class LanguageModel(nnx.Module):
         kernel: dict[str, Any] = fsdp.linear_options(mesh) if split else {}
         words, width = config.vocab_size, config.embed_dim
         self.embed = nnx.Embed(words, width, dtype=config.compute_dtype, rngs=rngs, **table)
-        options: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system, "migrate": migrate}
+        options: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system}
 
         def block() -> Block:
-            return Block(config, relocatable=relocatable, split=split, rngs=rngs, **options)
+            return Block(config, split=split, rngs=rngs, **options)
 
         self.blocks = nnx.List([block() for _ in range(config.num_layers)])
         # For few words float32 costs next to nothing, and the loss is computed in it.

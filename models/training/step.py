@@ -8,7 +8,7 @@ These are the jitted parts of training a `StackedDecoder`: initial state and opt
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
 from jax_moe_lb import Stats, System, Topology, compiler_options, router_loss
-from jax_moe_lb.transport import GatherExpertDomain
 from models.config import TrainConfig
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import EXPERT_RULES, KEPT
@@ -194,36 +193,33 @@ class Programs:
     topology: Topology
 
 
-def make_programs(
-    config: TrainConfig, mesh: Mesh, system: System, migrate: GatherExpertDomain | None = None
-) -> Programs:
+def make_programs(config: TrainConfig, mesh: Mesh, system: System) -> Programs:
     """Builds the programs, compiling nothing.
 
     Args:
         config: the sizes of the run.
-        mesh: what `make_mesh` made; with `migrate` its own.
+        mesh: what `make_mesh` made; if the system has `migrate`, that of its expert domains.
         system: the strategies that balance the load.
-        migrate: gathers experts inside expert domains first; `None` keeps them at home.
 
     Raises:
         ValueError: the model does not fit the mesh.
     """
-    if migrate is None:
+    if system.migrate is None:
         topology = Topology.from_mesh(mesh, ranks_per_domain=config.parallel.ranks_per_domain)
     else:
-        topology = migrate.domains.between
-    place: dict[str, Any] = {"mesh": mesh, "topology": topology, "migrate": migrate, "split": config.parallel.fsdp}
+        topology = system.migrate.domains.between
+    system = system.replace(relocates=config.relocate_interval is not None)
+    place: dict[str, Any] = {"mesh": mesh, "topology": topology, "split": config.parallel.fsdp}
 
     def create(system: System) -> tuple[LanguageModel, nnx.Optimizer]:
-        relocatable = config.relocate_interval is not None
-        rngs = nnx.Rngs(config.seed)
-        model = LanguageModel(config.model, system=system, relocatable=relocatable, rngs=rngs, **place)
+        model = LanguageModel(config.model, system=system, rngs=nnx.Rngs(config.seed), **place)
         return model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)
 
     graph, shapes = nnx.split(nnx.eval_shape(partial(create, system)))
-    limited = system.dispatch.max_rounds is not None
+    limited = system.dispatch.buffers.max_rounds is not None
     # Serves whatever comes. Validation has no second program, so it is always this one.
-    whole = nnx.split(nnx.eval_shape(partial(create, system.with_rounds(None))))[0] if limited else graph
+    unlimited = system.replace(buffers=replace(system.dispatch.buffers, max_rounds=None))
+    whole = nnx.split(nnx.eval_shape(partial(create, unlimited)))[0] if limited else graph
     shardings = state_shardings(shapes, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
     options = compiler_options(mesh)
