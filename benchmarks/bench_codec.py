@@ -23,7 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from benchmarks.results import Table, Value, out_option, report
-from jax_moe_lb import Topology, plain, use_virtual_cpu_devices
+from jax_moe_lb import Buffers, Topology, plain, use_virtual_cpu_devices
 from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from models.config import TrainConfig, preset
 from models.data.corpus import Corpus
@@ -58,7 +58,7 @@ def train(
     config: TrainConfig, mesh: Mesh, migrate: GatherExpertDomain, corpus: Corpus, upcycled: bool
 ) -> tuple[list[float], float]:
     """Loss of every step, and of the validation text in the end."""
-    programs = make_programs(config, mesh, plain(2.0), migrate)
+    programs = make_programs(config, mesh, plain(Buffers(2.0)), migrate)
     state, losses = programs.init(), []
     if upcycled:
         shardings = jax.tree.map(lambda shape: shape.sharding, programs.state_shapes)

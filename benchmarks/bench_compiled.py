@@ -13,7 +13,7 @@ from benchmarks.results import Table, Value, out_alone, report
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.aot.compiler_options import IN_GRAPHS
 from jax_moe_lb.layer.systems import system_named
-from jax_moe_lb.transport import QuantizedTransfer
+from jax_moe_lb.transport import Kernels, QuantizedTransfer
 
 XLAS_OWN = ",".join(name for name in IN_GRAPHS if name not in ("WHILE", "COLLECTIVES"))
 SIZES = LayerSizes()
@@ -52,8 +52,12 @@ class Row:
 
     def compile(self) -> ProgramReport:
         """Compiles the layer of the reference sizes."""
-        system = system_named(self.system).with_rounds(self.max_rounds).with_wire(self.wire)
-        system = system.with_own_kernels() if self.own_kernels else system
+        system = (
+            system_named(self.system)
+            .replace(buffers=replace(system_named(self.system).dispatch.buffers, max_rounds=self.max_rounds))
+            .replace(transfer=self.wire)
+        )
+        system = system.replace(kernels=Kernels.OWN) if self.own_kernels else system
         return compile_layer(
             system, Target.parse(self.target), gradients=self.train, fused=self.fused, options=dict(self.options)
         )

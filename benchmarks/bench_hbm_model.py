@@ -36,7 +36,9 @@ def rows(earlier: dict[Value, Value]) -> Iterator[list[Value]]:
     for name, sizes in SIZES.items():
         shape = ModelShape(1, sizes.hidden, sizes.inner, sizes.experts, sizes.per_token, sizes.tokens)
         for system_name, backward, rounds in PROGRAMS:
-            system = system_named(system_name).with_rounds(rounds)
+            system = system_named(system_name).replace(
+                buffers=replace(system_named(system_name).dispatch.buffers, max_rounds=rounds)
+            )
             predicted = traffic_of(system, shape, cluster, backward=backward).total
             passes = "forward and backward" if backward else "forward"
             what = f"{name}, {system_name}, {passes}, {'a loop' if rounds is None else 'one round'}"

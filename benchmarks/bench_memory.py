@@ -16,7 +16,7 @@ from jax.stages import Compiled, Wrapped
 
 from benchmarks.results import Table, out_option, report, spread
 from benchmarks.timing import interleaved_s
-from jax_moe_lb import Experts, System, TopK, Topology, greedy, moe, plain, use_virtual_cpu_devices
+from jax_moe_lb import Buffers, Experts, MoEParams, System, TopK, Topology, greedy, moe, plain, use_virtual_cpu_devices
 from jax_moe_lb.aot.hlo import parse_module
 from jax_moe_lb.aot.memory import Buffer, peak_buffers
 
@@ -41,7 +41,7 @@ def layer(mesh: jax.sharding.Mesh, system: System):
     tokens, whole = PartitionSpec("expert"), PartitionSpec()
 
     def one_rank(x: jax.Array, kernel: jax.Array, experts: Experts) -> tuple[jax.Array, jax.Array]:
-        y, stats, _ = moe(x, kernel, experts, TopK(PER_TOK), system, topology)
+        y, stats, _ = moe(x, MoEParams(kernel, experts), TopK(PER_TOK), system, topology)
         return y, stats.rounds
 
     run = jax.shard_map(one_rank, mesh=mesh, in_specs=(tokens, whole, tokens), out_specs=(tokens, whole))
@@ -117,9 +117,9 @@ def main() -> None:
     use_virtual_cpu_devices(RANKS)
     mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(AxisType.Auto,))
     systems = {
-        "plain, worst-case buffer (headroom 8)": plain(headroom=float(RANKS)),
-        "plain, headroom 1.05": plain(headroom=1.05),
-        "greedy, headroom 1.05": greedy(headroom=1.05),
+        "plain, worst-case buffer (headroom 8)": plain(Buffers(headroom=float(RANKS))),
+        "plain, headroom 1.05": plain(Buffers(headroom=1.05)),
+        "greedy, headroom 1.05": greedy(buffers=Buffers(headroom=1.05)),
     }
     args = arguments(mesh)
     runs = {name: compiled(layer(mesh, system), args) for name, system in systems.items()}

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.results import Table, load, out_option
 from benchmarks.results import report as keep
-from jax_moe_lb import Experts, System, TopK, Topology, moe
+from jax_moe_lb import Experts, MoEParams, System, TopK, Topology, moe
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_for, quiet_stderr, use_no_accelerators
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 from jax_moe_lb.layer.systems import system_named
@@ -63,7 +63,9 @@ class Case:
 
     def built(self) -> System:
         """Makes the system."""
-        return system_named(self.system).with_rounds(self.max_rounds)
+        return system_named(self.system).replace(
+            buffers=replace(system_named(self.system).dispatch.buffers, max_rounds=self.max_rounds)
+        )
 
     def predicted(self) -> Memory:
         """What the simulator says."""
@@ -108,7 +110,7 @@ def _layer(x: jax.Array, kernel: jax.Array, experts: Experts, *, mesh: Mesh, sys
     topology, ranks = Topology.from_mesh(mesh, mesh.axis_names), PartitionSpec(mesh.axis_names)
 
     def one_rank(x: jax.Array, kernel: jax.Array, experts: Experts) -> jax.Array:
-        return moe(x, kernel, experts, TopK(per_token), system, topology, on_fault="record")[0]
+        return moe(x, MoEParams(kernel, experts), TopK(per_token), system, topology, on_fault="record")[0]
 
     run = jax.shard_map(one_rank, mesh=mesh, in_specs=(ranks, PartitionSpec(), ranks), out_specs=ranks)
     return run(x, kernel, experts)

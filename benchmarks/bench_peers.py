@@ -29,7 +29,7 @@ from benchmarks.popular_ranks import Case, popularity
 from benchmarks.results import Table, Value, out_option, report, spread
 from benchmarks.skewed_layer import Sizes, logits_by_popularity, tokens_of, weights_of
 from benchmarks.timing import interleaved_s
-from jax_moe_lb import plain, use_virtual_cpu_devices
+from jax_moe_lb import Buffers, plain, use_virtual_cpu_devices
 from jax_moe_lb.layer.systems import system_named
 
 SIZES = Sizes(num_ranks=8, num_tokens=512, width=256, inner=256, num_experts=32, per_tok=4)
@@ -44,7 +44,7 @@ OFF = 1e-3
 def layers(mesh: Mesh, sizes: Sizes, with_maxtext: bool) -> dict[str, Layer]:
     """All layers by their names."""
     of_rank = {name: ours(system_named(name), mesh) for name in SYSTEMS}
-    of_rank |= {WORST_CASE: ours(plain(headroom=float(sizes.num_ranks)), mesh)}
+    of_rank |= {WORST_CASE: ours(plain(Buffers(headroom=float(sizes.num_ranks))), mesh)}
     of_rank |= {GSHARD: gshard, DENSE: dense_one_hot, RAGGED: ragged_dot_ring}
     found = {name: over_ranks(mesh, one, sizes.per_tok) for name, one in of_rank.items()}
     return found | (maxtext_layers(mesh, sizes) if with_maxtext else {})

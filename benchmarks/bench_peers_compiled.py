@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.bench_peers import DENSE, GSHARD, RAGGED, WORST_CASE, step_of
 from benchmarks.peer_layers import OfRank, dense_one_hot, gshard, ours, over_ranks, ragged_dot_ring
 from benchmarks.results import Table, Value, out_alone, report
-from jax_moe_lb import Experts, exact, plain, ultraep
+from jax_moe_lb import Buffers, Experts, exact, plain, ultraep
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_for, quiet_stderr, use_no_accelerators
 
 TARGET = "h100:1x8"
@@ -28,7 +28,12 @@ BACKWARD = 3
 
 def layers(mesh: Mesh) -> dict[str, OfRank]:
     """All layers by their names; ours as they are on GPUs, where no check calls the host."""
-    systems = {"plain": plain(), "exact": exact(), "ultraep": ultraep(), WORST_CASE: plain(headroom=float(mesh.size))}
+    systems = {
+        "plain": plain(),
+        "exact": exact(),
+        "ultraep": ultraep(),
+        WORST_CASE: plain(Buffers(headroom=float(mesh.size))),
+    }
     found = {name: ours(system, mesh, "deferred") for name, system in systems.items()}
     return found | {GSHARD: gshard, DENSE: dense_one_hot, RAGGED: ragged_dot_ring}
 

@@ -20,7 +20,7 @@ from scipy.optimize import nnls
 from benchmarks import bench_feplb, results
 from benchmarks.published import Comparison, tables_of
 from benchmarks.stragglers import CASES, DYNAMIC, NUM_EXPERTS, counts
-from jax_moe_lb import System
+from jax_moe_lb import Buffers, System
 from jax_moe_lb.balancers import FEPLB, Exact, FasterMoE, UltraEP
 from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Collective, Communication, Links, ModelShape, Report, Step, simulate
@@ -47,14 +47,14 @@ NVLINK_BYTES_PER_S = 0.8 * 450e9
 STEP = Step(recompute=False)
 
 SYSTEMS = {
-    "before": systems.plain(ROOM),
-    "FasterMoE": System(FasterMoE(), PeerCopy(), Direct(ROOM), SLOTS),
-    "FEPLB": System(FEPLB(), PeerCopy(), TwoPhase(ROOM), SLOTS),
-    "FEPLB, skip": System(FEPLB(skip=True), PeerCopy(), TwoPhase(ROOM), SLOTS),
-    "FEPLB, one wave": System(FEPLB(), PeerCopy(), Direct(ROOM), SLOTS),
-    "UltraEP": System(UltraEP(min_tokens=512), PeerCopy(), Direct(ROOM), SLOTS),
-    "Exact": System(Exact(), PeerCopy(), Direct(ROOM), SLOTS),
-    "Exact, eps 0.05": System(Exact(eps=0.05), PeerCopy(), Direct(ROOM), SLOTS),
+    "before": systems.plain(Buffers(ROOM)),
+    "FasterMoE": System(FasterMoE(), PeerCopy(), Direct(Buffers(ROOM)), SLOTS),
+    "FEPLB": System(FEPLB(), PeerCopy(), TwoPhase(Buffers(ROOM)), SLOTS),
+    "FEPLB, skip": System(FEPLB(skip=True), PeerCopy(), TwoPhase(Buffers(ROOM)), SLOTS),
+    "FEPLB, one wave": System(FEPLB(), PeerCopy(), Direct(Buffers(ROOM)), SLOTS),
+    "UltraEP": System(UltraEP(min_tokens=512), PeerCopy(), Direct(Buffers(ROOM)), SLOTS),
+    "Exact": System(Exact(), PeerCopy(), Direct(Buffers(ROOM)), SLOTS),
+    "Exact, eps 0.05": System(Exact(eps=0.05), PeerCopy(), Direct(Buffers(ROOM)), SLOTS),
 }
 
 

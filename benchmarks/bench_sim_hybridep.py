@@ -29,6 +29,7 @@ from benchmarks.hybridep_clusters import (
     under,
 )
 from benchmarks.published import Comparison, tables_of
+from jax_moe_lb import Buffers
 from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Step, simulate_uniform
 from jax_moe_lb.sim.loads import skewed_counts
@@ -275,7 +276,11 @@ def compositions(setting: Setting, imbalance: float) -> Comparison:
     machine = setting.cluster(4)
     shape = setting.model(24 * MIB, 8 * MIB, EXPERTS, 4)
     counts = skewed_counts(shape, machine.num_ranks, imbalance, 2)
-    plain, exact, ultraep = systems.plain(1e3), systems.exact(2, 1e3), systems.ultraep(2, 1e3)
+    plain, exact, ultraep = (
+        systems.plain(Buffers(1e3)),
+        systems.exact(2, Buffers(1e3)),
+        systems.ultraep(2, Buffers(1e3)),
+    )
     ways = {
         "domains (4, 1)": migration(shape, machine, NO_CODEC, (4, 1)),
         "domains (4, 1), gradients home": Migration((4, 1)),

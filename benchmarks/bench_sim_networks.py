@@ -28,7 +28,7 @@ from benchmarks.network.rail_cases import NODES, RAILS, cases, scaled, sprayed
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.ways import ROW_BYTES
 from benchmarks.results import Table, Value, out_option, report
-from jax_moe_lb import plain
+from jax_moe_lb import Buffers, plain
 from jax_moe_lb.core.plan import rows_between
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, simulate
 from jax_moe_lb.transport import Codec
@@ -57,7 +57,7 @@ def simulated(row: dict[str, Any], rate: float = 1.0) -> Report:
     copies = model.tokens * model.per_token // model.experts
     counts = np.full((cluster.num_ranks, model.experts), copies, np.int32)
     migration = Migration(tuple(row["domain_sizes"]), Codec(row["ratio"]))
-    return simulate(plain(headroom=1.0), model, cluster, counts, migration=migration)
+    return simulate(plain(Buffers(headroom=1.0)), model, cluster, counts, migration=migration)
 
 
 @dataclass(frozen=True)

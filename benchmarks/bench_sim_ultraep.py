@@ -33,7 +33,7 @@ from benchmarks.ultraep_rack import (
     in_domains,
     planned,
 )
-from jax_moe_lb import System
+from jax_moe_lb import Buffers, System
 from jax_moe_lb.balancers import EPLBPlus, Exact, UltraEP
 from jax_moe_lb.core import imbalance, load
 from jax_moe_lb.core.plan import Plan
@@ -132,7 +132,7 @@ def figure_12(cluster: Cluster, tokens: int) -> Comparison:
         loads = drawn(case, 0, tokens)
         wanted = (("EPLB+", EPLBPlus(), eplb_plus), ("UltraEP", UltraEP(), ultraep), ("Exact", Exact(), None))
         for balancer_name, balancer, published in wanted:
-            system = System(balancer, Relay(), Direct(ROOM), case.replica_slots)
+            system = System(balancer, Relay(), Direct(Buffers(ROOM)), case.replica_slots)
             after = load(planned(system, machine, loads))
             table.add(f"{name} ({case.imbalance}), {balancer_name}", imbalance(after), published)
     table.notes.append(
@@ -154,7 +154,7 @@ def simulations(cluster: Cluster, tokens: int) -> list[Comparison]:
     for case in CASES:
         loads = drawn(case, 0, tokens)
         for name, balancer in balancers.items():
-            plan = planned(System(balancer, Gather(), Direct(ROOM), case.replica_slots), cluster, loads)
+            plan = planned(System(balancer, Gather(), Direct(Buffers(ROOM)), case.replica_slots), cluster, loads)
             after, used = load(plan), plan.placement[:, plan.num_home :]
             copies = np.bincount(used[used >= 0], minlength=case.num_experts)
             found[name].append((float(imbalance(after)), int(copies.sum()), int(np.max(copies))))
@@ -180,7 +180,7 @@ def figure_16(cluster: Cluster, tokens: int) -> list[Comparison]:
         loads = drawn(Case(128, RANKS, 2, before), 0, tokens)
         for name, balancer, known in (("UltraEP", UltraEP(), (home, relayed)), ("Exact", Exact(), (None, None))):
             for way, replicate, number in (("from home", Gather(), known[0]), ("relays", Relay(), known[1])):
-                system = System(balancer, replicate, Direct(ROOM), 2)
+                system = System(balancer, replicate, Direct(Buffers(ROOM)), 2)
                 report = simulate(system, replace(QWEN3, layers=1), machine, loads, step=Step(backward=False))
                 label = f"{name}, {before:g} before, {way}"
                 if way == "relays":

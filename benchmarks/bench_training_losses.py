@@ -32,7 +32,7 @@ def system_of(name: str) -> System:
     """The system of a name, behind which the precision of travelling rows may stand."""
     name, _, wire = name.partition(", ")
     system = system_named(name)
-    return system.with_wire(QuantizedTransfer(WIRES[wire], BLOCK)) if wire else system
+    return system.replace(transfer=QuantizedTransfer(WIRES[wire], BLOCK)) if wire else system
 
 
 def train(config: TrainConfig, corpus: Corpus, system: str) -> dict[str, np.ndarray]:

@@ -27,7 +27,7 @@ from jax.sharding import AxisType
 from benchmarks.popular_ranks import Case, popularity
 from benchmarks.results import Table, out_option, report, spread
 from benchmarks.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
-from jax_moe_lb import Stats, TopK, plain, ultraep, use_virtual_cpu_devices
+from jax_moe_lb import Buffers, Stats, TopK, plain, ultraep, use_virtual_cpu_devices
 from jax_moe_lb.calibrate import measure as calibrate
 from jax_moe_lb.calibrate.machine_profile import to_yaml
 from jax_moe_lb.routing import ForceBalanced
@@ -77,7 +77,7 @@ def configurations(router: Router) -> dict:
         BOUND: (plain(), ForceBalanced(router)),
         PLAN: (ultraep(REPLICA_SLOTS), router),
         "plain": (plain(), router),
-        "plain, room for all in one round": (plain(headroom=2.0), router),
+        "plain, room for all in one round": (plain(Buffers(headroom=2.0)), router),
     }
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_moe_lb import Experts, System, TopK, Topology, moe
+from jax_moe_lb import Experts, MoEParams, System, TopK, Topology, moe
 from jax_moe_lb.core.stats import OnFault
 
 AXIS = "expert"
@@ -34,7 +34,7 @@ def ours(system: System, mesh: Mesh, on_fault: OnFault = "raise") -> OfRank:
     topology = Topology.from_mesh(mesh)
 
     def of_rank(x: jax.Array, kernel: jax.Array, experts: Experts, per_tok: int) -> jax.Array:
-        return moe(x, kernel, experts, TopK(per_tok), system, topology, on_fault=on_fault)[0]
+        return moe(x, MoEParams(kernel, experts), TopK(per_tok), system, topology, on_fault=on_fault)[0]
 
     return of_rank
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_moe_lb import Experts, TopK, Topology, moe, plain
+from jax_moe_lb import Buffers, Experts, MoEParams, TopK, Topology, moe, plain
 from jax_moe_lb.core import validation as legality
 from jax_moe_lb.layer import moe as pipeline
 from jax_moe_lb.transport import ExpertDomains, GatherExpertDomain, hybrid_mesh, scan_prefetched
@@ -41,7 +41,7 @@ def compiled() -> str:
         kernel, attention = parameters
         for _ in range(3):
             x = jnp.tanh(x @ attention)
-        y, stats, _ = moe(x, kernel, held, TopK(2), plain(2.0), domains.between)
+        y, stats, _ = moe(x, MoEParams(kernel, held), TopK(2), plain(Buffers(2.0)), domains.between)
         return x + y, stats.rounds
 
     def layers(x, kernels, attention, experts):

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
-from jax_moe_lb import Experts, Stats, System, TopK, Topology, moe
+from jax_moe_lb import Experts, MoEParams, MoEState, Stats, System, TopK, Topology, moe
 from jax_moe_lb.core.types import State
 from jax_moe_lb.routing.routers import Router
 
@@ -62,7 +62,7 @@ def jitted_step(mesh: Mesh, system: System, router: Router) -> Wrapped:
     by_rank, whole = PartitionSpec("expert"), PartitionSpec()
 
     def one_rank(state: State, x: jax.Array, kernel: jax.Array, experts: Experts) -> tuple[jax.Array, Stats, State]:
-        return moe(x, kernel, experts, router, system, topology, state=state)
+        return moe(x, MoEParams(kernel, experts), router, system, topology, MoEState(state))
 
     specs = (whole, by_rank, whole, by_rank)
     run = jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=(by_rank, whole, whole))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks.popular_ranks import PER_TOK, TOKENS_PER_RANK, Case, counts
-from jax_moe_lb import System
+from jax_moe_lb import Buffers, System
 from jax_moe_lb.balancers import EPLBPlus, Exact
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.layer import systems
@@ -45,11 +45,11 @@ ROOM = float(RANKS)
 """No receive buffer overflows."""
 
 SYSTEMS = {
-    "plain": systems.plain(ROOM),
-    "EPLB+": System(EPLBPlus(), Relay(), Direct(ROOM), 2),
-    "UltraEP": systems.ultraep(2, ROOM),
-    "Exact": System(Exact(), Gather(), Direct(ROOM), 2),
-    "Exact, relays": System(Exact(), Relay(), Direct(ROOM), 2),
+    "plain": systems.plain(Buffers(ROOM)),
+    "EPLB+": System(EPLBPlus(), Relay(), Direct(Buffers(ROOM)), 2),
+    "UltraEP": systems.ultraep(2, Buffers(ROOM)),
+    "Exact": System(Exact(), Gather(), Direct(Buffers(ROOM)), 2),
+    "Exact, relays": System(Exact(), Relay(), Direct(Buffers(ROOM)), 2),
 }
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.layer.systems import system_named, system_names
+from jax_moe_lb.transport import Kernels
 
 TARGETS = ("h100:1x8", "h100:2x8", "v5e:2x4")
 SMALL = LayerSizes(hidden=256, inner=128, experts=32, tokens=256, per_token=2)
@@ -86,8 +87,10 @@ class Case:
 
     def compile(self) -> ProgramReport:
         """Compiles it."""
-        system = system_named(self.system).with_rounds(self.max_rounds)
-        system = system.with_own_kernels() if self.own_kernels else system
+        system = system_named(self.system).replace(
+            buffers=replace(system_named(self.system).dispatch.buffers, max_rounds=self.max_rounds)
+        )
+        system = system.replace(kernels=Kernels.OWN) if self.own_kernels else system
         target = Target.parse(self.target)
         return compile_layer(system, target, self.sizes, gradients=self.train, fused=self.fused)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from jax_moe_lb import MoE, TopK, use_virtual_cpu_devices
+from jax_moe_lb import ExpertConfig, MoE, SharedExpert, TopK, use_virtual_cpu_devices
 from jax_moe_lb.nn import mesh_independent_state, restore_mesh_independent_state
 
 
@@ -19,7 +19,15 @@ def make(num_ranks: int, system: str) -> MoE:
     mesh = jax.make_mesh((num_ranks,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
     options = {"relocatable": True} if system == "exact" else {}
     return MoE(
-        16, 32, 16, TopK(2), mesh=mesh, system=system, use_bias=True, shared_mlp_dim=8, rngs=nnx.Rngs(0), **options
+        16,
+        16,
+        TopK(2, selection_bias=True),
+        mesh=mesh,
+        system=system,
+        experts=ExpertConfig(32),
+        shared=SharedExpert(8),
+        rngs=nnx.Rngs(0),
+        **options,
     )
 
 

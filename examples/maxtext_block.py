@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jax_moe_lb import Experts, TopK, Topology, exact, moe, use_virtual_cpu_devices
+from jax_moe_lb import Experts, MoEParams, TopK, Topology, exact, moe, use_virtual_cpu_devices
 from jax_moe_lb.kernels import ClampedSwiGLU
 
 BATCH_AXES = ("data", "fsdp", "fsdp_transpose")
@@ -106,7 +106,7 @@ class RoutedMoE(nnx.Module):
         gate = self.gate.kernel[...], None if self.gate.bias is None else self.gate.bias[...]
 
         def one_rank(x: jax.Array, gate: tuple[jax.Array, jax.Array | None], experts: Experts) -> jax.Array:
-            return moe(x, gate[0], experts, self.router, self.system, self.topology, kernel_bias=gate[1])[0]
+            return moe(x, MoEParams(gate[0], experts, logit_bias=gate[1]), self.router, self.system, self.topology)[0]
 
         run = jax.shard_map(one_rank, mesh=self.mesh, in_specs=(tokens, PartitionSpec(), ranks), out_specs=tokens)
         y = run(x.reshape(-1, x.shape[-1]), gate, experts).reshape(inputs.shape)

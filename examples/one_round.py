@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType
 
-from jax_moe_lb import MoE, Stats, TopK, Topology, plain, raise_on_fault, use_virtual_cpu_devices
+from jax_moe_lb import Buffers, ExpertConfig, MoE, Stats, TopK, Topology, plain, raise_on_fault, use_virtual_cpu_devices
 from jax_moe_lb.core import needs_more_rounds
 
 jax.config.update("jax_platforms", "cpu")
@@ -15,9 +15,19 @@ use_virtual_cpu_devices(8)
 def make_layers() -> tuple[MoE, MoE]:
     """Makes a layer for one round, and one for as many as a plan needs, with the same parameters."""
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
-    system, topology = plain(headroom=1.5), Topology.from_mesh(mesh)
-    fast = system.with_rounds(1)
-    layer = MoE(32, 64, 16, TopK(2), mesh=mesh, topology=topology, system=fast, on_fault="record", rngs=nnx.Rngs(0))
+    system, topology = plain(Buffers(headroom=1.5)), Topology.from_mesh(mesh)
+    fast = system.replace(buffers=replace(system.dispatch.buffers, max_rounds=1))
+    layer = MoE(
+        32,
+        16,
+        TopK(2),
+        mesh=mesh,
+        topology=topology,
+        system=fast,
+        experts=ExpertConfig(64),
+        on_fault="record",
+        rngs=nnx.Rngs(0),
+    )
     graph, variables = nnx.split(layer)
     other = nnx.merge(graph, variables)
     other.system = system

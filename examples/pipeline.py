@@ -17,7 +17,12 @@ TOKENS = PartitionSpec(None, "expert")
 
 def block(kernel, up, down, x):
     """Serves the tokens `[T, H]` of a microbatch by the layer of a stage, on the residual stream."""
-    return x + lb.moe(x, kernel, lb.Experts(up, down), lb.TopK(2), lb.greedy(2), TOPOLOGY, on_fault="record")[0]
+    return (
+        x
+        + lb.moe(x, lb.MoEParams(kernel, lb.Experts(up, down)), lb.TopK(2), lb.greedy(2), TOPOLOGY, on_fault="record")[
+            0
+        ]
+    )
 
 
 def pipelined(kernel, up, down, x):

@@ -5,7 +5,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType
 
-from jax_moe_lb import MoE, Stats, System, TopK, Topology, greedy, plain, router_loss, use_virtual_cpu_devices
+from jax_moe_lb import (
+    ExpertConfig,
+    MoE,
+    Stats,
+    System,
+    TopK,
+    Topology,
+    greedy,
+    plain,
+    router_loss,
+    use_virtual_cpu_devices,
+)
 
 jax.config.update("jax_platforms", "cpu")
 use_virtual_cpu_devices(8)
@@ -23,7 +34,9 @@ def train_step(system: System) -> tuple[jax.Array, jax.Array, Stats]:
     """Takes a step of gradient descent; returns the loss before it, the loss after it, and what balancing did."""
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
     topology = Topology.from_mesh(mesh)
-    layer = MoE(32, 64, 16, TopK(2), mesh=mesh, topology=topology, system=system, rngs=nnx.Rngs(0))
+    layer = MoE(
+        32, 16, TopK(2), mesh=mesh, topology=topology, system=system, experts=ExpertConfig(64), rngs=nnx.Rngs(0)
+    )
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
     x = skewed_tokens(2048, 32)
 

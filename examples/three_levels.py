@@ -7,7 +7,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import jax_moe_lb as lb
-from jax_moe_lb import MoE
+from jax_moe_lb import ExpertConfig, MoE
 
 jax.config.update("jax_platforms", "cpu")
 lb.use_virtual_cpu_devices(8)
@@ -23,7 +23,16 @@ BALANCER = lb.Chain((lb.balancers.Exact(), lb.balancers.RailS()))
 
 def gradient_step(mesh, topology, system, migrate, x):
     """Takes a step of gradient descent; returns the loss before and after it, the statistics and the layer."""
-    layer = MoE(32, 64, 16, lb.TopK(2), mesh=mesh, topology=topology, system=system, migrate=migrate, rngs=nnx.Rngs(0))
+    layer = MoE(
+        32,
+        16,
+        lb.TopK(2),
+        mesh=mesh,
+        topology=topology,
+        system=system.replace(migrate=migrate),
+        experts=ExpertConfig(64),
+        rngs=nnx.Rngs(0),
+    )
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
 
     def loss(params):

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from benchmarks.workloads import Workload
-from jax_moe_lb import Experts, System, TopK, Topology, moe
+from jax_moe_lb import Experts, MoEParams, MoEState, System, TokenInfo, TopK, Topology, moe
 from tests.oracle import dense_moe
 
 
@@ -61,7 +61,15 @@ def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma
         options = {} if losses is None else {"losses": losses, "sequence_length": x.shape[0] // 2}
         state = system.balancer.init((topology.num_ranks, kernel.shape[1]))
         y, stats, _ = moe(
-            x, kernel, experts, router, system, topology, mask=mask, state=state, on_fault=on_fault, **options
+            x,
+            MoEParams(kernel, experts),
+            router,
+            system,
+            topology,
+            MoEState(state),
+            TokenInfo(mask=mask),
+            on_fault=on_fault,
+            **options,
         )
         return y, jax.tree.map(lambda leaf: leaf[None], stats)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import System, TopK, Topology
+from jax_moe_lb import Buffers, System, TopK, Topology
 from jax_moe_lb.balancers import Greedy
 from jax_moe_lb.transport import Direct, Gather, TwoPhase
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
@@ -37,7 +37,7 @@ def test_the_program_runs_and_moves_rows(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatch", [Direct(0.6), TwoPhase(0.6)], ids=["one wave", "two phases"])
+@pytest.mark.parametrize("dispatch", [Direct(Buffers(0.6)), TwoPhase(Buffers(0.6))], ids=["one wave", "two phases"])
 def test_a_replication_from_outside_serves_in_every_wave(dispatch):
     """Values, and gradients by its `add_at_home`, equal those of a dense layer."""
     system = System(Greedy(), program()["AllGather"](), dispatch, replica_slots=2)

@@ -15,6 +15,9 @@ BINARIES = ("jax_moe_lb._ffi", "jax_moe_lb._ffi_cuda", "jax_moe_lb._planning")
 RANKS, WIDTH = 4, 8
 
 
+from jax_moe_lb import ExpertConfig
+
+
 def greedy_layer():
     """Outputs, gradients of the tokens, and statistics of a small layer with skewed routing."""
     import jax
@@ -25,7 +28,9 @@ def greedy_layer():
     devices = jax.devices()[:RANKS]
     mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
     topology = Topology.from_mesh(mesh)
-    layer = MoE(WIDTH, 16, 8, TopK(2), mesh=mesh, topology=topology, system=greedy(2), rngs=nnx.Rngs(0))
+    layer = MoE(
+        WIDTH, 8, TopK(2), mesh=mesh, topology=topology, system=greedy(2), experts=ExpertConfig(16), rngs=nnx.Rngs(0)
+    )
     x = jax.random.normal(jax.random.key(0), (RANKS, 32, WIDTH)) + 1
 
     def loss(layer, x):

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
-from jax_moe_lb import Experts, TopK, Topology, moe, plain
+from jax_moe_lb import Buffers, Experts, MoEParams, TopK, Topology, moe, plain
 from jax_moe_lb.core import Level
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.routing import ForceBalanced
@@ -27,7 +27,7 @@ EXCHANGES = 2
 BACKWARD_EXCHANGES = 3
 """Of the backward pass: the copies again, the gradients of their outputs, and back those of the copies."""
 
-SYSTEM: System = plain(headroom=1.0)
+SYSTEM: System = plain(Buffers(headroom=1.0))
 """Routing is balanced by force. Room to spare would travel as well: exchanges between processes are padded."""
 
 
@@ -174,7 +174,7 @@ def jitted_step(choice: Choice, sizes: Sizes) -> tuple[Wrapped, tuple]:
     specs = (by_token, PartitionSpec(), PartitionSpec(domains.expert_axes))
 
     def one_rank(x: jax.Array, kernel: jax.Array, experts: Experts) -> jax.Array:
-        return moe(x, kernel, migrate(experts), router, SYSTEM, between)[0]
+        return moe(x, MoEParams(kernel, migrate(experts)), router, SYSTEM, between)[0]
 
     run = jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=by_token)
 

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import (
     Balancer,
+    Buffers,
     Chain,
     HostCallback,
     Plan,
@@ -65,17 +66,17 @@ SYSTEMS = {
     # In domains of 4 ranks an expert has 3 replicas at most.
     "ultraep": System(UltraEP(min_tokens=4), replicate=Relay(min_replicas=3, min_gain=1), replica_slots=4),
     "exact": exact(),
-    "greedy in small rounds": greedy(replica_slots=1, headroom=0.4),
+    "greedy in small rounds": greedy(buffers=Buffers(headroom=0.4), replica_slots=1),
     "feplb": System(FEPLB(num_dynamic=1, skip=True), PeerCopy(), TwoPhase(), replica_slots=2),
     # Experts move in part, in several rounds, and some have no room.
-    "greedy in two phases": System(Greedy(), dispatch=TwoPhase(0.6, moved_headroom=0.3), replica_slots=2),
+    "greedy in two phases": System(Greedy(), dispatch=TwoPhase(Buffers(0.6), moved_headroom=0.3), replica_slots=2),
     "fastermoe": System(BALANCERS[FasterMoE], replica_slots=2),
     "eplb": System(EPLB(every=1), replica_slots=2),
     "eplb_plus": System(EPLBPlus(), replica_slots=2),
     "lplb": System(LPLB(), replica_slots=1),
     "host": System(BALANCERS[HostCallback], replica_slots=1),
     "chain": System(BALANCERS[Chain], replica_slots=3),
-    "rails": rails(0.6),
+    "rails": rails(Buffers(0.6)),
     "hybridep": hybridep(),
     "exact inside expert domains, sprayed": System(
         Chain((HybridEP(2), Exact(), RailS())), dispatch=MultiRailDispatch(), replica_slots=4

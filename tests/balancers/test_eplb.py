@@ -6,7 +6,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Chain, HostCallback, MoE, Plan, System, TopK, Topology, plain
+from jax_moe_lb import Chain, ExpertConfig, HostCallback, MoE, Plan, System, TopK, Topology, plain
 from jax_moe_lb.balancers import EPLB, LPLB, EPLBPlus
 from jax_moe_lb.balancers.eplb import History, mean, no_history, observe
 from jax_moe_lb.core import check_plan, load, plain_plan
@@ -134,7 +134,8 @@ def test_the_layer_keeps_the_state(balancer, axis_type):
         x = jax.random.normal(jax.random.key(0), (64, 8)) + jnp.linspace(-2, 2, 8)[None]
         systems = plain(), System(balancer, replica_slots=2)
         layers = [
-            MoE(8, 16, 8, TopK(2), mesh=mesh, topology=topology, system=system, rngs=nnx.Rngs(0)) for system in systems
+            MoE(8, 8, TopK(2), mesh=mesh, topology=topology, system=system, experts=ExpertConfig(16), rngs=nnx.Rngs(0))
+            for system in systems
         ]
         want, _ = layers[0](x)
         step, after = nnx.jit(lambda layer, x: layer(x)), []

@@ -9,7 +9,20 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Balancer, System, TopK, Topology, feplb, greedy, moe, plain, raise_on_fault
+from jax_moe_lb import (
+    Balancer,
+    Buffers,
+    MoEParams,
+    MoEState,
+    System,
+    TopK,
+    Topology,
+    feplb,
+    greedy,
+    moe,
+    plain,
+    raise_on_fault,
+)
 from jax_moe_lb.core import needs_more_rounds
 from jax_moe_lb.core.stats import HOMES, NO_FAULT, PLAN, ROUNDS, ROUTING
 from jax_moe_lb.transport import Direct, MultiRailDispatch, PeerCopy, TwoPhase
@@ -148,7 +161,9 @@ def test_too_few_rounds_are_a_fault(system, on_fault):
 @pytest.mark.slow
 def test_layers_behind_one_that_was_not_served_do_not_hide_it():
     mesh, topology = flat()
-    layer = jax.jit(sharded_moe(mesh, topology, plain(0.5).with_rounds(1), on_fault="record"))
+    layer = jax.jit(
+        sharded_moe(mesh, topology, plain(Buffers(0.5)).replace(buffers=Buffers(max_rounds=1)), on_fault="record")
+    )
     x, mask, kernel, experts, _ = arguments("one_hot")
     y, stats = layer(x, mask, kernel, experts)
     _, behind = layer(y, mask, kernel, experts)
@@ -182,7 +197,9 @@ def test_places_that_are_no_permutation_make_outputs_nan():
     x, _, kernel, experts, _ = arguments()
 
     def one_rank(x, kernel, experts, homes):
-        y, stats, _ = moe(x, kernel, experts, TopK(2), greedy(2), topology, homes=homes, on_fault="record")
+        y, stats, _ = moe(
+            x, MoEParams(kernel, experts), TopK(2), greedy(2), topology, MoEState(homes=homes), on_fault="record"
+        )
         return y, jax.tree.map(lambda leaf: leaf[None], stats)
 
     ranks, whole = PartitionSpec("expert"), PartitionSpec()

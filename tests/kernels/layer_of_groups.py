@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb import Experts, System, TopK, Topology, moe, plain
+from jax_moe_lb import Buffers, Experts, MoEParams, System, TopK, Topology, moe, plain
 from jax_moe_lb.balancers import Greedy
 from jax_moe_lb.transport import PeerCopy
 
 
 def layer_step(mesh, place):
     """Outputs, rounds and gradients of a layer on (expert, data), where one data shard needs more rounds."""
-    return _step(mesh, place, plain(1.6), Topology.from_mesh(mesh))[0]
+    return _step(mesh, place, plain(Buffers(1.6)), Topology.from_mesh(mesh))[0]
 
 
 def domains_step(mesh, place, replicate=PeerCopy()):
@@ -30,7 +30,7 @@ def _step(mesh, place, system, topology):
     by_token, by_expert = PartitionSpec(mesh.axis_names[::-1]), PartitionSpec("expert")
 
     def one_rank(x, kernel, experts):
-        y, stats, _ = moe(x, kernel, experts, TopK(2), system, topology)
+        y, stats, _ = moe(x, MoEParams(kernel, experts), TopK(2), system, topology)
         return y, stats.rounds[None]
 
     specs = (by_token, PartitionSpec(), by_expert)

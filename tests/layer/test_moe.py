@@ -12,9 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import (
     Balancer,
+    Buffers,
     Experts,
     HostCallback,
     Losses,
+    MoEParams,
     Plan,
     System,
     TopK,
@@ -60,7 +62,7 @@ def test_every_layout_equals_dense(layout, check_vma):
     case, mesh = Case(), make_mesh(sizes, names)
     topology = Topology.from_mesh(mesh, axis, **options)
     # Headroom below 1, so that groups side by side need different numbers of rounds.
-    layer = with_gradients(sharded_moe(mesh, topology, greedy(1, headroom=0.3), check_vma=check_vma))
+    layer = with_gradients(sharded_moe(mesh, topology, greedy(1, Buffers(headroom=0.3)), check_vma=check_vma))
     dense = dense_with_gradients(TopK(2))
     groups = math.prod(mesh.shape[name] for name in topology.data_axes)
     for name in ("zipf", "hot_rank", "empty_rank"):
@@ -96,7 +98,7 @@ def one_device_axes_removed():
 def test_groups_side_by_side_need_different_rounds():
     """Two data shards, one idle: each takes as many rounds as its own plan needs."""
     case, mesh = Case(), make_mesh((2, 4), ("data", "expert"))
-    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), plain(headroom=0.5)))
+    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), plain(Buffers(headroom=0.5))))
     x, mask, *rest = arguments(case, BY_NAME["one_hot"], 8)
     mask = mask & (jnp.arange(mask.shape[0]) < mask.shape[0] // 2)
     (y, stats), gradients = layer(x, mask, *rest)
@@ -120,7 +122,7 @@ def test_plain_gelu_experts():
 def test_rounds_are_what_the_load_needs(headroom):
     case, mesh = Case(), make_mesh((8,), ("expert",))
     x, mask, kernel, experts, _ = arguments(case, BY_NAME["one_hot"], 8)
-    _, stats = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), plain(headroom)))(x, mask, kernel, experts)
+    _, stats = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), plain(Buffers(headroom))))(x, mask, kernel, experts)
     capacity = int(np.ceil(headroom * case.num_tokens * case.per_tok))
     assert int(stats.rounds[0]) == -(-int(stats.load_after.max()) // capacity)
 
@@ -167,7 +169,7 @@ def test_scan_over_layers_with_remat():
     case, mesh = Case(), make_mesh((8,), ("expert",))
     policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
     losses = Losses(switch=0.1, sequence=0.1, z=0.01)
-    layer = sharded_moe(mesh, Topology.from_mesh(mesh), greedy(1, headroom=0.4), losses=losses)
+    layer = sharded_moe(mesh, Topology.from_mesh(mesh), greedy(1, Buffers(headroom=0.4)), losses=losses)
     x, mask, kernel, experts, target = arguments(case, BY_NAME["zipf"], 8)
 
     def loss(x, kernel, experts, wrap):
@@ -190,7 +192,7 @@ def test_scan_over_layers_with_remat():
 @pytest.mark.slow
 def test_the_layer_runs_twice_to_the_same_bits():
     case, mesh = Case(), make_mesh((8,), ("expert",))
-    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), greedy(2, headroom=0.4)))
+    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), greedy(2, Buffers(headroom=0.4))))
     args = arguments(case, BY_NAME["zipf"], 8)
     for a, b in zip(jax.tree.leaves(layer(*args)), jax.tree.leaves(layer(*args)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -203,7 +205,7 @@ def test_memory_of_one_hot_routing_is_near_the_mean():
     x, mask, kernel, experts, target = arguments(case, BY_NAME["one_hot"], 8)
     temporaries = {}
     for headroom in (1.05, 8.0):
-        layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), plain(headroom)))
+        layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), plain(Buffers(headroom))))
         compiled = layer.lower(x, mask, kernel, experts, target).compile()
         temporaries[headroom] = compiled.memory_analysis().temp_size_in_bytes
     assert temporaries[1.05] < 0.4 * temporaries[8.0]
@@ -335,7 +337,7 @@ def test_a_bad_plan_never_reaches_a_copy(planner, message):
 @pytest.mark.parametrize("headroom", [0.0, -1.0, float("nan"), float("inf")])
 def test_bad_headroom_is_refused(headroom):
     with pytest.raises(ValueError, match=rf"headroom is {headroom}; expected a finite number above 0"):
-        Direct(headroom)
+        Direct(Buffers(headroom))
 
 
 def test_bad_shapes_are_refused():
@@ -343,11 +345,17 @@ def test_bad_shapes_are_refused():
     topology = Topology.from_mesh(mesh)
     x, kernel = jnp.zeros((4, 6)), jnp.zeros((6, 16))
     with pytest.raises(ValueError, match=r"experts holds 3 experts on each of 8 ranks; expected 16 in all"):
-        moe(x, kernel, Experts(jnp.zeros((3, 6, 2)), jnp.zeros((3, 2, 6))), TopK(2), plain(), topology)
+        moe(x, MoEParams(kernel, Experts(jnp.zeros((3, 6, 2)), jnp.zeros((3, 2, 6)))), TopK(2), plain(), topology)
     with pytest.raises(ValueError, match=r"x has width 6 and experts.up 5; expected that of the router's kernel, 6"):
-        moe(x, kernel, Experts(jnp.zeros((2, 5, 2)), jnp.zeros((2, 2, 5))), TopK(2), plain(), topology)
+        moe(x, MoEParams(kernel, Experts(jnp.zeros((2, 5, 2)), jnp.zeros((2, 2, 5)))), TopK(2), plain(), topology)
     with pytest.raises(ValueError, match=r"topology has no expert_axes; expected one made by Topology.from_mesh"):
-        moe(x, kernel, Experts(jnp.zeros((2, 6, 2)), jnp.zeros((2, 2, 6))), TopK(2), plain(), Topology.flat(8))
+        moe(
+            x,
+            MoEParams(kernel, Experts(jnp.zeros((2, 6, 2)), jnp.zeros((2, 2, 6)))),
+            TopK(2),
+            plain(),
+            Topology.flat(8),
+        )
     with pytest.raises(ValueError, match=r"replica_slots is -1; expected at least 0"):
         System(replica_slots=-1)
 

@@ -5,8 +5,10 @@ import pytest
 from flax import nnx
 
 from jax_moe_lb import (
+    Buffers,
     Chain,
     Cost,
+    ExpertConfig,
     MoE,
     System,
     TopK,
@@ -48,7 +50,7 @@ def test_a_system_that_can_do_nothing_says_why(system, topology, why):
 def test_a_layer_warns_of_it():
     mesh = make_mesh((8,), ("expert",))
     with pytest.warns(UserWarning, match="cannot balance anything: expert domains have one rank each"):
-        MoE(8, 8, 64, TopK(2), mesh=mesh, system="hybridep", rngs=nnx.Rngs(0))
+        MoE(8, 64, TopK(2), mesh=mesh, system="hybridep", experts=ExpertConfig(8), rngs=nnx.Rngs(0))
 
 
 def test_what_is_left_to_the_layer_is_derived_from_its_sizes():
@@ -67,7 +69,10 @@ def test_small_layers_of_ultraep_are_level():
     """Of 64 copies on a rank none would move under the published least of 1024."""
     mesh = make_mesh((8,), ("expert",))
     skewed = jnp.zeros((8, 16)).at[:, :2].set(4.0)
-    layer, reference = (MoE(8, 8, 16, TopK(2), mesh=mesh, system=s, rngs=nnx.Rngs(0)) for s in (ultraep(2), "plain"))
+    layer, reference = (
+        MoE(8, 16, TopK(2), mesh=mesh, system=s, experts=ExpertConfig(8), rngs=nnx.Rngs(0))
+        for s in (ultraep(2), "plain")
+    )
     for one in (layer, reference):
         one.kernel[...] += skewed
     x = jnp.abs(jax.random.normal(jax.random.key(0), (256, 8)))
@@ -80,10 +85,17 @@ def test_small_layers_of_ultraep_are_level():
 def test_two_tiers_keep_what_relocation_needs():
     mesh = make_mesh((2, 2), ("node", "expert"))
     topology = Topology.from_mesh(mesh, ("node", "expert"))
-    layer = MoE(8, 8, 8, TopK(2), mesh=mesh, topology=topology, system=two_tier(1), rngs=nnx.Rngs(0))
+    layer = MoE(
+        8, 8, TopK(2), mesh=mesh, topology=topology, system=two_tier(1), experts=ExpertConfig(8), rngs=nnx.Rngs(0)
+    )
     assert layer.homes is not None
     assert layer.loads is not None
-    assert MoE(8, 8, 8, TopK(2), mesh=mesh, topology=topology, system="exact", rngs=nnx.Rngs(0)).homes is None
+    assert (
+        MoE(
+            8, 8, TopK(2), mesh=mesh, topology=topology, system="exact", experts=ExpertConfig(8), rngs=nnx.Rngs(0)
+        ).homes
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +106,7 @@ def test_two_tiers_keep_what_relocation_needs():
         (exact(2), Topology.flat(8, ranks_per_domain=4), 2),
         (two_tier(2), Topology.flat(8), 1),
         (feplb(4), Topology.flat(8), 6),
-        (ultraep(2, headroom=8.0), Topology.flat(8), 1),
+        (ultraep(2, Buffers(headroom=8.0)), Topology.flat(8), 1),
         (System(Exact(max_fan_out=2), replica_slots=2), Topology.flat(8), 8),
     ],
 )

@@ -10,7 +10,7 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import MoE, TopK, Topology, feplb, plain
+from jax_moe_lb import ExpertConfig, MoE, TopK, Topology, feplb, plain
 from jax_moe_lb.balancers import LayerCost
 from jax_moe_lb.core import plain_plan
 from jax_moe_lb.core.validation import ensure
@@ -102,7 +102,7 @@ def test_the_layer_of_expert_domains():
     mesh = hybrid_mesh(make_mesh((2, 4), ("dc", "gpu")), {"dc": 2, "gpu": 2})
     domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(make_mesh((2, 4), ("dc", "gpu")), ("dc", "gpu")))
     options = {"topology": domains.between, "migrate": GatherExpertDomain(domains, Codec(2.0)), "rngs": nnx.Rngs(0)}
-    layer = MoE(CASE.width, 8, CASE.num_experts, TopK(2), mesh=mesh, **options)
+    layer = MoE(CASE.width, CASE.num_experts, TopK(2), mesh=mesh, experts=ExpertConfig(8), **options)
     x, target = microbatches(("zipf", "one_hot"), 8)
 
     def each(layer, x, target):
@@ -117,7 +117,7 @@ def test_a_layer_that_remembers_refuses_in_one_line():
     """A loop would hand its state on from one microbatch to the next, which mapping cannot."""
     mesh = make_mesh((8,), ("expert",))
     options = {"topology": Topology.from_mesh(mesh), "system": eplb(), "rngs": nnx.Rngs(0)}
-    layer = MoE(CASE.width, 8, CASE.num_experts, TopK(2), mesh=mesh, **options)
+    layer = MoE(CASE.width, CASE.num_experts, TopK(2), mesh=mesh, experts=ExpertConfig(8), **options)
     x, _ = microbatches(("zipf", "one_hot"), 8)
     with pytest.raises(TraceContextError, match="Cannot mutate BalancerState from a different trace level") as refused:
         jax.eval_shape(jax.vmap(layer), x)

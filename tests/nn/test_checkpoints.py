@@ -6,7 +6,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from jax_moe_lb import MoE, TopK, Topology
+from jax_moe_lb import ExpertConfig, MoE, TopK, Topology, plain
 from jax_moe_lb.layer.systems import system_names
 from jax_moe_lb.nn import SharedMix, mesh_independent_state, restore_mesh_independent_state
 from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
@@ -22,7 +22,15 @@ CASES = {name: {"system": name} for name in system_names()} | OPTIONS
 
 
 def make(num_ranks, **options):
-    return MoE(8, 12, 16, TopK(2), mesh=make_mesh((num_ranks,), ("expert",)), rngs=nnx.Rngs(num_ranks), **options)
+    return MoE(
+        8,
+        16,
+        TopK(2),
+        mesh=make_mesh((num_ranks,), ("expert",)),
+        experts=ExpertConfig(12),
+        rngs=nnx.Rngs(num_ranks),
+        **options,
+    )
 
 
 def migrating(num_ranks):
@@ -30,7 +38,15 @@ def migrating(num_ranks):
     mesh = hybrid_mesh(devices, {"gpu": 2})
     domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(devices, "gpu"))
     migrate = GatherExpertDomain(domains, Codec(2.0, CodecBase.REMEMBERED))
-    return MoE(8, 12, 16, TopK(2), mesh=mesh, migrate=migrate, rngs=nnx.Rngs(num_ranks))
+    return MoE(
+        8,
+        16,
+        TopK(2),
+        mesh=mesh,
+        system=plain().replace(migrate=migrate),
+        experts=ExpertConfig(12),
+        rngs=nnx.Rngs(num_ranks),
+    )
 
 
 def carry_over(layer, other, folder):

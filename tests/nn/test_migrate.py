@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_moe_lb import MoE, TopK, Topology, greedy
+from jax_moe_lb import ExpertConfig, MoE, TopK, Topology, greedy, plain
 from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from tests.layer_cases import assert_close, make_mesh
 
@@ -19,9 +19,18 @@ def test_a_layer_with_domains_equals_one_without():
     mesh = hybrid_mesh(base, {"expert": 2})
     domains = ExpertDomains.from_mesh(mesh, topology)
     options = {"system": greedy(), "rngs": nnx.Rngs(0)}
-    layer = MoE(16, 24, 8, TopK(2), mesh=mesh, topology=domains.between, migrate=GatherExpertDomain(domains), **options)
+    layer = MoE(
+        16,
+        8,
+        TopK(2),
+        mesh=mesh,
+        topology=domains.between,
+        system=plain().replace(migrate=GatherExpertDomain(domains)),
+        experts=ExpertConfig(24),
+        **options,
+    )
     options["rngs"] = nnx.Rngs(0)
-    reference = MoE(16, 24, 8, TopK(2), mesh=base, topology=topology, **options)
+    reference = MoE(16, 8, TopK(2), mesh=base, topology=topology, experts=ExpertConfig(24), **options)
     x = jax.random.normal(jax.random.key(1), (16, 4, 16))
 
     @nnx.jit
@@ -43,7 +52,7 @@ def test_a_codec_that_remembers_begins_exact_and_catches_up():
 
     def layer(codec):
         options = {"topology": domains.between, "migrate": GatherExpertDomain(domains, codec), "rngs": nnx.Rngs(0)}
-        return MoE(16, 24, 8, TopK(2), mesh=mesh, **options)
+        return MoE(16, 8, TopK(2), mesh=mesh, experts=ExpertConfig(24), **options)
 
     exact, encoded = layer(Codec()), layer(Codec(8.0, CodecBase.REMEMBERED))
     x = jax.random.normal(jax.random.key(1), (64, 16))
@@ -72,6 +81,24 @@ def test_the_topology_of_another_mesh_is_refused():
     mesh = hybrid_mesh(base, {"expert": 2})
     migrate = GatherExpertDomain(ExpertDomains.from_mesh(mesh, Topology.from_mesh(base)), Codec(2.0))
     with pytest.raises(ValueError, match=r"topology is not migrate.domains.between"):
-        MoE(16, 24, 8, TopK(2), mesh=mesh, topology=Topology.from_mesh(base), migrate=migrate, rngs=nnx.Rngs(0))
+        MoE(
+            16,
+            8,
+            TopK(2),
+            mesh=mesh,
+            topology=Topology.from_mesh(base),
+            system=plain().replace(migrate=migrate),
+            experts=ExpertConfig(24),
+            rngs=nnx.Rngs(0),
+        )
     with pytest.raises(ValueError, match="num_experts is 6; expected a positive multiple of the 4 ranks"):
-        MoE(16, 24, 6, TopK(2), mesh=mesh, topology=migrate.domains.between, migrate=migrate, rngs=nnx.Rngs(0))
+        MoE(
+            16,
+            6,
+            TopK(2),
+            mesh=mesh,
+            topology=migrate.domains.between,
+            system=plain().replace(migrate=migrate),
+            experts=ExpertConfig(24),
+            rngs=nnx.Rngs(0),
+        )

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_moe_lb import (
     Balancer,
+    ExpertConfig,
     Experts,
     Losses,
     MoE,
@@ -37,7 +38,15 @@ WIDTH, INNER, NUM_EXPERTS = 16, 24, 8
 def make(mesh, system=greedy(), router=TopK(2), expert_axis="expert", **options):
     topology = Topology.from_mesh(mesh, expert_axis)
     return MoE(
-        WIDTH, INNER, NUM_EXPERTS, router, mesh=mesh, topology=topology, system=system, rngs=nnx.Rngs(0), **options
+        WIDTH,
+        NUM_EXPERTS,
+        router,
+        mesh=mesh,
+        topology=topology,
+        system=system,
+        experts=ExpertConfig(INNER),
+        rngs=nnx.Rngs(0),
+        **options,
     )
 
 
@@ -120,7 +129,16 @@ def test_any_number_of_tokens_is_served(shape, axis_type):
 def test_axes_that_are_neither_the_groups_nor_the_datas_do_the_same(system):
     mesh = make_mesh((2, 2, 2), ("data", "expert", "tensor"))
     topology = Topology.from_mesh(mesh, data_axes="data")
-    layer = MoE(WIDTH, INNER, NUM_EXPERTS, TopK(2), mesh=mesh, topology=topology, system=system, rngs=nnx.Rngs(0))
+    layer = MoE(
+        WIDTH,
+        NUM_EXPERTS,
+        TopK(2),
+        mesh=mesh,
+        topology=topology,
+        system=system,
+        experts=ExpertConfig(INNER),
+        rngs=nnx.Rngs(0),
+    )
     reference = make(make_mesh((1,), ("expert",)))
     y, stats = nnx.jit(lambda layer, x: layer(x))(layer, tokens())
     assert_close(y, dense_layer(reference, tokens()), 1e-5)
@@ -135,7 +153,16 @@ def test_it_works_where_some_axes_are_manual_already():
     """Two stages of a pipeline, each with a microbatch of its own."""
     mesh = make_mesh((2, 2, 2), ("stage", "data", "expert"))
     topology = Topology.from_mesh(mesh, data_axes="data")
-    layer = MoE(WIDTH, INNER, NUM_EXPERTS, TopK(2), mesh=mesh, topology=topology, system="exact", rngs=nnx.Rngs(0))
+    layer = MoE(
+        WIDTH,
+        NUM_EXPERTS,
+        TopK(2),
+        mesh=mesh,
+        topology=topology,
+        system="exact",
+        experts=ExpertConfig(INNER),
+        rngs=nnx.Rngs(0),
+    )
     reference = make(make_mesh((1,), ("expert",)))
     graph, state = nnx.split(layer)
     x = jnp.stack([tokens(), 2 * tokens()])
@@ -155,7 +182,7 @@ def test_it_works_where_some_axes_are_manual_already():
         assert_close(y[i], dense_layer(reference, x[i]), 1e-5)
     want = gradients(dense_layer, reference, x.reshape(-1, *x.shape[2:]))
     assert_close(nnx.to_pure_dict(got), nnx.to_pure_dict(want), 1e-5)
-    guessed = MoE(WIDTH, INNER, NUM_EXPERTS, TopK(2), mesh=mesh, rngs=nnx.Rngs(0))
+    guessed = MoE(WIDTH, NUM_EXPERTS, TopK(2), mesh=mesh, system=plain(), experts=ExpertConfig(INNER), rngs=nnx.Rngs(0))
     graph, state = nnx.split(guessed)
     with pytest.raises(ValueError, match=r"topology has the axes \['stage'\], which are manual already"):
         jax.eval_shape(stages, state)
@@ -163,10 +190,10 @@ def test_it_works_where_some_axes_are_manual_already():
 
 def test_a_system_has_a_name_and_a_mesh_a_topology():
     mesh = make_mesh((2, 4), ("data", "expert"))
-    layer = MoE(WIDTH, INNER, NUM_EXPERTS, TopK(2), mesh=mesh, system="exact", rngs=nnx.Rngs(0))
+    layer = MoE(WIDTH, NUM_EXPERTS, TopK(2), mesh=mesh, system="exact", experts=ExpertConfig(INNER), rngs=nnx.Rngs(0))
     assert (layer.system, layer.topology) == (exact(), Topology.from_mesh(mesh))
     with pytest.raises(TypeError, match=r"system is 'exactly'; expected a System, or one of eplb, eplb_plus, exact, "):
-        MoE(WIDTH, INNER, NUM_EXPERTS, TopK(2), mesh=mesh, system="exactly", rngs=nnx.Rngs(0))
+        MoE(WIDTH, NUM_EXPERTS, TopK(2), mesh=mesh, system="exactly", experts=ExpertConfig(INNER), rngs=nnx.Rngs(0))
 
 
 def test_a_decode_step_needs_no_buffers_of_training():
@@ -293,7 +320,16 @@ def test_scan_over_stacked_layers_with_remat():
     @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
     def stack(rngs):
         topology = Topology.from_mesh(mesh)
-        return MoE(WIDTH, INNER, NUM_EXPERTS, TopK(2), mesh=mesh, topology=topology, system=greedy(), rngs=rngs)
+        return MoE(
+            WIDTH,
+            NUM_EXPERTS,
+            TopK(2),
+            mesh=mesh,
+            topology=topology,
+            system=greedy(),
+            experts=ExpertConfig(INNER),
+            rngs=rngs,
+        )
 
     layers = stack(nnx.Rngs(0))
     policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
@@ -354,7 +390,15 @@ def test_masked_tokens_get_zero():
 def test_linen_users_get_the_same_layer():
     mesh = make_mesh((8,), ("expert",))
     topology = Topology.from_mesh(mesh)
-    linen = as_linen(WIDTH, INNER, NUM_EXPERTS, TopK(2), mesh=mesh, topology=topology, system=greedy(), use_bias=True)
+    linen = as_linen(
+        WIDTH,
+        NUM_EXPERTS,
+        TopK(2, selection_bias=True),
+        mesh=mesh,
+        topology=topology,
+        system=greedy(),
+        experts=ExpertConfig(INNER),
+    )
     variables = linen.init(jax.random.key(0), tokens())
     assert set(variables) == {"params", "RouterBias", "nnx"} or set(variables) == {"params", "RouterBias"}
 
@@ -376,19 +420,40 @@ def test_linen_users_get_the_same_layer():
     [
         (
             lambda mesh: MoE(
-                4, 4, 12, TopK(2), mesh=mesh, topology=Topology.from_mesh(mesh), system=plain(), rngs=nnx.Rngs(0)
+                4,
+                12,
+                TopK(2),
+                mesh=mesh,
+                topology=Topology.from_mesh(mesh),
+                system=plain(),
+                experts=ExpertConfig(4),
+                rngs=nnx.Rngs(0),
             ),
             r"num_experts is 12; expected a positive multiple of the 8 ranks",
         ),
         (
             lambda mesh: MoE(
-                4, 4, 8, TopK(2), mesh=make_mesh((8,), ("ep",)), topology=Topology.from_mesh(mesh), rngs=nnx.Rngs(0)
+                4,
+                8,
+                TopK(2),
+                mesh=make_mesh((8,), ("ep",)),
+                topology=Topology.from_mesh(mesh),
+                system=plain(),
+                experts=ExpertConfig(4),
+                rngs=nnx.Rngs(0),
             ),
             r"topology names axis 'expert'; expected an axis of the mesh, one of \('ep',\)",
         ),
         (
             lambda mesh: MoE(
-                4, 4, 8, TopK(2), mesh=mesh, topology=Topology.from_mesh(make_mesh((4,), ("expert",))), rngs=nnx.Rngs(0)
+                4,
+                8,
+                TopK(2),
+                mesh=mesh,
+                topology=Topology.from_mesh(make_mesh((4,), ("expert",))),
+                system=plain(),
+                experts=ExpertConfig(4),
+                rngs=nnx.Rngs(0),
             ),
             r"topology has 4 ranks; expected the 8 of mesh axes \('expert',\)",
         ),
@@ -410,7 +475,16 @@ def test_tokens_on_no_mesh_go_through_a_layer_on_an_explicit_one():
     outs = []
     for axis_type in (AxisType.Auto, AxisType.Explicit):
         mesh = make_mesh((8,), ("expert",), axis_type)
-        layer = MoE(16, 8, 16, TopK(2), mesh=mesh, topology=Topology.from_mesh(mesh), system=greedy(), rngs=nnx.Rngs(0))
+        layer = MoE(
+            16,
+            16,
+            TopK(2),
+            mesh=mesh,
+            topology=Topology.from_mesh(mesh),
+            system=greedy(),
+            experts=ExpertConfig(8),
+            rngs=nnx.Rngs(0),
+        )
         outs.append(layer(x)[0])
     assert outs[1].sharding.is_fully_replicated
     np.testing.assert_allclose(*outs, rtol=1e-6)

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_moe_lb import Losses, MoE, TopK, Topology, plain, relocate, router_loss
+from jax_moe_lb import ExpertConfig, Losses, MoE, TopK, Topology, plain, relocate, router_loss
 from jax_moe_lb.balancers.eplb import EPLB
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.nn import expert_bytes
@@ -28,10 +28,7 @@ def make(mesh, system=plain(), **options):
     losses = Losses(switch=0.1, sequence=0.1)
     topology = Topology.from_mesh(mesh, ranks_per_domain=4)
     options = {"relocatable": True} | options
-    return MoE(
-        WIDTH, INNER, NUM_EXPERTS, router, mesh=mesh, topology=topology, system=system, losses=losses,
-        use_bias=True, rngs=nnx.Rngs(0), **options,
-    )  # fmt: skip
+    return MoE(WIDTH, NUM_EXPERTS, replace(router, selection_bias=True), mesh=mesh, topology=topology, system=system, experts=ExpertConfig(INNER), losses=losses, rngs=nnx.Rngs(0), **options)  # fmt: skip
 
 
 def permutation(seed=0):

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_moe_lb import Experts, MoE, TopK, Topology, exact, feplb
+from jax_moe_lb import ExpertConfig, Experts, MoE, Precision, TopK, Topology, exact, feplb
 from jax_moe_lb.aot.collectives import collectives
 from jax_moe_lb.aot.hlo import parse_module
 from jax_moe_lb.kernels.grouped_ffn import dense_ffn
@@ -18,10 +18,7 @@ WIDTH, INNER, NUM_EXPERTS = 16, 24, 8
 
 
 def make(mesh, system, topology, rules, **options):
-    return MoE(
-        WIDTH, INNER, NUM_EXPERTS, TopK(2), mesh=mesh, topology=topology, system=system, rules=rules,
-        expert_bias=True, kernel_bias=True, param_dtype=jnp.float64, rngs=nnx.Rngs(0), **options,
-    )  # fmt: skip
+    return MoE(WIDTH, NUM_EXPERTS, TopK(2, logit_bias=True), mesh=mesh, topology=topology, system=system, experts=ExpertConfig(INNER, use_bias=True), precision=Precision(param_dtype=jnp.float64), rules=rules, rngs=nnx.Rngs(0), **options)  # fmt: skip
 
 
 def with_biases(layer):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_moe_lb import MoE, TokenInfo, TopK, Topology
+from jax_moe_lb import ExpertConfig, MoE, TokenInfo, TopK, Topology
 from jax_moe_lb.routing import ExpertChoice, HashRouter, NoisyTopK
 from jax_moe_lb.routing.more_routers import capacity, within_capacity
 from jax_moe_lb.routing.routers import NO_EXPERT, tokens_per_expert
@@ -95,10 +95,7 @@ def test_capacity_against_a_loop(limit):
 def test_a_layer_with_it_equals_a_dense_one(router, options):
     """Rank by rank, since capacity and choice are a rank's; an uneven number of tokens, which are padded."""
     mesh = make_mesh((2, 2), ("data", "expert"))
-    layer = MoE(
-        WIDTH, INNER, NUM_EXPERTS, router, mesh=mesh, topology=Topology.from_mesh(mesh), system="greedy",
-        rngs=nnx.Rngs(0), **options,
-    )  # fmt: skip
+    layer = MoE(WIDTH, NUM_EXPERTS, router, mesh=mesh, topology=Topology.from_mesh(mesh), system="greedy", experts=ExpertConfig(INNER), rngs=nnx.Rngs(0), **options)  # fmt: skip
     x, key = jax.random.normal(jax.random.key(1), (31, WIDTH)), jax.random.key(2)
     ids = jax.random.randint(jax.random.key(3), (31,), 0, 50)
     padded_ids = jnp.pad(ids, (0, 1)).reshape(4, 8)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_moe_lb import Topology
+from jax_moe_lb import Buffers, Topology
 from jax_moe_lb.balancers.hybridep import HybridEP
 from jax_moe_lb.core import Level
 from jax_moe_lb.core.plan import load, rows_between, traffic
@@ -224,7 +224,7 @@ def test_feplb_hides_planner_rows_and_weights_under_static_experts():
         assert report.stages[stage].busy_s > 0
         assert report.stages[stage].exposed_s == 0
     assert report.imbalance_after < report.imbalance_before
-    plain = simulate(systems.plain(headroom=1.5), shape, cluster, counts)
+    plain = simulate(systems.plain(Buffers(headroom=1.5)), shape, cluster, counts)
     for stage in ("dispatch", "combine", "dispatch (backward)"):
         assert report.stages[stage].bytes == plain.stages[stage].bytes
     assert report.stages["return"].bytes == report.stages["rows"].bytes > 0

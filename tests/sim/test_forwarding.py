@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jax_moe_lb import System
+from jax_moe_lb import Buffers, System
 from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import Cluster, Communication, Links, Migration, ModelShape, Step, simulate, simulate_uniform
 from jax_moe_lb.sim.network import latency_s
@@ -44,7 +44,7 @@ def test_every_level_is_paid_for_by_what_crosses_several():
     counts = np.zeros((8, 16), np.int32)
     counts[0, 14] = 64  # from the first rank to the last
     straight, by_level = (
-        layer_work(systems.plain(1e3), model(per_token=1), replace(THREE, communication=one), counts)[0]
+        layer_work(systems.plain(Buffers(1e3)), model(per_token=1), replace(THREE, communication=one), counts)[0]
         for one in (Communication(), Communication(by_level=True))
     )
     (one,), (other,) = straight.waves[0].dispatch, by_level.waves[0].dispatch
@@ -59,7 +59,7 @@ def test_tokens_with_two_experts_on_a_node_cross_once():
     shape = model(experts=4, per_token=2, tokens=6)
 
     def crossed(counts):
-        work, _ = layer_work(systems.plain(1e3), shape, cluster, np.array(counts, np.int32))
+        work, _ = layer_work(systems.plain(Buffers(1e3)), shape, cluster, np.array(counts, np.int32))
         return work.waves[0].dispatch[0].sent[0][:, 0] / 128
 
     # Of the six pairs of four experts one has none on the other node: 5 of 6 tokens cross.
@@ -84,7 +84,9 @@ def test_tokens_with_uneven_chances_are_estimated_within_five_percent():
     np.testing.assert_allclose(found, has.reshape(tokens, 4, 8).any(2).sum(0), rtol=0.05)
 
 
-@pytest.mark.parametrize("system", [systems.plain(1e3), systems.exact(2, 1e3), systems.rails(1e3)])
+@pytest.mark.parametrize(
+    "system", [systems.plain(Buffers(1e3)), systems.exact(2, Buffers(1e3)), systems.rails(Buffers(1e3))]
+)
 def test_once_per_member_sends_no_more_and_no_less_than_a_kth(system: System):
     counts = np.random.default_rng(1).multinomial(256, np.arange(1, 17) / 136, 8).astype(np.int32)
     times, on_links = [], []
@@ -120,7 +122,7 @@ def test_dispatch_in_fp8_and_combine_in_bfloat16():
 
 def test_a_wire_is_for_rows_forward_and_gradients_travel_as_they_are():
     cluster, even = Cluster((Links("gpu", 8, 1e9),)), np.full((8, 16), 16, np.int32)
-    system = systems.plain().with_wire(QuantizedTransfer(block=32))
+    system = systems.plain().replace(transfer=QuantizedTransfer(block=32))
     stages = simulate(system, model(), cluster, even).stages
     # 64 numbers of a byte and two scales of 4, beside 64 numbers of 2.
     wire, plainly = 8 * 256 * 7 / 8 * (64 + 8), 8 * 256 * 7 / 8 * 128

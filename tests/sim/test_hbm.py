@@ -5,10 +5,11 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from jax_moe_lb import feplb
+from jax_moe_lb import Buffers, feplb
 from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import Cluster, Links, ModelShape, Step, simulate
 from jax_moe_lb.sim.memory import traffic_of
+from jax_moe_lb.transport import Kernels
 
 MODEL = ModelShape(layers=2, hidden=64, inner=128, experts=8, per_token=2, tokens=256)
 CLUSTER = Cluster((Links("gpu", 4, 1e9),))
@@ -40,7 +41,7 @@ def test_weights_of_replicas_are_joined():
     slots_bytes = 3 * MODEL.expert_bytes
     assert stages["joined weights"].busy_s == pytest.approx(2 * 2 * slots_bytes / 1e6)
     assert stages["joined weights (backward)"].busy_s == pytest.approx(2 * 4 * slots_bytes / 1e6)
-    for others in (systems.plain(), systems.exact(1).with_own_kernels()):
+    for others in (systems.plain(), systems.exact(1).replace(kernels=Kernels.OWN)):
         assert "joined weights" not in simulated(others, SLOW).stages
 
 
@@ -53,7 +54,7 @@ def test_without_a_rate_they_are_left_out():
 def test_the_traffic_of_a_layer_has_what_takes_time_and_more():
     """By hand, with a buffer for exactly the mean load and one round."""
     system = replace(
-        systems.plain(headroom=1.0), dispatch=replace(systems.plain().dispatch, headroom=1.0, max_rounds=1)
+        systems.plain(Buffers(headroom=1.0)), dispatch=replace(systems.plain().dispatch, headroom=1.0, max_rounds=1)
     )
     hidden, kind = 256 * 2 * 256, 2 * 64 * 128 * 2
     found = asdict(traffic_of(system, MODEL, CLUSTER, backward=False))
@@ -76,7 +77,7 @@ def test_the_traffic_of_a_layer_has_what_takes_time_and_more():
 def test_own_kernels_join_nothing_and_turn_nothing_around():
     """Rows and the gradients of their outputs, and hidden activations; and gradients are not cut apart."""
     before = traffic_of(systems.exact(1), MODEL, CLUSTER)
-    after = traffic_of(systems.exact(1).with_own_kernels(), MODEL, CLUSTER)
+    after = traffic_of(systems.exact(1).replace(kernels=Kernels.OWN), MODEL, CLUSTER)
     rows = systems.exact(1).dispatch.buffer_rows(256 * 2)
     assert replace(before, joined=0.0, products=after.products, arriving=after.arriving) == after
     assert before.arriving - after.arriving == 2 * 2 * MODEL.expert_bytes
@@ -84,7 +85,9 @@ def test_own_kernels_join_nothing_and_turn_nothing_around():
 
 
 def test_loops_carry_outputs_and_wide_sums():
-    loop, once = (traffic_of(systems.exact(1).with_rounds(n), MODEL, CLUSTER) for n in (None, 1))
+    loop, once = (
+        traffic_of(systems.exact(1).replace(buffers=Buffers(max_rounds=n)), MODEL, CLUSTER) for n in (None, 1)
+    )
     assert replace(loop, carried=0.0) == once
     # Weights of two bytes, sums of four: read and written, the half that is wider, and rounded at the end.
     assert loop.carried == COPIES + (4 + 1 + 2 + 1) * 3 * MODEL.expert_bytes

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from jax_moe_lb import exact, plain
+from jax_moe_lb import Buffers, exact, plain
 from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape, Step
 from jax_moe_lb.sim.memory import ADDRESS_BYTES, Memory, memory_of
+from jax_moe_lb.transport import Kernels
 
 CLUSTER = Cluster((Links("node", 2, 1e9), Links("gpu", 8, 1e11)))
 MODEL = ModelShape(layers=4, hidden=1024, inner=512, experts=64, per_token=4, tokens=1024, gradient_itemsize=2)
@@ -19,7 +20,7 @@ def held(system=exact(2), model=MODEL, cluster=CLUSTER, migration=Migration(), s
 
 
 def test_a_loop_over_rounds_carries_its_sums_in_float32():
-    loop, once = held(), held(exact(2).with_rounds(1))
+    loop, once = held(), held(exact(2).replace(buffers=Buffers(max_rounds=1)))
     parameters = SLOTS * MODEL.expert_bytes / 2
     # Of three kinds of matrices one is added after the other.
     assert loop.sums == 4 * parameters * 4 / 3
@@ -59,7 +60,7 @@ def test_products_take_one_array_of_all_slots():
     assert forward.in_use == kind + out_of_the_stack
     assert backward.in_use == 2 * kind + out_of_the_stack
     assert held(plain(), replace(MODEL, layers=1)).in_use == 0
-    assert held(exact(2).with_own_kernels()).in_use == out_of_the_stack
+    assert held(exact(2).replace(kernels=Kernels.OWN)).in_use == out_of_the_stack
 
 
 @pytest.mark.parametrize("backward", [True, False])

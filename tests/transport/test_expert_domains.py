@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Chain, System, TopK, Topology, moe, plain
+from jax_moe_lb import Buffers, Chain, MoEParams, MoEState, System, TokenInfo, TopK, Topology, moe, plain
 from jax_moe_lb.balancers import Exact, HybridEP, RailS
 from jax_moe_lb.transport import Codec, Direct, ExpertDomains, GatherExpertDomain, MultiRailDispatch, hybrid_mesh
 from tests.algorithm_1 import collectives, connected, links, pairs
@@ -38,7 +38,7 @@ def hybrid_moe(mesh, domains, system, codec=Codec()):
     def one_rank(x, mask, kernel, experts):
         held = GatherExpertDomain(domains, codec)(experts)
         state = system.balancer.init((group.num_ranks, kernel.shape[1]))
-        y, stats, _ = moe(x, kernel, held, TopK(2), system, group, mask=mask, state=state)
+        y, stats, _ = moe(x, MoEParams(kernel, held), TopK(2), system, group, MoEState(state), TokenInfo(mask=mask))
         return y, jax.tree.map(lambda leaf: leaf[None], stats)
 
     specs = (by_rank, by_rank, PartitionSpec(), by_rank)
@@ -152,9 +152,9 @@ def test_compiled_groups_on_8_16_and_32_devices():
 def test_the_plan_of_hybridep_serves_what_the_gathered_layer_serves():
     """Two executions of one plan: every rank in one group, or equal offsets in groups of their own."""
     mesh, domains = domains_of((8,), (2,))
-    whole = System(HybridEP(), dispatch=Direct(4.0), replica_slots=2)
+    whole = System(HybridEP(), dispatch=Direct(Buffers(4.0)), replica_slots=2)
     (y, stats), gradients = with_gradients(sharded_moe(mesh, domains.whole, whole))(*inputs())
-    between = with_gradients(hybrid_moe(mesh, domains, plain(4.0)))
+    between = with_gradients(hybrid_moe(mesh, domains, plain(Buffers(4.0))))
     (want, between_stats), want_gradients = between(*inputs())
     assert_close((y, gradients), (want, want_gradients), 1e-6)
     # Loads by domain and offset, and by offset and domain.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb import Experts, TopK, Topology, moe, plain
+from jax_moe_lb import Buffers, Experts, MoEParams, TopK, Topology, moe, plain
 from jax_moe_lb.transport import ExpertDomains, GatherExpertDomain, hybrid_mesh, scan_prefetched
 from tests.layer_cases import assert_close, make_mesh
 from tests.oracle import dense_moe
@@ -37,7 +37,7 @@ def setting():
 
 def training_step(mesh, domains, gather_again):
     def block(x, kernel, held):
-        y, stats, _ = moe(jnp.tanh(x), kernel, held, TopK(2), plain(4.0), domains.between)
+        y, stats, _ = moe(jnp.tanh(x), MoEParams(kernel, held), TopK(2), plain(Buffers(4.0)), domains.between)
         return x + y, stats.load_after
 
     def run(x, kernels, experts):

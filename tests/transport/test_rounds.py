@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import WORKLOADS, Workload
-from jax_moe_lb import Experts, HostCallback, Plan, System, TopK, Topology, feplb, greedy, plain, ultraep
+from jax_moe_lb import Buffers, Experts, HostCallback, Plan, System, TopK, Topology, feplb, greedy, plain, ultraep
 from jax_moe_lb.kernels import grouped_ffn
-from jax_moe_lb.transport import Direct, rounds
+from jax_moe_lb.transport import Direct, Kernels, rounds
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 from tests.oracle import random_plan
 
@@ -30,7 +30,7 @@ def any_plan(counts, plan, topology):
 def compiled(per_tok, headroom, domain):
     mesh = make_mesh((8,), ("expert",))
     topology = Topology.from_mesh(mesh, ranks_per_domain=domain)
-    system = System(HostCallback(any_plan), dispatch=Direct(headroom), replica_slots=2)
+    system = System(HostCallback(any_plan), dispatch=Direct(Buffers(headroom)), replica_slots=2)
     router = TopK(per_tok, renormalise=False)
     return with_gradients(sharded_moe(mesh, topology, system, router)), dense_with_gradients(router)
 
@@ -57,7 +57,7 @@ def test_random_plans_and_routings_equal_dense(per_tok, headroom, domain, seed, 
     (y, stats), gradients = layer(x, mask, kernel, experts, target)
     (want, _), want_gradients = dense(x, mask, kernel, experts, target)
     assert_close((y, gradients), (want, want_gradients), 1e-11)
-    capacity = Direct(headroom).capacity(case.num_tokens * per_tok)
+    capacity = Direct(Buffers(headroom)).capacity(case.num_tokens * per_tok)
     assert int(stats.rounds[0]) == -(-int(stats.load_after.max()) // capacity)
     assert int(stats.load_after.sum()) == per_tok * int(mask.sum())
     assert layer._cache_size() == 1
@@ -76,8 +76,8 @@ def test_forms_of_accelerators_equal_dense(system, platform, max_rounds, own_ker
     monkeypatch.setattr(rounds, "has_hopper_kernels", lambda: own_kernels)
     monkeypatch.setattr(grouped_ffn, "products_are_by_group", lambda: False)
     mesh, case, router = make_mesh((8,), ("expert",)), Case(), TopK(2)
-    system = system.with_rounds(max_rounds)
-    system = system.with_own_kernels() if own_kernels else system
+    system = system.replace(buffers=replace(system.dispatch.buffers, max_rounds=max_rounds))
+    system = system.replace(kernels=Kernels.OWN) if own_kernels else system
     rng = np.random.default_rng(3)
     kernel, experts = case.params("float64")
     up_bias, gate_bias = jnp.asarray(0.3 * rng.normal(size=(2, case.num_experts, case.mlp_dim)))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Chain, Plan, System, Topology
+from jax_moe_lb import Buffers, Chain, Plan, System, Topology
 from jax_moe_lb.balancers import Greedy, RailS
 from jax_moe_lb.collectives import ragged_all_to_all as exchange_module
 from jax_moe_lb.core import plain_plan
@@ -75,12 +75,12 @@ def exchange(dispatch, mesh, topology):
 @functools.cache
 def direct():
     mesh = make_mesh((RANKS,), ("expert",))
-    return exchange(Direct(HEADROOM), mesh, Topology.from_mesh(mesh))
+    return exchange(Direct(Buffers(HEADROOM)), mesh, Topology.from_mesh(mesh))
 
 
 @functools.cache
 def spray(name):
-    return exchange(MultiRailDispatch(HEADROOM), *layout(name))
+    return exchange(MultiRailDispatch(Buffers(HEADROOM)), *layout(name))
 
 
 def draw(rng, skew):
@@ -163,7 +163,7 @@ def test_a_balanced_plan_takes_one_step_and_a_single_rail_more():
     whole = PartitionSpec()
 
     def one_rank(experts, counts, plan):
-        receipt = MultiRailDispatch(1.05).address(experts, counts, plan, topology)
+        receipt = MultiRailDispatch(Buffers(1.05)).address(experts, counts, plan, topology)
         return receipt.rounds, receipt.steps
 
     specs = (PartitionSpec(("node", "gpu")), whole, whole)
@@ -192,8 +192,8 @@ def test_the_layer_equals_that_of_direct_dispatch():
     kernel, experts = case.params("float32")
     target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
     systems = (
-        System(Greedy(), dispatch=Direct(HEADROOM), replica_slots=2),
-        System(Chain((Greedy(), RailS())), dispatch=MultiRailDispatch(HEADROOM), replica_slots=2),
+        System(Greedy(), dispatch=Direct(Buffers(HEADROOM)), replica_slots=2),
+        System(Chain((Greedy(), RailS())), dispatch=MultiRailDispatch(Buffers(HEADROOM)), replica_slots=2),
     )
     want, got = (
         with_gradients(sharded_moe(mesh, topology, system))(x, mask, kernel, experts, target) for system in systems
@@ -243,7 +243,9 @@ def test_no_row_leaves_its_rail_between_nodes_in_a_compiled_program(monkeypatch)
     mesh, topology = layout("two ranks at each rail")
     x, experts, counts, plan = draw(np.random.default_rng(1), 1.0)
     sprayed = RailS().rebalance(counts, plan, topology, ())[0]
-    program = exchange(MultiRailDispatch(HEADROOM), mesh, topology).lower(x, experts, counts, sprayed).compile()
+    program = (
+        exchange(MultiRailDispatch(Buffers(HEADROOM)), mesh, topology).lower(x, experts, counts, sprayed).compile()
+    )
     found = []
     for line in program.as_text().splitlines():
         collective = re.search(r" = (.*?) (all-[a-z-]+|collective-[a-z-]+|reduce-scatter)\(", line)
@@ -261,7 +263,7 @@ def test_no_row_leaves_its_rail_between_nodes_on_a_gpu():
     """A whole layer, forward and backward, as it is lowered for one: all exact-size exchanges."""
     mesh, topology = layout("two ranks at each rail")
     case = Case()
-    system = System(RailS(), dispatch=MultiRailDispatch(max_rounds=1))
+    system = System(RailS(), dispatch=MultiRailDispatch(Buffers(max_rounds=1)))
     layer = with_gradients(sharded_moe(mesh, topology, system, on_fault="record"))
     x, mask = case.tokens(BY_NAME["zipf"], 8, "float32")
     text = layer.trace(x, mask, *case.params("float32"), x).lower(lowering_platforms=("cuda",)).as_text()
@@ -296,7 +298,7 @@ def test_rails_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"rails_per_node is 3; expected a divisor of the 4 ranks of a node"):
         exchange(MultiRailDispatch(), mesh, replace(topology, rails_per_node=3))(x, experts, counts, plan)
     with pytest.raises(ValueError, match=r"headroom is 0.0; expected a finite number above 0"):
-        MultiRailDispatch(0.0)
+        MultiRailDispatch(Buffers(0.0))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Chain, Experts, System, TopK, Topology, moe
+from jax_moe_lb import Buffers, Chain, Experts, MoEParams, System, TopK, Topology, moe
 from jax_moe_lb.balancers import FEPLB, Greedy, RailS
 from jax_moe_lb.collectives.peer_copy_rows import moved_rows, served_quota
 from jax_moe_lb.core import check_plan, plain_plan
@@ -24,7 +24,9 @@ from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mes
 
 CASE, MESH = Case(), make_mesh((8,), ("expert",))
 TOPOLOGY = Topology.from_mesh(MESH, ranks_per_domain=4)
-SYSTEM = System(FEPLB(num_dynamic=1, skip=True), PeerCopy(), TwoPhase(0.4, moved_headroom=0.3), replica_slots=2)
+SYSTEM = System(
+    FEPLB(num_dynamic=1, skip=True), PeerCopy(), TwoPhase(Buffers(0.4), moved_headroom=0.3), replica_slots=2
+)
 HEAVY = r"moe_lb_(grouped|ragged_exchange).*/"
 """A custom call that computes or exchanges rows, in the scope that is appended."""
 
@@ -192,7 +194,7 @@ def test_all_layers_of_a_stack_share_the_slots():
 
         def one_rank(x, kernel, experts):
             def layer(x, experts):
-                return x + moe(x, kernel, experts, TopK(2), system, TOPOLOGY)[0], None
+                return x + moe(x, MoEParams(kernel, experts), TopK(2), system, TOPOLOGY)[0], None
 
             return jax.lax.scan(layer, x, experts)[0]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import System, Topology, greedy
+from jax_moe_lb import Buffers, System, Topology, greedy
 from jax_moe_lb.balancers import Greedy, RailS
 from jax_moe_lb.transport import Direct, MultiRailDispatch, QuantizedTransfer, TwoPhase
 from tests.layer_cases import Case, make_mesh, sharded_moe
@@ -41,7 +41,10 @@ def test_numbers_that_are_not_finite_stay_so():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dispatch",
-    [Direct(0.6, wire=QuantizedTransfer(E4M3, 4)), MultiRailDispatch(3.0, wire=QuantizedTransfer(INT8, 4))],
+    [
+        Direct(Buffers(0.6), transfer=QuantizedTransfer(E4M3, 4)),
+        MultiRailDispatch(Buffers(3.0), transfer=QuantizedTransfer(INT8, 4)),
+    ],
     ids=repr,
 )
 def test_a_layer_with_it_is_one_whose_tokens_and_outputs_are_rounded(dispatch):
@@ -82,4 +85,4 @@ def test_what_cannot_travel_so_is_refused():
     with pytest.raises(ValueError, match=r"QuantizedTransfer.block is 128; expected a divisor of the width, 64"):
         QuantizedTransfer().encode(jnp.ones((2, 64)))
     with pytest.raises(ValueError, match="expected None: peer copies carry rows as they are"):
-        TwoPhase(wire=QuantizedTransfer())
+        TwoPhase(Buffers(1.5), transfer=QuantizedTransfer())
