@@ -58,7 +58,7 @@ def train(
     config: TrainConfig, mesh: Mesh, migrate: GatherExpertDomain, corpus: Corpus, upcycled: bool
 ) -> tuple[list[float], float]:
     """Loss of every step, and of the validation text in the end."""
-    programs = make_programs(config, mesh, plain(Buffers(2.0)), migrate)
+    programs = make_programs(config, mesh, plain(Buffers(2.0)).replace(migrate=migrate))
     state, losses = programs.init(), []
     if upcycled:
         shardings = jax.tree.map(lambda shape: shape.sharding, programs.state_shapes)

@@ -5,7 +5,7 @@ It needs their compilers: `jax_moe_lb[cuda,tpu]`, as `ci/accelerators.sh` instal
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
@@ -52,11 +52,9 @@ class Row:
 
     def compile(self) -> ProgramReport:
         """Compiles the layer of the reference sizes."""
-        system = (
-            system_named(self.system)
-            .replace(buffers=replace(system_named(self.system).dispatch.buffers, max_rounds=self.max_rounds))
-            .replace(transfer=self.wire)
-        )
+        system = system_named(self.system)
+        buffers = replace(system.dispatch.buffers, max_rounds=self.max_rounds)
+        system = system.replace(buffers=buffers, transfer=self.wire)
         system = system.replace(kernels=Kernels.OWN) if self.own_kernels else system
         return compile_layer(
             system, Target.parse(self.target), gradients=self.train, fused=self.fused, options=dict(self.options)

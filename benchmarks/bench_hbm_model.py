@@ -7,6 +7,7 @@ added when those of Mixtral-8x7B's were predicted a third too low.
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.results import Table, Value, load, out_option, report
@@ -36,9 +37,8 @@ def rows(earlier: dict[Value, Value]) -> Iterator[list[Value]]:
     for name, sizes in SIZES.items():
         shape = ModelShape(1, sizes.hidden, sizes.inner, sizes.experts, sizes.per_token, sizes.tokens)
         for system_name, backward, rounds in PROGRAMS:
-            system = system_named(system_name).replace(
-                buffers=replace(system_named(system_name).dispatch.buffers, max_rounds=rounds)
-            )
+            system = system_named(system_name)
+            system = system.replace(buffers=replace(system.dispatch.buffers, max_rounds=rounds))
             predicted = traffic_of(system, shape, cluster, backward=backward).total
             passes = "forward and backward" if backward else "forward"
             what = f"{name}, {system_name}, {passes}, {'a loop' if rounds is None else 'one round'}"

@@ -8,7 +8,7 @@ It needs the compiler of GPUs: `jax_moe_lb[cuda]`, as `ci/accelerators.sh` insta
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,9 @@ class Case:
 
     def built(self) -> System:
         """Makes the system."""
-        return system_named(self.system).replace(
-            buffers=replace(system_named(self.system).dispatch.buffers, max_rounds=self.max_rounds)
-        )
+        system = system_named(self.system)
+        buffers = replace(system.dispatch.buffers, max_rounds=self.max_rounds)
+        return system.replace(buffers=buffers)
 
     def predicted(self) -> Memory:
         """What the simulator says."""

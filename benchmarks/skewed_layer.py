@@ -62,7 +62,8 @@ def jitted_step(mesh: Mesh, system: System, router: Router) -> Wrapped:
     by_rank, whole = PartitionSpec("expert"), PartitionSpec()
 
     def one_rank(state: State, x: jax.Array, kernel: jax.Array, experts: Experts) -> tuple[jax.Array, Stats, State]:
-        return moe(x, MoEParams(kernel, experts), router, system, topology, MoEState(state))
+        y, stats, after = moe(x, MoEParams(kernel, experts), router, system, topology, MoEState(state))
+        return y, stats, after.balancer
 
     specs = (whole, by_rank, whole, by_rank)
     run = jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=(by_rank, whole, whole))

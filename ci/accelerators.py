@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
 from jax_moe_lb.layer.systems import system_named, system_names
@@ -87,9 +87,9 @@ class Case:
 
     def compile(self) -> ProgramReport:
         """Compiles it."""
-        system = system_named(self.system).replace(
-            buffers=replace(system_named(self.system).dispatch.buffers, max_rounds=self.max_rounds)
-        )
+        system = system_named(self.system)
+        buffers = replace(system.dispatch.buffers, max_rounds=self.max_rounds)
+        system = system.replace(buffers=buffers)
         system = system.replace(kernels=Kernels.OWN) if self.own_kernels else system
         target = Target.parse(self.target)
         return compile_layer(system, target, self.sizes, gradients=self.train, fused=self.fused)

@@ -17,17 +17,16 @@ def make(num_ranks: int, system: str) -> MoE:
     """A layer of 16 experts on so many ranks, with all that a checkpoint may hold."""
     devices = jax.devices()[:num_ranks]
     mesh = jax.make_mesh((num_ranks,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
-    options = {"relocatable": True} if system == "exact" else {}
+    chosen = exact().replace(relocates=True) if system == "exact" and num_ranks > 1 else system
     return MoE(
         16,
         16,
         TopK(2, selection_bias=True),
         mesh=mesh,
-        system=system,
+        system=chosen,
         experts=ExpertConfig(32),
         shared=SharedExpert(8),
         rngs=nnx.Rngs(0),
-        **options,
     )
 
 

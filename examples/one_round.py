@@ -16,17 +16,10 @@ def make_layers() -> tuple[MoE, MoE]:
     """Makes a layer for one round, and one for as many as a plan needs, with the same parameters."""
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
     system, topology = plain(Buffers(headroom=1.5)), Topology.from_mesh(mesh)
-    fast = system.replace(buffers=replace(system.dispatch.buffers, max_rounds=1))
+    fast = plain(Buffers(headroom=1.5, max_rounds=1))
+    experts, rngs = ExpertConfig(64), nnx.Rngs(0)
     layer = MoE(
-        32,
-        16,
-        TopK(2),
-        mesh=mesh,
-        topology=topology,
-        system=fast,
-        experts=ExpertConfig(64),
-        on_fault="record",
-        rngs=nnx.Rngs(0),
+        32, 16, TopK(2), mesh=mesh, topology=topology, system=fast, experts=experts, on_fault="record", rngs=rngs
     )
     graph, variables = nnx.split(layer)
     other = nnx.merge(graph, variables)

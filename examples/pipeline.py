@@ -17,12 +17,8 @@ TOKENS = PartitionSpec(None, "expert")
 
 def block(kernel, up, down, x):
     """Serves the tokens `[T, H]` of a microbatch by the layer of a stage, on the residual stream."""
-    return (
-        x
-        + lb.moe(x, lb.MoEParams(kernel, lb.Experts(up, down)), lb.TopK(2), lb.greedy(2), TOPOLOGY, on_fault="record")[
-            0
-        ]
-    )
+    params, router = lb.MoEParams(kernel, lb.Experts(up, down)), lb.TopK(2)
+    return x + lb.moe(x, params, router, lb.greedy(2), TOPOLOGY, on_fault="record")[0]
 
 
 def pipelined(kernel, up, down, x):

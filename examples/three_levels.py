@@ -7,7 +7,6 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import jax_moe_lb as lb
-from jax_moe_lb import ExpertConfig, MoE
 
 jax.config.update("jax_platforms", "cpu")
 lb.use_virtual_cpu_devices(8)
@@ -21,18 +20,10 @@ MIGRATE = lb.transport.GatherExpertDomain(lb.transport.ExpertDomains.from_mesh(M
 BALANCER = lb.Chain((lb.balancers.Exact(), lb.balancers.RailS()))
 
 
-def gradient_step(mesh, topology, system, migrate, x):
+def gradient_step(mesh, topology, system, x):
     """Takes a step of gradient descent; returns the loss before and after it, the statistics and the layer."""
-    layer = MoE(
-        32,
-        16,
-        lb.TopK(2),
-        mesh=mesh,
-        topology=topology,
-        system=system.replace(migrate=migrate),
-        experts=ExpertConfig(64),
-        rngs=nnx.Rngs(0),
-    )
+    experts, rngs = lb.ExpertConfig(64), nnx.Rngs(0)
+    layer = lb.MoE(32, 16, lb.TopK(2), mesh=mesh, topology=topology, system=system, experts=experts, rngs=rngs)
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
 
     def loss(params):
@@ -48,10 +39,10 @@ def main() -> None:
     """Takes the same step with plain expert parallelism and with all three, and prints what each of them did."""
     common, own = jax.random.split(jax.random.key(0))
     x = jax.random.normal(common, (32,)) + jax.random.normal(own, (2048, 32))
-    before, after, _, _ = gradient_step(BASE, WHOLE, lb.plain(), None, x)
-    system = lb.System(BALANCER, dispatch=lb.transport.MultiRailDispatch(), replica_slots=2)
+    before, after, _, _ = gradient_step(BASE, WHOLE, lb.plain(), x)
+    system = lb.System(BALANCER, dispatch=lb.transport.MultiRailDispatch(), replica_slots=2, migrate=MIGRATE)
     inside = MIGRATE.domains.between
-    loss, stepped, stats, layer = gradient_step(MESH, inside, system, MIGRATE, x)
+    loss, stepped, stats, layer = gradient_step(MESH, inside, system, x)
     print(f"loss: plain {before:.6f} -> {after:.6f}, three levels {loss:.6f} -> {stepped:.6f}")
     experts_bytes = layer.up.get_value().nbytes + layer.down.get_value().nbytes + layer.gate.get_value().nbytes
     print(f"HybridEP: {experts_bytes / 8 / 1024:.0f} KiB of experts to each rank between datacenters, 0 tokens")

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from benchmarks.workloads import Workload
-from jax_moe_lb import Experts, MoEParams, MoEState, System, TokenInfo, TopK, Topology, moe
+from jax_moe_lb import Experts, Losses, MoEParams, MoEState, System, TokenInfo, TopK, Topology, moe
 from tests.oracle import dense_moe
 
 
@@ -58,19 +58,11 @@ def sharded_moe(mesh, topology: Topology, system: System, router=None, check_vma
     router = TopK(2) if router is None else router
 
     def one_rank(x, mask, kernel, experts):
-        options = {} if losses is None else {"losses": losses, "sequence_length": x.shape[0] // 2}
+        length = None if losses is None else x.shape[0] // 2
         state = system.balancer.init((topology.num_ranks, kernel.shape[1]))
-        y, stats, _ = moe(
-            x,
-            MoEParams(kernel, experts),
-            router,
-            system,
-            topology,
-            MoEState(state),
-            TokenInfo(mask=mask),
-            on_fault=on_fault,
-            **options,
-        )
+        info = TokenInfo(mask=mask, sequence_length=length)
+        params, start = MoEParams(kernel, experts), MoEState(state)
+        y, stats, _ = moe(x, params, router, system, topology, start, info, losses or Losses(), on_fault)
         return y, jax.tree.map(lambda leaf: leaf[None], stats)
 
     return jax.shard_map(

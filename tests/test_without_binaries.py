@@ -15,15 +15,12 @@ BINARIES = ("jax_moe_lb._ffi", "jax_moe_lb._ffi_cuda", "jax_moe_lb._planning")
 RANKS, WIDTH = 4, 8
 
 
-from jax_moe_lb import ExpertConfig
-
-
 def greedy_layer():
     """Outputs, gradients of the tokens, and statistics of a small layer with skewed routing."""
     import jax
     from flax import nnx
 
-    from jax_moe_lb import MoE, TopK, Topology, greedy
+    from jax_moe_lb import ExpertConfig, MoE, TopK, Topology, greedy
 
     devices = jax.devices()[:RANKS]
     mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)

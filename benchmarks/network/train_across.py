@@ -43,7 +43,7 @@ def body(rank: Rank, steps: int) -> dict[str, Any]:
     for name, (domain_size, ratio) in RUNS.items():
         choice = Choice(domain_size, 1, ratio)
         mesh, domains = domains_of(choice)
-        programs = make_programs(config, mesh, plain(), GatherExpertDomain(domains, choice.codec))
+        programs = make_programs(config, mesh, plain().replace(migrate=GatherExpertDomain(domains, choice.codec)))
         state = programs.init()
         losses, times_s = [], []
         program = None

@@ -144,7 +144,7 @@ def test_bad_routing_gets_no_expert_and_is_told(router, value, says):
 @pytest.mark.parametrize("system", [plain(), feplb(2)], ids=["plain", "feplb"])
 def test_too_few_rounds_are_a_fault(system, on_fault):
     mesh, topology = flat()
-    system = replace(system, dispatch=replace(system.dispatch, headroom=0.5, max_rounds=2))
+    system = system.replace(buffers=Buffers(0.5, max_rounds=2))
     args = arguments("one_hot")
     if on_fault == "raise":
         says = message_of(sharded_moe(mesh, topology, system), *args[:4])
@@ -161,9 +161,7 @@ def test_too_few_rounds_are_a_fault(system, on_fault):
 @pytest.mark.slow
 def test_layers_behind_one_that_was_not_served_do_not_hide_it():
     mesh, topology = flat()
-    layer = jax.jit(
-        sharded_moe(mesh, topology, plain(Buffers(0.5)).replace(buffers=Buffers(max_rounds=1)), on_fault="record")
-    )
+    layer = jax.jit(sharded_moe(mesh, topology, plain(Buffers(0.5, max_rounds=1)), on_fault="record"))
     x, mask, kernel, experts, _ = arguments("one_hot")
     y, stats = layer(x, mask, kernel, experts)
     _, behind = layer(y, mask, kernel, experts)
@@ -181,7 +179,7 @@ def test_layers_behind_one_that_was_not_served_do_not_hide_it():
 @pytest.mark.parametrize("system", [greedy(2), feplb(2)], ids=["greedy", "feplb"])
 def test_enough_rounds_need_no_loop(system):
     mesh, topology = flat()
-    system = replace(system, dispatch=replace(system.dispatch, headroom=0.7, max_rounds=6))
+    system = system.replace(buffers=Buffers(0.7, max_rounds=6))
     args = arguments("zipf")
     layer = with_gradients(sharded_moe(mesh, topology, system, on_fault="record"))
     (y, stats), gradients = layer(*args)

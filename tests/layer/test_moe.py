@@ -348,14 +348,9 @@ def test_bad_shapes_are_refused():
         moe(x, MoEParams(kernel, Experts(jnp.zeros((3, 6, 2)), jnp.zeros((3, 2, 6)))), TopK(2), plain(), topology)
     with pytest.raises(ValueError, match=r"x has width 6 and experts.up 5; expected that of the router's kernel, 6"):
         moe(x, MoEParams(kernel, Experts(jnp.zeros((2, 5, 2)), jnp.zeros((2, 2, 5)))), TopK(2), plain(), topology)
+    params = MoEParams(kernel, Experts(jnp.zeros((2, 6, 2)), jnp.zeros((2, 2, 6))))
     with pytest.raises(ValueError, match=r"topology has no expert_axes; expected one made by Topology.from_mesh"):
-        moe(
-            x,
-            MoEParams(kernel, Experts(jnp.zeros((2, 6, 2)), jnp.zeros((2, 2, 6)))),
-            TopK(2),
-            plain(),
-            Topology.flat(8),
-        )
+        moe(x, params, TopK(2), plain(), Topology.flat(8))
     with pytest.raises(ValueError, match=r"replica_slots is -1; expected at least 0"):
         System(replica_slots=-1)
 

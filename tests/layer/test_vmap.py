@@ -42,7 +42,7 @@ AS_EXACT = {"eplb", "eplb_plus", "fastermoe", "greedy", "two_tier"}
 @pytest.mark.parametrize("name", [name for name in system_names() if name not in AS_EXACT])
 def test_every_system_serves_one_microbatch_after_the_other(name):
     """Each has its own plan and number of rounds; outputs, and the gradients of each, are those of a dense layer."""
-    mesh, system = make_mesh((2, 4), ("node", "gpu")), getattr(systems, name)(headroom=0.4)
+    mesh, system = make_mesh((2, 4), ("node", "gpu")), getattr(systems, name)(buffers=Buffers(headroom=0.4))
     if name == "feplb":
         # With room for all that moves, what is served is the plan of the balancer.
         system = replace(system, dispatch=replace(system.dispatch, moved_headroom=8.0))
@@ -101,7 +101,8 @@ def test_with_remat_inside_and_a_gradient_outside():
 def test_the_layer_of_expert_domains():
     mesh = hybrid_mesh(make_mesh((2, 4), ("dc", "gpu")), {"dc": 2, "gpu": 2})
     domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(make_mesh((2, 4), ("dc", "gpu")), ("dc", "gpu")))
-    options = {"topology": domains.between, "migrate": GatherExpertDomain(domains, Codec(2.0)), "rngs": nnx.Rngs(0)}
+    system = plain().replace(migrate=GatherExpertDomain(domains, Codec(2.0)))
+    options = {"topology": domains.between, "system": system, "rngs": nnx.Rngs(0)}
     layer = MoE(CASE.width, CASE.num_experts, TopK(2), mesh=mesh, experts=ExpertConfig(8), **options)
     x, target = microbatches(("zipf", "one_hot"), 8)
 

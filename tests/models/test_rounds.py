@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_moe_lb.transport import Buffers, Kernels
 from models.config import ParallelConfig
 from models.mesh import make_mesh, make_system, place_batch
 from models.training.faults import StepRunner
@@ -84,9 +85,9 @@ def test_a_step_that_is_not_served_changes_nothing():
 
 def test_a_system_is_made_as_its_options_say():
     dispatch = make_system(ParallelConfig(max_rounds=3, own_kernels=True, headroom=1.2)).dispatch
-    assert (dispatch.max_rounds, dispatch.own_kernels, dispatch.headroom) == (3, True, 1.2)
+    assert (dispatch.buffers, dispatch.kernels) == (Buffers(1.2, max_rounds=3), Kernels.OWN)
     dispatch = make_system(ParallelConfig()).dispatch
-    assert (dispatch.max_rounds, dispatch.own_kernels) == (None, False)
+    assert (dispatch.buffers.max_rounds, dispatch.kernels) == (None, Kernels.LIBRARY)
 
 
 def test_without_a_limit_there_is_one_program():

@@ -6,31 +6,24 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from jax_moe_lb import ExpertConfig, MoE, TopK, Topology, plain
+from jax_moe_lb import ExpertConfig, MoE, SharedExpert, TopK, Topology, plain
 from jax_moe_lb.layer.systems import system_names
 from jax_moe_lb.nn import SharedMix, mesh_independent_state, restore_mesh_independent_state
 from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from tests.layer_cases import make_mesh
 
 OPTIONS = {
-    "biases": {"expert_bias": True, "kernel_bias": True, "use_bias": True},
-    "shared": {"shared_mlp_dim": 8, "shared_mix": SharedMix.SIGMOID},
-    "homes": {"relocatable": True},
-    "no gate": {"gated": False},
+    "biases": {"experts": ExpertConfig(12, use_bias=True), "router": TopK(2, selection_bias=True, logit_bias=True)},
+    "shared": {"shared": SharedExpert(8, SharedMix.SIGMOID)},
+    "homes": {"system": plain().replace(relocates=True)},
+    "no gate": {"experts": ExpertConfig(12, gated=False)},
 }
 CASES = {name: {"system": name} for name in system_names()} | OPTIONS
 
 
-def make(num_ranks, **options):
-    return MoE(
-        8,
-        16,
-        TopK(2),
-        mesh=make_mesh((num_ranks,), ("expert",)),
-        experts=ExpertConfig(12),
-        rngs=nnx.Rngs(num_ranks),
-        **options,
-    )
+def make(num_ranks, router=TopK(2), **options):
+    options = {"system": plain(), "experts": ExpertConfig(12)} | options
+    return MoE(8, 16, router, mesh=make_mesh((num_ranks,), ("expert",)), rngs=nnx.Rngs(num_ranks), **options)
 
 
 def migrating(num_ranks):

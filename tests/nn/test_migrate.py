@@ -18,19 +18,18 @@ def test_a_layer_with_domains_equals_one_without():
     topology = Topology.from_mesh(base)
     mesh = hybrid_mesh(base, {"expert": 2})
     domains = ExpertDomains.from_mesh(mesh, topology)
-    options = {"system": greedy(), "rngs": nnx.Rngs(0)}
     layer = MoE(
         16,
         8,
         TopK(2),
         mesh=mesh,
         topology=domains.between,
-        system=plain().replace(migrate=GatherExpertDomain(domains)),
+        system=greedy().replace(migrate=GatherExpertDomain(domains)),
         experts=ExpertConfig(24),
-        **options,
+        rngs=nnx.Rngs(0),
     )
-    options["rngs"] = nnx.Rngs(0)
-    reference = MoE(16, 8, TopK(2), mesh=base, topology=topology, experts=ExpertConfig(24), **options)
+    options = {"system": greedy(), "experts": ExpertConfig(24), "rngs": nnx.Rngs(0)}
+    reference = MoE(16, 8, TopK(2), mesh=base, topology=topology, **options)
     x = jax.random.normal(jax.random.key(1), (16, 4, 16))
 
     @nnx.jit
@@ -51,7 +50,8 @@ def test_a_codec_that_remembers_begins_exact_and_catches_up():
     domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(base))
 
     def layer(codec):
-        options = {"topology": domains.between, "migrate": GatherExpertDomain(domains, codec), "rngs": nnx.Rngs(0)}
+        system = plain().replace(migrate=GatherExpertDomain(domains, codec))
+        options = {"topology": domains.between, "system": system, "rngs": nnx.Rngs(0)}
         return MoE(16, 8, TopK(2), mesh=mesh, experts=ExpertConfig(24), **options)
 
     exact, encoded = layer(Codec()), layer(Codec(8.0, CodecBase.REMEMBERED))
@@ -80,7 +80,7 @@ def test_the_topology_of_another_mesh_is_refused():
     base = make_mesh((4,), ("expert",))
     mesh = hybrid_mesh(base, {"expert": 2})
     migrate = GatherExpertDomain(ExpertDomains.from_mesh(mesh, Topology.from_mesh(base)), Codec(2.0))
-    with pytest.raises(ValueError, match=r"topology is not migrate.domains.between"):
+    with pytest.raises(ValueError, match=r"topology is not system.migrate.domains.between"):
         MoE(
             16,
             8,

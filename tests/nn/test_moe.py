@@ -15,6 +15,7 @@ from jax_moe_lb import (
     Losses,
     MoE,
     Plan,
+    SharedExpert,
     System,
     TopK,
     Topology,
@@ -33,9 +34,10 @@ from tests.layer_cases import assert_close, make_mesh
 from tests.oracle import dense_moe
 
 WIDTH, INNER, NUM_EXPERTS = 16, 24, 8
+BIASED = TopK(2, selection_bias=True)
 
 
-def make(mesh, system=greedy(), router=TopK(2), expert_axis="expert", **options):
+def make(mesh, system=greedy(), router=TopK(2), expert_axis="expert", experts=ExpertConfig(INNER), **options):
     topology = Topology.from_mesh(mesh, expert_axis)
     return MoE(
         WIDTH,
@@ -44,7 +46,7 @@ def make(mesh, system=greedy(), router=TopK(2), expert_axis="expert", **options)
         mesh=mesh,
         topology=topology,
         system=system,
-        experts=ExpertConfig(INNER),
+        experts=experts,
         rngs=nnx.Rngs(0),
         **options,
     )
@@ -62,7 +64,7 @@ def dense_layer(layer, x):
     experts = Experts(layer.up[...], layer.down[...], gate)
     bias = None if layer.bias is None else layer.bias[...]
     y = dense_moe(flat, layer.kernel[...], experts, layer.router, bias=bias)
-    if layer.has_shared:
+    if layer.shared_expert is not None:
         y = y + dense_ffn(flat, Experts(layer.shared_up[...], layer.shared_down[...], layer.shared_gate[...]))
     return y.reshape(x.shape)
 
@@ -84,8 +86,8 @@ def gradients(call, layer, x):
 )
 def test_the_layer_equals_a_dense_one(axis_type, sizes, names, expert_axis):
     mesh = make_mesh(sizes, names, axis_type)
-    layer = make(mesh, expert_axis=expert_axis, shared_mlp_dim=12, use_bias=True)
-    reference = make(make_mesh((1,), ("expert",)), shared_mlp_dim=12, use_bias=True)
+    layer = make(mesh, expert_axis=expert_axis, router=BIASED, shared=SharedExpert(12))
+    reference = make(make_mesh((1,), ("expert",)), router=BIASED, shared=SharedExpert(12))
     x = tokens(mesh, PartitionSpec(names))
     y, stats = nnx.jit(lambda layer, x: layer(x))(layer, x)
     assert_close(y, dense_layer(reference, tokens()), 1e-5)
@@ -99,14 +101,14 @@ def test_the_layer_equals_a_dense_one(axis_type, sizes, names, expert_axis):
 def test_a_fused_layer_equals_one_whose_gate_is_apart():
     """Values, and the gradients of both parameters, which keep their names."""
     mesh, system, x = make_mesh((8,), ("expert",)), greedy(2), tokens()
-    apart, fused = make(mesh, system=system), make(mesh, system=system, fused=True)
+    apart, fused = make(mesh, system=system), make(mesh, system=system, experts=ExpertConfig(INNER, fuse_gate_up=True))
     call = nnx.jit(lambda layer, x: layer(x)[0])
     assert_close(call(fused, x), call(apart, x), 1e-6)
     got, want = (nnx.to_pure_dict(gradients(lambda layer, x: layer(x)[0], layer, x)) for layer in (fused, apart))
     assert sorted(got) == ["down", "gate", "kernel", "up"]
     assert_close(got, want, 1e-6)
     with pytest.raises(ValueError, match="fused is True; expected False without a gate"):
-        make(mesh, fused=True, gated=False)
+        ExpertConfig(INNER, fuse_gate_up=True, gated=False)
 
 
 @pytest.mark.slow
@@ -210,7 +212,7 @@ def test_a_decode_step_needs_no_buffers_of_training():
 @pytest.mark.parametrize(("activation", "gated"), [(ClampedSwiGLU(limit=1.0), True), (relu_squared, False)])
 def test_experts_have_other_activations(activation, gated):
     """The shared expert, too; by the formula, over all experts."""
-    layer = make(make_mesh((8,), ("expert",)), activation=activation, gated=gated, shared_mlp_dim=12)
+    layer = make(make_mesh((8,), ("expert",)), experts=ExpertConfig(INNER, activation, gated), shared=SharedExpert(12))
 
     def ffn(x, up, down, gate):
         return activation(*([] if gate is None else [x @ gate]), x @ up) @ down
@@ -271,7 +273,7 @@ class CountingSteps(Balancer):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 4), (1, 8)], ids=str)
 def test_balancer_state_lives_outside_the_parameters(sizes):
-    layer = make(make_mesh(sizes, ("data", "expert")), System(CountingSteps()), use_bias=True)
+    layer = make(make_mesh(sizes, ("data", "expert")), System(CountingSteps()), BIASED)
     state = nnx.state(layer)
     assert set(nnx.to_pure_dict(nnx.filter_state(state, nnx.Param))) == {"kernel", "up", "down", "gate"}
     assert isinstance(state["state"], BalancerState)
@@ -291,7 +293,7 @@ def test_balancer_state_lives_outside_the_parameters(sizes):
 @pytest.mark.slow
 def test_a_training_step_needs_no_masks():
     """optax sees parameters only; the bias moves by its own rule."""
-    layer = make(make_mesh((8,), ("expert",)), use_bias=True, losses=Losses(switch=1e-2))
+    layer = make(make_mesh((8,), ("expert",)), router=BIASED, losses=Losses(switch=1e-2))
     optimizer = nnx.Optimizer(layer, optax.adamw(1e-2), wrt=nnx.Param)
 
     @nnx.jit
@@ -459,7 +461,7 @@ def test_linen_users_get_the_same_layer():
         ),
         (
             lambda mesh: make(mesh).update_bias(make(mesh)(tokens())[1]),
-            r"use_bias is False; expected True, for update_bias",
+            r"router.selection_bias is False; expected True, for update_bias",
         ),
     ],
 )
@@ -492,7 +494,7 @@ def test_tokens_on_no_mesh_go_through_a_layer_on_an_explicit_one():
 
 def test_the_linen_form_says_what_it_takes():
     parameters = inspect.signature(as_linen).parameters
-    assert {"system", "capacity_factor", "embed_dim"} < set(parameters)
+    assert {"system", "experts", "embed_dim"} < set(parameters)
     assert "rngs" not in parameters
 
 

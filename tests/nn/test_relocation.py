@@ -22,13 +22,24 @@ def mesh():
     return make_mesh((8,), ("expert",))
 
 
-def make(mesh, system=plain(), **options):
+def make(mesh, system=plain().replace(relocates=True)):
     # Groups of consecutive experts, and scores of which many are equal: both depend on the router's numbers.
-    router = TopK(2, score=lambda logits: jax.nn.softmax(jnp.round(logits)), group_limit=GroupLimit(4, 2))
+    router = TopK(
+        2, score=lambda logits: jax.nn.softmax(jnp.round(logits)), group_limit=GroupLimit(4, 2), selection_bias=True
+    )
     losses = Losses(switch=0.1, sequence=0.1)
     topology = Topology.from_mesh(mesh, ranks_per_domain=4)
-    options = {"relocatable": True} | options
-    return MoE(WIDTH, NUM_EXPERTS, replace(router, selection_bias=True), mesh=mesh, topology=topology, system=system, experts=ExpertConfig(INNER), losses=losses, rngs=nnx.Rngs(0), **options)  # fmt: skip
+    return MoE(
+        WIDTH,
+        NUM_EXPERTS,
+        router,
+        mesh=mesh,
+        topology=topology,
+        system=system,
+        experts=ExpertConfig(INNER),
+        losses=losses,
+        rngs=nnx.Rngs(0),
+    )
 
 
 def permutation(seed=0):
@@ -112,7 +123,7 @@ ORDER = np.arange(4, dtype=np.int32)[None]
 REFUSED = {
     "no layer": ({"dense": {"kernel": np.ones((3, 4))}}, {}, ORDER, "params have no MoE layer; expected"),
     "layers": (tree(), {}, np.tile(ORDER, (2, 1)), r"permutation has shape \[2, 4\]; expected \[1, 4\]"),
-    "homes": (without_homes(), {}, ORDER, "moe has no homes; expected an MoE made with relocatable=True"),
+    "homes": (without_homes(), {}, ORDER, "moe has no homes; expected an MoE whose system has relocates=True"),
     "twice": (tree(), {}, ORDER // 2, "permutation of layer 0 has 0 2 times; expected a permutation of 0 to 3"),
     "factored": (tree(), {"v_row": {"moe": {"up": np.ones((4, 3))}}}, ORDER, r"v_row.moe.up has shape \[4, 3\]; exp"),
 }
@@ -134,11 +145,11 @@ def test_homes_that_are_no_permutation_stop_the_program(mesh):
 
 @pytest.mark.slow
 def test_layers_that_cannot_move(mesh):
-    with pytest.raises(ValueError, match="relocatable is True; expected False with EPLB"):
-        make(mesh, System(balancer=EPLB(), replica_slots=1))
-    layer, x = make(mesh, relocatable=False), jnp.ones((16, 4, WIDTH))
+    with pytest.raises(ValueError, match=r"system.relocates is True; expected False with EPLB"):
+        make(mesh, System(balancer=EPLB(), replica_slots=1, relocates=True))
+    layer, x = make(mesh, plain()), jnp.ones((16, 4, WIDTH))
     stats = jax.eval_shape(lambda x: layer(x)[1], x)
-    with pytest.raises(ValueError, match="relocatable is False; expected True"):
+    with pytest.raises(ValueError, match=r"system.relocates is False; expected True"):
         layer.update_loads(stats)
     with pytest.raises(ValueError, match=r"decay is 1.0; expected"):
         make(mesh).update_loads(stats, decay=1.0)

@@ -18,7 +18,19 @@ WIDTH, INNER, NUM_EXPERTS = 16, 24, 8
 
 
 def make(mesh, system, topology, rules, **options):
-    return MoE(WIDTH, NUM_EXPERTS, TopK(2, logit_bias=True), mesh=mesh, topology=topology, system=system, experts=ExpertConfig(INNER, use_bias=True), precision=Precision(param_dtype=jnp.float64), rules=rules, rngs=nnx.Rngs(0), **options)  # fmt: skip
+    return MoE(
+        WIDTH,
+        NUM_EXPERTS,
+        TopK(2, logit_bias=True),
+        mesh=mesh,
+        topology=topology,
+        system=system,
+        experts=ExpertConfig(INNER, use_bias=True),
+        precision=Precision(param_dtype=jnp.float64),
+        rules=rules,
+        rngs=nnx.Rngs(0),
+        **options,
+    )
 
 
 def with_biases(layer):

@@ -53,9 +53,7 @@ def test_without_a_rate_they_are_left_out():
 
 def test_the_traffic_of_a_layer_has_what_takes_time_and_more():
     """By hand, with a buffer for exactly the mean load and one round."""
-    system = replace(
-        systems.plain(Buffers(headroom=1.0)), dispatch=replace(systems.plain().dispatch, headroom=1.0, max_rounds=1)
-    )
+    system = systems.plain(Buffers(headroom=1.0, max_rounds=1))
     hidden, kind = 256 * 2 * 256, 2 * 64 * 128 * 2
     found = asdict(traffic_of(system, MODEL, CLUSTER, backward=False))
     assert found == {
@@ -85,9 +83,7 @@ def test_own_kernels_join_nothing_and_turn_nothing_around():
 
 
 def test_loops_carry_outputs_and_wide_sums():
-    loop, once = (
-        traffic_of(systems.exact(1).replace(buffers=Buffers(max_rounds=n)), MODEL, CLUSTER) for n in (None, 1)
-    )
+    loop, once = (traffic_of(systems.exact(1, Buffers(max_rounds=n)), MODEL, CLUSTER) for n in (None, 1))
     assert replace(loop, carried=0.0) == once
     # Weights of two bytes, sums of four: read and written, the half that is wider, and rounded at the end.
     assert loop.carried == COPIES + (4 + 1 + 2 + 1) * 3 * MODEL.expert_bytes

@@ -20,7 +20,7 @@ def held(system=exact(2), model=MODEL, cluster=CLUSTER, migration=Migration(), s
 
 
 def test_a_loop_over_rounds_carries_its_sums_in_float32():
-    loop, once = held(), held(exact(2).replace(buffers=Buffers(max_rounds=1)))
+    loop, once = held(), held(exact(2, Buffers(max_rounds=1)))
     parameters = SLOTS * MODEL.expert_bytes / 2
     # Of three kinds of matrices one is added after the other.
     assert loop.sums == 4 * parameters * 4 / 3
@@ -65,7 +65,7 @@ def test_products_take_one_array_of_all_slots():
 
 @pytest.mark.parametrize("backward", [True, False])
 def test_buffers_grow_with_tokens_and_headroom(backward):
-    step, roomy = Step(backward=backward), replace(plain(), dispatch=replace(plain().dispatch, headroom=2.0))
+    step, roomy = Step(backward=backward), plain(Buffers(headroom=2.0))
     few, many = held(plain(), step=step), held(plain(), replace(MODEL, tokens=4096), step=step)
     # Up to a tile of 128 rows.
     assert many.buffers == pytest.approx(4 * few.buffers, rel=0.02)

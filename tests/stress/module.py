@@ -3,11 +3,10 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jax_moe_lb import MoE
+from jax_moe_lb import ExpertConfig, MoE, Precision
 from tests.stress.draws import WIDE_DTYPES
 from tests.stress.float64_experts import Weights
 from tests.stress.programs import Program
@@ -19,16 +18,12 @@ def make_module_step(program: Program, strategies: Strategies) -> Step:
     length = program.rules().sequence_length
     layer = MoE(
         program.width,
-        program.mlp_dim,
         program.num_experts,
         **strategies._asdict(),
-        gated=program.gated,
-        use_bias=program.has_bias,
-        relocatable=program.homes,
+        experts=ExpertConfig(program.mlp_dim, gated=program.gated),
         on_fault=program.on_fault,
         # Parameters are wide, and rounded on their way into the layer.
-        dtype=jnp.dtype(program.dtype),
-        param_dtype=WIDE_DTYPES[program.dtype],
+        precision=Precision(program.dtype, WIDE_DTYPES[program.dtype]),
         rngs=nnx.Rngs(0),
     )
 

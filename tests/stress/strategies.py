@@ -8,7 +8,21 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jax_moe_lb import Chain, HostCallback, Losses, Plan, System, TopK, Topology, exact, greedy, hybridep, plain, rails
+from jax_moe_lb import (
+    Buffers,
+    Chain,
+    HostCallback,
+    Losses,
+    Plan,
+    System,
+    TopK,
+    Topology,
+    exact,
+    greedy,
+    hybridep,
+    plain,
+    rails,
+)
 from jax_moe_lb.balancers import EPLB, FEPLB, LPLB, EPLBPlus, Exact, FasterMoE, RailS, UltraEP
 from jax_moe_lb.routing import ForceBalanced, GroupLimit
 from jax_moe_lb.transport import (
@@ -32,7 +46,6 @@ class Strategies(NamedTuple):
 
     mesh: Mesh
     topology: Topology
-    migrate: GatherExpertDomain | None
     system: System
     router: TopK | ForceBalanced
     losses: Losses
@@ -41,7 +54,9 @@ class Strategies(NamedTuple):
 def strategies_of(program: Program) -> Strategies:
     rules = program.rules()
     losses = Losses(rules.switch, rules.sequence, rules.z)
-    return Strategies(*make_topology(program), make_system(program), make_router(rules), losses)
+    mesh, topology, migrate = make_topology(program)
+    system = make_system(program).replace(migrate=migrate, relocates=program.homes)
+    return Strategies(mesh, topology, system, make_router(rules, program.has_bias), losses)
 
 
 def make_topology(program: Program) -> tuple[Mesh, Topology, GatherExpertDomain | None]:
@@ -91,12 +106,11 @@ def make_system(program: Program) -> System:
         "experts gathered, exact, sprayed": System(Chain((Exact(), RailS())), PeerCopy(), MultiRailDispatch(), slots),
     }
     system = systems[program.system]
-    rounds = {"headroom": program.headroom, "max_rounds": program.max_rounds}
-    return replace(system, dispatch=replace(system.dispatch, **rounds))
+    return system.replace(buffers=Buffers(program.headroom, program.max_rounds))
 
 
-def make_router(rules: Rules) -> TopK | ForceBalanced:
+def make_router(rules: Rules, has_bias: bool) -> TopK | ForceBalanced:
     limit = None if rules.groups is None else GroupLimit(*rules.groups)
     score = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[rules.score]
-    router = TopK(rules.per_tok, score, rules.renormalise, rules.scale, limit)
+    router = TopK(rules.per_tok, score, rules.renormalise, rules.scale, limit, selection_bias=has_bias)
     return ForceBalanced(router) if rules.forced else router

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_moe_lb import Experts, moe
+from jax_moe_lb import Experts, MoEParams, MoEState, TokenInfo, moe
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 from tests.stress.draws import residual
 from tests.stress.float64_experts import Weights
@@ -49,21 +49,20 @@ def make_step(program: Program, strategies: Strategies) -> Step:
 
 def make_layer(program: Program, strategies: Strategies) -> Layer:
     """`moe` on all ranks; statistics and state have one entry per group."""
-    mesh, topology, migrate = strategies.mesh, strategies.topology, strategies.migrate
+    mesh, topology, migrate = strategies.mesh, strategies.topology, strategies.system.migrate
     by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
     by_expert = PartitionSpec(topology.expert_axes if migrate is None else migrate.domains.expert_axes)
     by_group, whole = PartitionSpec(topology.data_axes or None), PartitionSpec()
     specs = (by_token, by_token, Weights(whole, by_expert, by_expert, by_expert), whole, whole, by_group)
-    options = {"losses": strategies.losses, "on_fault": program.on_fault}
-    options["sequence_length"] = program.rules().sequence_length
+    length = program.rules().sequence_length
 
     def one_rank(x: Array, mask: Array, weights: Weights, bias: Array, homes: Array, state: Any) -> tuple:
         experts = Experts(weights.up, weights.down, weights.gate)
-        experts = experts if migrate is None else migrate(experts)
-        given = {"mask": mask, "bias": bias, "homes": homes, "state": jax.tree.map(lambda leaf: leaf[0], state)}
-        layer = (weights.kernel, experts, strategies.router, strategies.system, topology)
-        y, stats, state = moe(x, *layer, **given, **options)
-        return y, *jax.tree.map(lambda leaf: leaf[None], (stats, state))
+        params = MoEParams(weights.kernel, experts, selection_bias=bias)
+        start = MoEState(jax.tree.map(lambda leaf: leaf[0], state), homes)
+        layer = (params, strategies.router, strategies.system, topology, start, TokenInfo(mask, sequence_length=length))
+        y, stats, after = moe(x, *layer, strategies.losses, program.on_fault)
+        return y, *jax.tree.map(lambda leaf: leaf[None], (stats, after.balancer))
 
     sharded = jax.shard_map(
         one_rank, mesh=mesh, in_specs=specs, out_specs=(by_token, by_group, by_group), check_vma=program.check_vma

@@ -57,7 +57,7 @@ def test_random_plans_and_routings_equal_dense(per_tok, headroom, domain, seed, 
     (y, stats), gradients = layer(x, mask, kernel, experts, target)
     (want, _), want_gradients = dense(x, mask, kernel, experts, target)
     assert_close((y, gradients), (want, want_gradients), 1e-11)
-    capacity = Direct(Buffers(headroom)).capacity(case.num_tokens * per_tok)
+    capacity = Buffers(headroom).rows(case.num_tokens * per_tok)
     assert int(stats.rounds[0]) == -(-int(stats.load_after.max()) // capacity)
     assert int(stats.load_after.sum()) == per_tok * int(mask.sum())
     assert layer._cache_size() == 1

@@ -50,7 +50,7 @@ def exchange(dispatch, mesh, topology):
     def one_rank(x, experts, counts, plan):
         receipt = dispatch.address(experts, counts, plan, topology)
         copies = to_sending_order(x, receipt, PER_TOK)
-        capacity = dispatch.capacity(copies.shape[0])
+        capacity = dispatch.buffers.rows(copies.shape[0])
 
         def one_round(i, carry):
             all_rows, all_sizes, out = carry

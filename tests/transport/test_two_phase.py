@@ -52,7 +52,7 @@ def test_equal_to_dense_in_rounds_and_without_room_for_all():
     host.
     """
     dense, moved, less = dense_with_gradients(TopK(2)), [], []
-    capacity, room = (SYSTEM.dispatch.capacity(CASE.num_tokens * 2), SYSTEM.dispatch.room(CASE.num_tokens * 2))
+    capacity, room = (SYSTEM.dispatch.buffers.rows(CASE.num_tokens * 2), SYSTEM.dispatch.room(CASE.num_tokens * 2))
     for workload in WORKLOADS:
         args = arguments(workload)
         (y, stats), gradients = compiled()(*args)

@@ -71,10 +71,10 @@ def test_a_layer_with_it_is_one_whose_tokens_and_outputs_are_rounded(dispatch):
 
     (y, rounds), gradients = run(system)
     (want, _), want_gradients = run(greedy(1))
-    assert (rounds.max() > 1) == (dispatch.headroom < 1)
+    assert (rounds.max() > 1) == (dispatch.buffers.headroom < 1)
     for got, exact in zip(jax.tree.leaves((y, gradients)), jax.tree.leaves((want, want_gradients)), strict=True):
         error = float(jnp.linalg.norm(got - exact) / jnp.linalg.norm(exact))
-        assert 0 < error < (0.02 if dispatch.wire.dtype == INT8 else 0.1)
+        assert 0 < error < (0.02 if dispatch.transfer.dtype == INT8 else 0.1)
 
 
 def test_what_cannot_travel_so_is_refused():
