@@ -121,7 +121,9 @@ def sharded_moe(inputs: LayerInputs, *, layer: LayerConfig) -> tuple[Float[Array
     """Runs `moe` over the tokens of all ranks; statistics and state have one entry per group."""
     topology, migrate, mesh = layer.topology, layer.system.migrate, layer.mesh
     home_axes = expert_axes(topology, migrate)
-    whole, by_expert = PartitionSpec(), PartitionSpec(home_axes)
+    # Stands for arrays in trees of specs.
+    whole: Any = PartitionSpec()
+    by_expert = PartitionSpec(home_axes)
     # Data axes stand outermost: tokens of one group lie side by side.
     by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
     by_group = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
