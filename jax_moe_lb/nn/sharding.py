@@ -1,6 +1,6 @@
-"""Parameters are made where they belong on the mesh.
+"""Parameters and calls of the Flax layer over the arrays of all ranks.
 
-These functions run `moe` and the gather of expert domains over the arrays of all ranks, compiled.
+It creates parameters with their sharding, and runs `moe` and the gather of expert domains in `jax.shard_map`.
 """
 
 import functools
