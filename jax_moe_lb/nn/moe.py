@@ -79,7 +79,7 @@ def logical_axis_rules(topology: Topology, migrate: GatherExpertDomain | None = 
 
 
 class MoE(nnx.Module):
-    """This mixture-of-experts layer stays balanced and drops nothing.
+    """A dropless mixture-of-experts layer with load-balanced expert parallelism.
 
     Put it where a transformer has its feed-forward network. It takes the tokens of all ranks, outside `jax.shard_map`,
     and keeps parameters, routing bias and the balancer's state; the expert weights are sharded over the expert axes.
