@@ -1,8 +1,9 @@
 """Flax modules with the parameters of a layer; `jax_moe_lb.moe` is the same without Flax."""
 
 from jax_moe_lb.nn.config import ExpertConfig, Precision, SharedExpert, SharedMix
-from jax_moe_lb.nn.moe import MoE, as_linen, logical_axis_rules
+from jax_moe_lb.nn.moe import MoE, as_linen
 from jax_moe_lb.nn.relocation import expert_bytes, mesh_independent_state, relocate, restore_mesh_independent_state
+from jax_moe_lb.nn.sharding import logical_axis_rules
 
 __all__ = [
     "as_linen",

@@ -25,6 +25,7 @@ from jax_moe_lb.nn.sharding import (
     expert_axes,
     flatten_tokens,
     fsdp_axes,
+    logical_axis_rules,
     place,
     reshaped,
     sharded_known,
@@ -56,26 +57,6 @@ class CodecState(nnx.Variable):
 
     Every call of the layer moves it, never gradients.
     """
-
-
-def logical_axis_rules(topology: Topology, migrate: GatherExpertDomain | None = None) -> LogicalAxisRules:
-    """Makes the default table of logical axes: experts over the expert axes, their inner width over tensor axes.
-
-    Replace `embed` by data axes, such as `("embed", "fsdp")`, and give the table to `MoE` as `rules`, so that
-    parameters, gradients and optimizer state are split over these, too (FSDP): the layer gathers what it needs.
-
-    Args:
-        topology: the layer's topology.
-        migrate: the layer's `GatherExpertDomain`, if it has one.
-
-    Examples:
-        >>> from jax.sharding import AbstractMesh
-        >>> from jax_moe_lb import Topology
-        >>> from jax_moe_lb.nn import logical_axis_rules
-        >>> logical_axis_rules(Topology.from_mesh(AbstractMesh((2, 8), ("data", "expert"))))
-        (('exp', ('expert',)), ('embed', None), ('mlp', None))
-    """
-    return (("exp", expert_axes(topology, migrate)), ("embed", None), ("mlp", topology.tensor_axes or None))
 
 
 class MoE(nnx.Module):
