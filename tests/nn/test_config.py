@@ -1,0 +1,100 @@
+"""Options of a layer: what they refuse, and what they make."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jax_moe_lb import (
+    Buffers,
+    ExpertConfig,
+    Experts,
+    MoE,
+    MoEParams,
+    Precision,
+    SharedExpert,
+    TopK,
+    Topology,
+    exact,
+    feplb,
+    moe,
+    plain,
+)
+from jax_moe_lb.routing import ForceBalanced, NoisyTopK, Router
+from jax_moe_lb.transport import Direct, Kernels, QuantizedTransfer
+from tests.layer_cases import make_mesh
+
+REFUSED = {
+    "width": (lambda: ExpertConfig(-4), r"experts.hidden_dim is -4; expected a positive integer"),
+    "width of another type": (lambda: ExpertConfig(1.5), r"experts.hidden_dim is 1.5; expected a positive integer"),
+    "shared width": (lambda: SharedExpert(0), r"shared.hidden_dim is 0; expected a positive integer"),
+    "fused": (lambda: ExpertConfig(4, gated=False, fuse_gate_up=True), r"experts.fuse_gate_up is True; expected False"),
+    "dtype": (lambda: Precision(jnp.float16), r"precision.dtype is float16; expected bfloat16, float32 or float64"),
+    "parameters": (lambda: Precision(param_dtype=jnp.int8), r"precision.param_dtype is int8; expected bfloat16"),
+    "transfer": (lambda: Precision(transfer_dtype=jnp.bfloat16), r"precision.transfer_dtype is bfloat16; expected"),
+    "headroom": (lambda: Buffers(0.0), r"headroom is 0.0; expected a finite number above 0"),
+    "rounds": (lambda: Buffers(max_rounds=0), r"max_rounds is 0; expected at least 1, or None"),
+    "capacity": (lambda: TopK(2, capacity_factor=-1.0), r"capacity_factor is -1.0; expected above 0"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_options_out_of_range_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_number_is_no_buffer():
+    with pytest.raises(TypeError, match=r"buffers is 1.05; expected Buffers\(headroom=..., max_rounds=...\)"):
+        Direct(1.05)
+
+
+def test_options_are_hashable_and_equal_in_any_form():
+    assert hash(Precision("bfloat16")) == hash(Precision(jnp.bfloat16))
+    assert Precision("bfloat16") == Precision(jnp.dtype("bfloat16"))
+    assert len({ExpertConfig(4), ExpertConfig(4), SharedExpert(4), Buffers(), Buffers(1.05)}) == 3
+
+
+def test_systems_keep_what_is_not_replaced():
+    system = feplb().replace(buffers=Buffers(2.0), kernels=Kernels.OWN)
+    assert (system.dispatch.buffers, system.dispatch.kernels) == (Buffers(2.0), Kernels.OWN)
+    assert system.replace(replica_slots=1, relocates=True).dispatch == system.dispatch
+    assert system.replace() == system
+
+
+@pytest.mark.parametrize(("num_ranks", "num_experts", "slots"), [(4, 8, 2), (2, 2, 1), (1, 4, 0)])
+def test_the_default_system_balances_with_slots_that_fit(num_ranks, num_experts, slots):
+    mesh = make_mesh((num_ranks,), ("expert",))
+    layer = MoE(8, num_experts, TopK(2), mesh=mesh, experts=ExpertConfig(4), rngs=nnx.Rngs(0))
+    assert layer.system == exact(slots)
+    assert jax.eval_shape(layer, jnp.ones((8, 8)))[0].shape == (8, 8)
+
+
+def test_precision_sets_the_transfer_of_the_system():
+    mesh = make_mesh((2,), ("expert",))
+    options = {"mesh": mesh, "experts": ExpertConfig(4), "rngs": nnx.Rngs(0)}
+    narrow = MoE(128, 4, TopK(2), precision=Precision(transfer_dtype=jnp.int8), **options)
+    assert narrow.system.dispatch.transfer == QuantizedTransfer(jnp.int8)
+    own = plain().replace(transfer=QuantizedTransfer(block=64))
+    assert MoE(128, 4, TopK(2), system=own, **options).system.dispatch.transfer.block == 64
+
+
+def test_wrapping_routers_take_the_options_of_the_wrapped():
+    inner = TopK(2, selection_bias=True, capacity_factor=1.5)
+    for router in (NoisyTopK(inner), ForceBalanced(inner)):
+        assert (router.selection_bias, router.logit_bias, router.capacity_factor) == (True, False, 1.5)
+        assert isinstance(router, Router)
+
+
+def test_a_function_is_a_router_with_the_default_options():
+    mesh = make_mesh((2,), ("expert",))
+    layer = MoE(8, 4, TopK(2).__call__, mesh=mesh, experts=ExpertConfig(4), rngs=nnx.Rngs(0))
+    assert (layer.bias, layer.kernel_bias) == (None, None)
+
+
+def test_biases_that_the_router_requires_are_required():
+    topology = Topology.from_mesh(make_mesh((2,), ("expert",)))
+    params = MoEParams(jnp.zeros((6, 4)), Experts(jnp.zeros((2, 6, 2)), jnp.zeros((2, 2, 6))))
+    for name in ("selection_bias", "logit_bias"):
+        with pytest.raises(ValueError, match=rf"params.{name} is None; expected \[E\], as router.{name} is True"):
+            moe(jnp.zeros((4, 6)), params, TopK(2, **{name: True}), plain(), topology)
