@@ -132,12 +132,10 @@ def moe(
         >>> from jax.sharding import AxisType, PartitionSpec
         >>> from jax_moe_lb import TopK, greedy
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-        >>> topology, ranks = Topology.from_mesh(mesh), PartitionSpec("expert")
-        >>> layer = lambda x, params: moe(x, params, TopK(1), greedy(1), topology)[0]
-        >>> specs = (ranks, MoEParams(PartitionSpec(), ranks))
-        >>> run = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=ranks))
-        >>> params = MoEParams(jnp.eye(4), Experts(jnp.ones((4, 4, 8)), jnp.ones((4, 8, 4))))
-        >>> run(jnp.ones((8, 4)), params).shape
+        >>> topology, ranks, whole = Topology.from_mesh(mesh), PartitionSpec("expert"), PartitionSpec()
+        >>> layer = lambda x, kernel, experts: moe(x, MoEParams(kernel, experts), TopK(1), greedy(1), topology)[0]
+        >>> run = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=(ranks, whole, ranks), out_specs=ranks))
+        >>> run(jnp.ones((8, 4)), jnp.eye(4), Experts(jnp.ones((4, 4, 8)), jnp.ones((4, 8, 4)))).shape
         (8, 4)
     """
     kernel, homes = params.router, state.homes

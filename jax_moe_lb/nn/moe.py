@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jax_moe_lb.core.stats import OnFault, Stats
 from jax_moe_lb.core.topology import Topology, home_experts_per_rank
 from jax_moe_lb.kernels.experts import Experts
-from jax_moe_lb.layer.moe import MoEParams
 from jax_moe_lb.layer.systems import System, system_named, system_names
 from jax_moe_lb.nn.config import ExpertConfig, Precision, SharedExpert
 from jax_moe_lb.nn.sharding import (
@@ -246,7 +245,10 @@ class MoE(nnx.Module):
             mask=mask,
             token_ids=ids,
             key=key,
-            params=MoEParams(self.kernel[...], experts, _value(self.kernel_bias), _value(self.bias)),
+            kernel=self.kernel[...],
+            experts=experts,
+            logit_bias=_value(self.kernel_bias),
+            selection_bias=_value(self.bias),
             homes=_value(self.homes),
             state=state,
             known=jax.tree.unflatten(jax.tree.structure(stored), [w[...] for w in self.known]) if self.known else None,

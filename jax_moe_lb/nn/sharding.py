@@ -119,7 +119,10 @@ class LayerInputs(NamedTuple):
         mask: `[C]` booleans.
         token_ids: `[C]` int32.
         key: random numbers, equal on all ranks.
-        params: the router's parameters and all home experts.
+        kernel: `[H, E]`, the router's.
+        experts: all home experts.
+        logit_bias: `[E]`.
+        selection_bias: `[E]`.
         homes: `[E]` int32.
         state: the balancer's, stacked over groups.
         known: what expert domains know of their experts.
@@ -129,7 +132,10 @@ class LayerInputs(NamedTuple):
     mask: Any
     token_ids: Any
     key: Any
-    params: Any
+    kernel: Any
+    experts: Any
+    logit_bias: Any
+    selection_bias: Any
     homes: Any
     state: Any
     known: Any
@@ -141,9 +147,7 @@ def sharded_moe(inputs: LayerInputs, *, layer: LayerConfig) -> tuple[Float[Array
     """Runs `moe` over the tokens of all ranks; statistics and state have one entry per group."""
     topology, migrate, mesh = layer.topology, layer.system.migrate, layer.mesh
     home_axes = expert_axes(topology, migrate)
-    # Stands for arrays in trees of specs.
-    whole: Any = PartitionSpec()
-    by_expert = PartitionSpec(home_axes)
+    whole, by_expert = PartitionSpec(), PartitionSpec(home_axes)
     # Data axes stand outermost: tokens of one group lie side by side.
     by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
     by_group = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
@@ -152,12 +156,10 @@ def sharded_moe(inputs: LayerInputs, *, layer: LayerConfig) -> tuple[Float[Array
         mask=by_token,
         token_ids=by_token,
         key=whole,
-        params=MoEParams(
-            router=whole,
-            experts=layer.shards.specs(inputs.params.experts, home_axes, topology.tensor_axes),
-            logit_bias=whole,
-            selection_bias=whole,
-        ),
+        kernel=whole,
+        experts=layer.shards.specs(inputs.experts, home_axes, topology.tensor_axes),
+        logit_bias=whole,
+        selection_bias=whole,
         homes=whole,
         state=by_group,
         known=by_expert,
@@ -179,14 +181,15 @@ def sharded_moe(inputs: LayerInputs, *, layer: LayerConfig) -> tuple[Float[Array
 def _one_rank(inputs: LayerInputs, layer: LayerConfig) -> tuple[Array, Stats, State, Experts | None]:
     # A balancer knows nothing of other groups: inside, its state has no dimension for them.
     state = jax.tree.map(lambda leaf: leaf[0], inputs.state)
-    experts, known, migrate = layer.shards(inputs.params.experts), inputs.known, layer.system.migrate
+    experts, known, migrate = layer.shards(inputs.experts), inputs.known, layer.system.migrate
     if migrate is not None and known is not None:
         experts, known = migrate.update(experts, known)
     elif migrate is not None:
         experts = migrate(experts)
+    experts = experts.fused() if layer.fuse_gate_up else experts
     y, stats, after = moe(
         inputs.tokens,
-        replace(inputs.params, experts=experts.fused() if layer.fuse_gate_up else experts),
+        MoEParams(inputs.kernel, experts, inputs.logit_bias, inputs.selection_bias),
         layer.router,
         # The experts are gathered already.
         replace(layer.system, migrate=None),

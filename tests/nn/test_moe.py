@@ -15,6 +15,7 @@ from jax_moe_lb import (
     Losses,
     MoE,
     Plan,
+    Precision,
     SharedExpert,
     System,
     TopK,
@@ -499,8 +500,8 @@ def test_the_linen_form_says_what_it_takes():
 
 
 def test_a_narrow_dtype_is_refused_when_the_layer_is_made():
-    with pytest.raises(ValueError, match=r"dtype is float8_e4m3fn; expected bfloat16.*use QuantizedTransfer"):
-        make(make_mesh((1,), ("expert",)), dtype=jnp.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"precision.dtype is float8_e4m3fn; expected bfloat16.*Pass transfer_dtype"):
+        make(make_mesh((1,), ("expert",)), precision=Precision(jnp.float8_e4m3fn))
 
 
 @pytest.mark.slow
