@@ -114,7 +114,7 @@ class ParallelConfig:
         max_rounds: the rounds of the program of a step. A step whose plans need more is done again, by a second program
             that has as many as are needed. 1 suits GPUs of several nodes, whose hosts wait in each loop of rounds, if
             balanced loads stay below `headroom`; `None`, the usual choice, has one program that serves all.
-        own_kernels: whether experts' products on Hopper are those of `jax_moe_lb`; see its `Exchange`. False is usual.
+        own_kernels: whether experts' products on Hopper are those of `jax_moe_lb`; see its `Kernels`. False is usual.
         fsdp: whether matrices and their optimizer state are split over `data_parallel`, too, and gathered for their
             layer, which saves memory and costs exchanges. Otherwise each group of ranks has all of them.
 
