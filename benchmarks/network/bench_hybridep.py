@@ -1,6 +1,6 @@
 """One MoE layer across two datacenters: which domain size is fastest, and does the model say so?
 
-Run it with `python -m benchmarks.network.bench_hybridep --json FILE`, as root or with user namespaces. Two processes of
+Run it with `python -m benchmarks.network.bench_hybridep`, as root or with user namespaces. Two processes of
 two devices each, in network namespaces, with 100 to 1000 Mbit/s between them: seconds of a step (forward and backward)
 and bytes on the link, predicted and measured, for every domain size and compression ratio.
 
@@ -9,10 +9,8 @@ Predicted seconds are those of the model on the link between, plus those of the 
 
 import argparse
 import dataclasses
-import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,7 +89,7 @@ def _step(rank: Rank, program: Any, args: tuple) -> tuple[float, list[int]]:
 
 
 def measure(num_tokens: int, inner: int, repeats: int) -> list[dict[str, Any]]:
-    """One row per program and rate, ready for a file."""
+    """One row per program and rate."""
     from benchmarks.network.jax_ranks import launch_jax
 
     with TwoDatacenters(1, None).build() as network:
@@ -138,6 +136,36 @@ def rows_of(of_ranks: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
         }
         rows.append(common | measured)
     return rows
+
+
+MEASURED = {
+    "wan_bits_per_s": ".0f",
+    "num_tokens": "d",
+    "width": "d",
+    "inner": "d",
+    "num_experts": "d",
+    "per_tok": "d",
+    "token_bytes": "d",
+    "expert_bytes": "d",
+    "dc": "d",
+    "gpu": "d",
+    "ratio": ".0f",
+    "unlimited_s": ".6f",
+    "measured_s": ".6f",
+    "counted_bytes": ".0f",
+}
+"""Columns of the measured points that the simulator is compared with; the last three are medians of the repeats."""
+
+
+def measured_table(rows: list[dict[str, Any]]) -> Table:
+    """Return all points as other programs read them."""
+    lines: list[list[Value]] = []
+    for row in rows:
+        dc, gpu = row["domain_sizes"]
+        medians = {name: float(np.median(row[name])) for name in ("unlimited_s", "measured_s", "counted_bytes")}
+        point = {**row, **row["sizes"], "dc": dc, "gpu": gpu, **medians}
+        lines.append([point[name] for name in MEASURED])
+    return Table(MEASURED, lines)
 
 
 def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -232,16 +260,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--near", action="store_true", help="sizes near the crossover instead")
-    parser.add_argument("--json", type=Path, help="where all that was measured is written to")
     out_option(parser)
     given = parser.parse_args()
     load, start_s = os.getloadavg()[0], time.monotonic()
     rows: list[dict[str, Any]] = []
     for num_tokens, inner in NEAR_THE_CROSSOVER if given.near else TOKENS_AND_INNER:
         rows += measure(num_tokens, inner, given.repeats)
-        if given.json:
-            given.json.write_text(json.dumps(rows, indent=1))
-    report({"points": table(rows)}, given.out)
+    report({"points": table(rows), "measured": measured_table(rows)}, given.out)
     print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after; {time.monotonic() - start_s:.0f} s")
 
 
