@@ -118,7 +118,6 @@ def rows_of(of_ranks: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
         "sizes": first["sizes"],
         "token_bytes": sizes.token_bytes,
         "expert_bytes": sizes.expert_bytes,
-        "encoded_bytes": sizes.encoded_bytes(choice.codec),
         "domain_sizes": [choice.dc, choice.gpu],
         "ratio": choice.ratio,
         "predicted_bytes": wan_bytes(sizes, choice),
@@ -130,7 +129,6 @@ def rows_of(of_ranks: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
         measured = {
             "wan_bits_per_s": rate,
             "counted_bytes": first["at"][str(rate)]["sent_bytes"],
-            "predicted_wan_s": link_s,
             "predicted_s": link_s + float(np.median(unlimited_s)),
             "measured_s": seconds(rate),
         }
