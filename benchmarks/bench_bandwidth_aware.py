@@ -19,12 +19,16 @@ import numpy as np
 
 from benchmarks import recorded
 from benchmarks.results import Table, out_option, report, spread
-from jax_moe_lb import Exact, Gather, Plan, Relay, System, Topology, check_plan, plain_plan, plan_relocation
+from jax_moe_lb import Plan, System, Topology
+from jax_moe_lb.balancers import Exact
 from jax_moe_lb.balancers.base import Balancer
 from jax_moe_lb.balancers.lplb import spread as best_quota
+from jax_moe_lb.core import check_plan, plain_plan
+from jax_moe_lb.core.types import Counts, State
+from jax_moe_lb.planners import plan_relocation
 from jax_moe_lb.sim import Cluster, ModelShape, simulate
 from jax_moe_lb.sim.config import load_config
-from jax_moe_lb.types import Counts, State
+from jax_moe_lb.transport import Gather, Relay
 
 MACHINES = ("h100_node", "h100_16_nodes", "dc4_10gbit")
 EPS, FAN_OUTS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.4), (None, 1, 2)

@@ -13,9 +13,12 @@ import numpy as np
 from benchmarks import popular_ranks
 from benchmarks.results import Table, out_alone, report
 from benchmarks.timing import interleaved_s
-from jax_moe_lb import LPLB, EPLBPlus, Topology, imbalance, load, plain_plan, rebalance_experts
+from jax_moe_lb import Topology
+from jax_moe_lb.balancers import LPLB, EPLBPlus
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.plan import Plan
+from jax_moe_lb.core import imbalance, load, plain_plan
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.planners import rebalance_experts
 
 
 def planned(balancer: Balancer, case: popular_ranks.Case, counts: np.ndarray) -> tuple[Plan, float]:

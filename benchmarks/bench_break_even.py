@@ -18,14 +18,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.results import Table, Value, out_option, report
-from jax_moe_lb import Cost, Exact, exact, plain
+from jax_moe_lb import Cost, exact, plain
+from jax_moe_lb.advise.advise import WORTH_IT, advise
+from jax_moe_lb.advise.choice import Candidate, Choice
+from jax_moe_lb.advise.evaluate import Evaluator, Workload, drawn_workloads
+from jax_moe_lb.advise.search import Space
+from jax_moe_lb.balancers import Exact
 from jax_moe_lb.sim import Cluster, LoadShape, ModelShape, Step, simulate
-from jax_moe_lb.sim.advise import WORTH_IT, advise
-from jax_moe_lb.sim.choice import Candidate, Choice
 from jax_moe_lb.sim.config import load_config
-from jax_moe_lb.sim.judge import Judge
-from jax_moe_lb.sim.space import Space
-from jax_moe_lb.sim.workloads import Workload, drawn_workloads
 
 TOKENS = tuple(2**power for power in range(5, 15))
 INNER = (512, 2048, 8192)
@@ -112,7 +112,7 @@ def advice(cluster: Cluster, tokens: tuple[int, ...]) -> Iterator[list[Value]]:
                 model = model_of(num_tokens, inner)
                 drawn = workloads_of(model, cluster, skew, 0)
                 space = Space(cluster, REPLICA_SLOTS, with_relocation=False)
-                answer = advise(Judge(model, cluster, step), space, drawn, drawn)
+                answer = advise(Evaluator(model, cluster, step), space, drawn, drawn)
                 choice = Choice() if answer.leave_off else answer.best.choice
                 ratio = over_plain(choice.build(model, cluster, step), model, cluster, skew, 7)
                 ours = over_plain(EXACT, model, cluster, skew, 7)

@@ -23,11 +23,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from benchmarks.results import Table, Value, out_option, report
-from jax_moe_lb import Codec, CodecBase, ExpertDomains, Migrate, Topology, hybrid_mesh, plain, use_virtual_cpu_devices
-from models.data import Corpus, default_corpus
-from models.parallel import make_mesh, place_batch
-from models.presets import TrainConfig, preset
-from models.training import make_programs
+from jax_moe_lb import Topology, plain, use_virtual_cpu_devices
+from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
+from models.config import TrainConfig, preset
+from models.data.corpus import Corpus
+from models.data.sources import default_corpus
+from models.mesh import make_mesh, place_batch
+from models.training.step import make_programs
 
 CODECS = {
     "ratio 1": Codec(),
@@ -53,7 +55,7 @@ def copies_of_one(state: nnx.State) -> nnx.State:
 
 
 def train(
-    config: TrainConfig, mesh: Mesh, migrate: Migrate, corpus: Corpus, upcycled: bool
+    config: TrainConfig, mesh: Mesh, migrate: GatherExpertDomain, corpus: Corpus, upcycled: bool
 ) -> tuple[list[float], float]:
     """Loss of every step, and of the validation text in the end."""
     programs = make_programs(config, mesh, plain(2.0), migrate)
@@ -120,7 +122,7 @@ def main() -> None:
     for seed, name in itertools.product(range(given.seeds), given.codecs):
         rate = given.learning_rate or base.learning_rate
         config = dataclasses.replace(base, steps=given.steps, seed=seed, learning_rate=rate)
-        migrate = Migrate(domains, CODECS[name])
+        migrate = GatherExpertDomain(domains, CODECS[name])
         losses, last = results[name, seed] = train(config, mesh, migrate, corpus, given.upcycled)
         print(f"{name}, seed {seed}: {losses[-1]:.4f}, validation {last:.4f}", flush=True)
     report({"codecs": table(results, given.codecs, list(range(given.seeds)))}, given.out)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from benchmarks.results import Table, Value, out_alone, report
-from jax_moe_lb import Wire
-from jax_moe_lb.compiled import LayerSizes, Report, Target, compile_layer, quiet_stderr, use_no_accelerators
-from jax_moe_lb.compiler_options import IN_GRAPHS
-from jax_moe_lb.systems import system_named
+from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
+from jax_moe_lb.aot.compiler_options import IN_GRAPHS
+from jax_moe_lb.layer.systems import system_named
+from jax_moe_lb.transport import QuantizedTransfer
 
 XLAS_OWN = ",".join(name for name in IN_GRAPHS if name not in ("WHILE", "COLLECTIVES"))
 SIZES = LayerSizes()
@@ -47,10 +47,10 @@ class Row:
     max_rounds: int | None = None
     fused: bool = False
     options: tuple[tuple[str, str | bool], ...] = ()
-    wire: Wire | None = None
+    wire: QuantizedTransfer | None = None
     own_kernels: bool = False
 
-    def compile(self) -> Report:
+    def compile(self) -> ProgramReport:
         """Compiles the layer of the reference sizes."""
         system = system_named(self.system).with_rounds(self.max_rounds).with_wire(self.wire)
         system = system.with_own_kernels() if self.own_kernels else system
@@ -69,7 +69,7 @@ ROWS = (
     Row("h100:1x8", "exact", "no loop", train=False, max_rounds=1),
     Row("h100:1x8", "exact", "no loop", max_rounds=1),
     Row("h100:1x8", "exact", "no loop, `fused`", max_rounds=1, fused=True),
-    Row("h100:1x8", "exact", "no loop, rows in fp8", max_rounds=1, wire=Wire()),
+    Row("h100:1x8", "exact", "no loop, rows in fp8", max_rounds=1, wire=QuantizedTransfer()),
     Row("h100:1x8", "exact", "a loop", train=False),
     Row("h100:1x8", "exact", "a loop, XLA's own graphs", options=(("xla_gpu_enable_command_buffer", XLAS_OWN),)),
     Row("h100:1x8", "exact", "a loop"),
@@ -94,7 +94,7 @@ ROWS = (
     Row("v5e:2x4", "plain", "no loop, 5 % of memory", max_rounds=1, options=((MEMORY_PERCENT, "5"),)),
     Row("v5e:2x4", "exact", "no loop", max_rounds=1),
     Row("v5e:2x4", "exact", "no loop, 3 % of memory", max_rounds=1, options=((MEMORY_PERCENT, "3"),)),
-    Row("v5e:2x4", "exact", "no loop, rows in fp8", max_rounds=1, wire=Wire()),
+    Row("v5e:2x4", "exact", "no loop, rows in fp8", max_rounds=1, wire=QuantizedTransfer()),
 )
 
 

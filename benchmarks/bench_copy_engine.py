@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.results import Table, out_option, report
-from jax_moe_lb.ops._peer import Route
-from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join, start
-from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
+from jax_moe_lb.collectives.peer_copy import Route, copy_expert_weights, join, start
+from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.planners.greedy import greedy, greedy_planner
 
 RANKS = 8

@@ -12,7 +12,8 @@ import numpy as np
 from benchmarks import recorded
 from benchmarks.bench_exact import plan
 from benchmarks.results import Table, Value, out_option, report
-from jax_moe_lb import Topology, _planning, plain_plan
+from jax_moe_lb import Topology, _planning
+from jax_moe_lb.core import plain_plan
 
 # ranks, replica slots
 SHAPES = ((64, 2), (64, 1), (32, 2), (8, 4), (8, 2))

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks import recorded
 from benchmarks.results import Table, Value, out_option, report
 from jax_moe_lb import _planning
-from jax_moe_lb.planners.exact_in_jax import exact_in_jax
+from jax_moe_lb.planners.exact_search import exact_in_jax
 
 SHAPES = ((8, 1), (8, 2), (16, 1), (16, 2), (32, 1), (32, 2), (64, 1), (64, 2))
 """Ranks, and replica slots of each."""

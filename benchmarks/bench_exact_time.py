@@ -17,7 +17,8 @@ import numpy as np
 from benchmarks import recorded
 from benchmarks.results import Table, Value, out_option, report, spread
 from benchmarks.timing import interleaved_s
-from jax_moe_lb import _planning, rebalance_experts
+from jax_moe_lb import _planning
+from jax_moe_lb.planners import rebalance_experts
 from jax_moe_lb.planners.exact import exact
 
 NAMES = ("eps", "max_fan_out", "localize")

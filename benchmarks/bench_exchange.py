@@ -18,8 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from benchmarks.results import Table, Value, out_alone, report, spread
 from benchmarks.timing import interleaved_s
 from jax_moe_lb import use_virtual_cpu_devices
-from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
-from jax_moe_lb.ops.ragged_by_steps import padded_all_to_all
+from jax_moe_lb.collectives.ragged_all_to_all import padded_all_to_all, ragged_all_to_all
 
 RANKS, ROWS, WIDTH = 8, 4096, 1024
 REPEATS = 5

@@ -13,7 +13,8 @@ import numpy as np
 from benchmarks.results import Table, Value, out_option, report, spread
 from benchmarks.stragglers import CASES, Case, counts
 from benchmarks.timing import interleaved_s
-from jax_moe_lb import FEPLB, FasterMoE, Topology, _planning
+from jax_moe_lb import Topology, _planning
+from jax_moe_lb.balancers import FEPLB, FasterMoE
 
 SLOTS = 8
 """Replica slots of each rank, as in the paper's memory figure."""

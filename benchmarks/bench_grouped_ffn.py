@@ -16,8 +16,8 @@ import numpy as np
 
 from benchmarks.results import Table, Value, out_alone, report, spread
 from jax_moe_lb import Experts
-from jax_moe_lb.ops.grouped_ffn import dense_ffn, grouped_ffn
-from jax_moe_lb.ops.grouped_matmul import grouped_matmul, grouped_outer
+from jax_moe_lb.kernels.grouped_ffn import dense_ffn, grouped_ffn
+from jax_moe_lb.kernels.grouped_matmul import grouped_matmul, grouped_outer
 
 REPEATS = 15
 CASES = (  # groups, rows per group, width, inner width

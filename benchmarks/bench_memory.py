@@ -17,8 +17,8 @@ from jax.stages import Compiled, Wrapped
 from benchmarks.results import Table, out_option, report, spread
 from benchmarks.timing import interleaved_s
 from jax_moe_lb import Experts, System, TopK, Topology, greedy, moe, plain, use_virtual_cpu_devices
-from jax_moe_lb.compiled.hlo import parse_module
-from jax_moe_lb.compiled.memory import Buffer, peak_buffers
+from jax_moe_lb.aot.hlo import parse_module
+from jax_moe_lb.aot.memory import Buffer, peak_buffers
 
 RANKS, TOKENS, WIDTH, INNER, EXPERTS, PER_TOK = 8, 4096, 256, 512, 16, 2
 

@@ -19,11 +19,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.results import Table, load, out_option
 from benchmarks.results import report as keep
-from jax_moe_lb import CHECKPOINT_NAMES, Experts, System, TopK, Topology, moe
-from jax_moe_lb.compiled import LayerSizes, Report, Target, compile_for, quiet_stderr, use_no_accelerators
+from jax_moe_lb import Experts, System, TopK, Topology, moe
+from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_for, quiet_stderr, use_no_accelerators
+from jax_moe_lb.layer import CHECKPOINT_NAMES
+from jax_moe_lb.layer.systems import system_named
 from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape, Step
 from jax_moe_lb.sim.memory import Memory, memory_of
-from jax_moe_lb.systems import system_named
 
 LAYERS = 4
 """A step has so many; more take more of the same."""
@@ -73,7 +74,7 @@ class Case:
         step = Step(backward=self.train)
         return memory_of(self.built(), model, Cluster(tuple(levels)), Migration(), step)
 
-    def compile(self) -> Report:
+    def compile(self) -> ProgramReport:
         """What the compiler says."""
         target = Target.parse(self.target)
         mesh = target.mesh()

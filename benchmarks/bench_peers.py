@@ -30,7 +30,7 @@ from benchmarks.results import Table, Value, out_option, report, spread
 from benchmarks.skewed_layer import Sizes, logits_by_popularity, tokens_of, weights_of
 from benchmarks.timing import interleaved_s
 from jax_moe_lb import plain, use_virtual_cpu_devices
-from jax_moe_lb.systems import system_named
+from jax_moe_lb.layer.systems import system_named
 
 SIZES = Sizes(num_ranks=8, num_tokens=512, width=256, inner=256, num_experts=32, per_tok=4)
 QUICK = Sizes(num_ranks=8, num_tokens=64, width=64, inner=64, num_experts=16, per_tok=2)

@@ -5,7 +5,7 @@
 It needs the compiler: `jax_moe_lb[cuda]`, as `ci/accelerators.sh` installs it into `.venv-accelerators`. The sizes are
 those of `compile_layer`: H 2048, F 768, E 128, T 4096 per rank, K 8, bfloat16. "Ideal" are the operations of the token
 copies and the router, thrice a forward pass. XLA counts products of a loop of unknown length, as ours has for rounds
-beyond the first, once; `compiled.Report` says how. Nothing has run.
+beyond the first, once; `compiled.ProgramReport` says how. Nothing has run.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from benchmarks.bench_peers import DENSE, GSHARD, RAGGED, WORST_CASE, step_of
 from benchmarks.peer_layers import OfRank, dense_one_hot, gshard, ours, over_ranks, ragged_dot_ring
 from benchmarks.results import Table, Value, out_alone, report
 from jax_moe_lb import Experts, exact, plain, ultraep
-from jax_moe_lb.compiled import LayerSizes, Report, Target, compile_for, quiet_stderr, use_no_accelerators
+from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_for, quiet_stderr, use_no_accelerators
 
 TARGET = "h100:1x8"
 BACKWARD = 3
@@ -65,7 +65,7 @@ def main() -> None:
     report({"h100": Table(columns, rows)}, out)
 
 
-def row_of(compiled: Callable[[], Report]) -> list[Value]:
+def row_of(compiled: Callable[[], ProgramReport]) -> list[Value]:
     """What a program needs; where the compiler refuses it, its reason."""
     try:
         found = compiled()

@@ -25,21 +25,12 @@ from benchmarks import popular_ranks, recorded
 from benchmarks.bench_baselines import packed_afresh
 from benchmarks.results import Table, Value, out_option, report, spread
 from benchmarks.timing import interleaved_s
-from jax_moe_lb import (
-    LPLB,
-    EPLBPlus,
-    Exact,
-    Greedy,
-    Topology,
-    UltraEP,
-    imbalance,
-    load,
-    plain_plan,
-    rebalance_experts,
-)
-from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.balancers.facts import LayerFacts
-from jax_moe_lb.plan import Plan
+from jax_moe_lb import Topology
+from jax_moe_lb.balancers import LPLB, EPLBPlus, Exact, Greedy, UltraEP
+from jax_moe_lb.balancers.base import Balancer, LayerCost
+from jax_moe_lb.core import imbalance, load, plain_plan
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.planners import rebalance_experts
 
 NUM_RANKS, REPLICA_SLOTS = 64, 2
 BALANCERS: dict[str, Balancer] = {
@@ -86,7 +77,7 @@ def published(file: Path) -> Callable:
 def one_layer(run: Callable, packed: dict[str, Callable], counts: np.ndarray) -> tuple[dict[str, Found], dict]:
     """What each planner makes of a load, and the seconds that it takes."""
     # Published with a floor for 8192 tokens of 8 experts each; here it is that of these copies.
-    facts = LayerFacts(num_copies=int(counts.sum()) // NUM_RANKS)
+    facts = LayerCost(num_copies=int(counts.sum()) // NUM_RANKS)
     on_device, found = jax.device_put(counts), {"plain": (plain_imbalance(counts), 0, 0)}
     calls: dict[str, Callable[[], object]] = {}
     for name, balancer in BALANCERS.items():

@@ -12,8 +12,10 @@ import numpy as np
 from benchmarks.results import Table, Value, out_alone, report, spread
 from benchmarks.timing import interleaved_s
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Greedy, Topology, _planning, imbalance, load, nearest_first, plain_plan, traffic
-from jax_moe_lb.legality import ensure_legal
+from jax_moe_lb import Topology, _planning
+from jax_moe_lb.balancers import Greedy
+from jax_moe_lb.core import imbalance, load, nearest_first, plain_plan, traffic
+from jax_moe_lb.core.validation import ensure_legal
 from jax_moe_lb.planners.greedy import greedy, greedy_reference
 
 SHAPES = ((8, 128), (64, 256), (256, 256))

@@ -1,6 +1,6 @@
 """What XLA's own ragged product becomes on an H100: `python -m benchmarks.bench_ragged_dot`.
 
-It needs the compiler: `jax_moe_lb[cuda]`. The layer does not use this product there; see `ops/grouped_kernels.py`.
+It needs the compiler: `jax_moe_lb[cuda]`. The layer does not use this product there; see `kernels/backends.py`.
 """
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.results import Table, out_alone, report
-from jax_moe_lb.compiled import Target, compile_for, quiet_stderr, use_no_accelerators
+from jax_moe_lb.aot import Target, compile_for, quiet_stderr, use_no_accelerators
 
 ROWS, WIDTH, INNER, GROUPS = 36_864, 2048, 768, 32
 OPTIONS = (None, "xla_gpu_experimental_use_ragged_dot_fusion", "xla_gpu_experimental_use_ragged_dot_grouped_gemm")

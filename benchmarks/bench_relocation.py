@@ -14,7 +14,8 @@ import time
 import numpy as np
 
 from benchmarks.results import Table, Value, out_option, report
-from jax_moe_lb import Topology, _planning, domain_floor, homes_after, plan_relocation
+from jax_moe_lb import Topology, _planning
+from jax_moe_lb.planners import apply_relocation, domain_lower_bound, plan_relocation
 
 TOPOLOGY = Topology.flat(64, 8)
 REPLICA_SLOTS = 2
@@ -38,7 +39,7 @@ def stay(shape: tuple[int, int]) -> np.ndarray:
 
 def judged(tokens: np.ndarray, homes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Floor and result of each layer."""
-    return domain_floor(tokens, homes, TOPOLOGY), result(tokens, homes)
+    return domain_lower_bound(tokens, homes, TOPOLOGY), result(tokens, homes)
 
 
 COLUMNS = {
@@ -72,14 +73,14 @@ def main() -> None:
         started_s = time.perf_counter()
         permutation = plan_relocation(tokens, TOPOLOGY, num_groups=options.groups)
         seconds.append(time.perf_counter() - started_s)
-        homes[name] = homes_after(stay(tokens.shape), permutation)
+        homes[name] = apply_relocation(stay(tokens.shape), permutation)
     pairs = {(a, b): judged(files[b], homes[a]) for a, b in itertools.permutations(files, 2)}
     rows += [row_of(a, b, *found) for (a, b), found in pairs.items()]
     rows.append(row_of("another recording", f"all {len(pairs)} pairs", *np.stack([*pairs.values()], 1)))
     for name, tokens in files.items():
         others = np.stack([files[other] / files[other].sum() for other in files if other != name])
         permutation = plan_relocation(others, TOPOLOGY, num_groups=options.groups)
-        rows.append(row_of("all others", name, *judged(tokens, homes_after(stay(tokens.shape), permutation))))
+        rows.append(row_of("all others", name, *judged(tokens, apply_relocation(stay(tokens.shape), permutation))))
     note = f"Planning homes of {len(tokens)} layers takes {np.median(seconds):.2f} s, median."
     report({"homes": Table(COLUMNS, rows, notes=(note,))}, options.out)
 

@@ -21,22 +21,12 @@ from benchmarks.loglog import draw, exponents
 from benchmarks.results import Table, Value, out_option, report, spread
 from benchmarks.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
 from benchmarks.timing import interleaved_s
-from jax_moe_lb import (
-    Exact,
-    Greedy,
-    Topology,
-    UltraEP,
-    exact,
-    imbalance,
-    load,
-    nearest_first,
-    plain,
-    plain_plan,
-    use_virtual_cpu_devices,
-)
+from jax_moe_lb import Topology, exact, plain, use_virtual_cpu_devices
+from jax_moe_lb.balancers import Exact, Greedy, UltraEP
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.legality import is_legal
-from jax_moe_lb.plan import Plan
+from jax_moe_lb.core import imbalance, load, nearest_first, plain_plan
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.validation import is_legal
 from jax_moe_lb.sim import Cluster, Links, ModelShape, simulate
 
 REPLICA_SLOTS = 2

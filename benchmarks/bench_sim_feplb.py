@@ -20,18 +20,11 @@ from scipy.optimize import nnls
 from benchmarks import bench_feplb, results
 from benchmarks.published import Comparison, tables_of
 from benchmarks.stragglers import CASES, DYNAMIC, NUM_EXPERTS, counts
-from jax_moe_lb import FEPLB, Direct, Exact, FasterMoE, PeerCopy, System, TwoPhase, UltraEP, systems
-from jax_moe_lb.sim import (
-    AnalyticGemm,
-    Cluster,
-    Collective,
-    Communication,
-    Links,
-    ModelShape,
-    Report,
-    Step,
-    simulate,
-)
+from jax_moe_lb import System
+from jax_moe_lb.balancers import FEPLB, Exact, FasterMoE, UltraEP
+from jax_moe_lb.layer import systems
+from jax_moe_lb.sim import AnalyticGemm, Cluster, Collective, Communication, Links, ModelShape, Report, Step, simulate
+from jax_moe_lb.transport import Direct, PeerCopy, TwoPhase
 
 LAYER_MS = {
     2: {"before": (8.2, 14.9), "FasterMoE": (7.9, 14.0), "FEPLB": (7.9, 14.4)},

@@ -29,7 +29,7 @@ from benchmarks.hybridep_clusters import (
     under,
 )
 from benchmarks.published import Comparison, tables_of
-from jax_moe_lb import systems
+from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Step, simulate_uniform
 from jax_moe_lb.sim.loads import skewed_counts
 

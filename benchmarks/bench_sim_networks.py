@@ -27,9 +27,10 @@ from benchmarks.network.rail_cases import NODES, RAILS, cases, scaled, sprayed
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.ways import ROW_BYTES
 from benchmarks.results import Table, Value, load, out_option, report
-from jax_moe_lb import Codec, plain
-from jax_moe_lb.plan import rows_between
+from jax_moe_lb import plain
+from jax_moe_lb.core.plan import rows_between
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, simulate
+from jax_moe_lb.transport import Codec
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]

@@ -17,8 +17,9 @@ from benchmarks.fabric.flows import Flows, Policy, simulate
 from benchmarks.fabric.paths import Fabric, PathsOf, rail_paths, spine_paths
 from benchmarks.fabric.policies import MinRtt, Recycle, Rehash, hashed_flows, planned_flows
 from benchmarks.results import Table, Value, out_option, report
-from jax_moe_lb import RailS, plain_plan
-from jax_moe_lb.plan import rows_between
+from jax_moe_lb.balancers import RailS
+from jax_moe_lb.core import plain_plan
+from jax_moe_lb.core.plan import rows_between
 
 GPUS = 8
 """Of a node, and its NICs."""

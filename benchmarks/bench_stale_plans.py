@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.results import Table, out_alone, report, spread
-from jax_moe_lb import EPLB, EPLBPlus, Exact, Plain, Topology
+from jax_moe_lb import Topology
+from jax_moe_lb.balancers import EPLB, EPLBPlus, Exact, Plain
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.cli.planning import Planner
+from jax_moe_lb.cli.planning import PlanRunner
 from jax_moe_lb.sim import Drift, ModelShape, drifting_counts, fitted_drift
 from jax_moe_lb.sim.drift import moments
 
@@ -106,7 +107,7 @@ def stale_plans() -> Table:
 
 def balanced(balancer: Balancer, trace: np.ndarray) -> np.ndarray:
     """max/mean of the ranks' load under legal plans with two replica slots, [steps]."""
-    planner = Planner(balancer, Topology.flat(8), slots=4)
+    planner = PlanRunner(balancer, Topology.flat(8), slots=4)
     return np.array([np.mean([layer.effect.imbalance_after for layer in step]) for step in planner.replay(trace)])
 
 

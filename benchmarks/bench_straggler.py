@@ -22,8 +22,9 @@ import numpy as np
 from benchmarks.bench_feplb import SLOTS, fastermoe, feplb, plain
 from benchmarks.results import Table, Value, out_option, report
 from benchmarks.stragglers import CASES, Case, counts
-from jax_moe_lb import FEPLB, _planning
-from jax_moe_lb.ops.grouped_matmul import grouped_matmul
+from jax_moe_lb import _planning
+from jax_moe_lb.balancers import FEPLB
+from jax_moe_lb.kernels.grouped_matmul import grouped_matmul
 
 WIDTH, INNER = 64, 128
 ROWS = 1024

@@ -25,10 +25,11 @@ from benchmarks.results import Table, out_alone, report, spread
 from benchmarks.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
 from benchmarks.timing import interleaved_s
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import ForceBalanced, Stats, System, plain, use_virtual_cpu_devices
-from jax_moe_lb.routing import Router
-from jax_moe_lb.systems import system_named, system_names
-from jax_moe_lb.types import State
+from jax_moe_lb import Stats, System, plain, use_virtual_cpu_devices
+from jax_moe_lb.core.types import State
+from jax_moe_lb.layer.systems import system_named, system_names
+from jax_moe_lb.routing import ForceBalanced
+from jax_moe_lb.routing.routers import Router
 
 SIZES = Sizes(num_ranks=8, num_tokens=1024, width=256, inner=256, num_experts=32, per_tok=4)
 BATCHES = 8
@@ -52,7 +53,7 @@ COLUMNS = {
 
 
 def configurations() -> dict[str, tuple[System, Router]]:
-    """System and router of each row: every function of `jax_moe_lb.systems`, with its defaults, and the bound."""
+    """System and router of each row: every function of `jax_moe_lb.layer.systems`, with its defaults, and the bound."""
     systems = {name: (system_named(name), SIZES.router) for name in system_names()}
     return systems | {BOUND: (plain(), ForceBalanced(SIZES.router))}
 

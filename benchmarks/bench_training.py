@@ -20,12 +20,12 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from benchmarks.results import Table, Value, out_option, report
-from jax_moe_lb import raise_fault, use_virtual_cpu_devices
-from jax_moe_lb.systems import system_names
-from models.data import default_corpus
-from models.parallel import make_mesh, make_system, place_batch
-from models.presets import TrainConfig, preset
-from models.training import Programs, make_programs
+from jax_moe_lb import raise_on_fault, use_virtual_cpu_devices
+from jax_moe_lb.layer.systems import system_names
+from models.config import TrainConfig, preset
+from models.data.sources import default_corpus
+from models.mesh import make_mesh, make_system, place_batch
+from models.training.step import Programs, make_programs
 
 IDEAL = "forced balance"
 """Plain expert parallelism with tokens sent round robin: it learns little, and nothing is to be balanced."""
@@ -76,7 +76,7 @@ def advance(training: Training, batch: np.ndarray, config: TrainConfig) -> None:
     training.state, loss, stats = training.program(training.state, tokens)
     loss, stats = jax.device_get((loss, stats))
     seconds = time.perf_counter() - started
-    raise_fault(stats)
+    raise_on_fault(stats)
     before, after = (float(np.mean(value)) for value in (stats.imbalance_before, stats.imbalance_after))
     training.rows.append({"loss": float(loss), "step_s": seconds, "before": before, "after": after})
 

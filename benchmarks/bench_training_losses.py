@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.results import Table, out_option, report, spread
-from jax_moe_lb import System, Wire, use_virtual_cpu_devices
-from jax_moe_lb.systems import system_named, system_names
-from models.data import Corpus, default_corpus
-from models.parallel import make_mesh, place_batch
-from models.presets import TrainConfig, preset
-from models.training import make_programs
+from jax_moe_lb import System, use_virtual_cpu_devices
+from jax_moe_lb.layer.systems import system_named, system_names
+from jax_moe_lb.transport import QuantizedTransfer
+from models.config import TrainConfig, preset
+from models.data.corpus import Corpus
+from models.data.sources import default_corpus
+from models.mesh import make_mesh, place_batch
+from models.training.step import make_programs
 
 WIRES = {"rows in fp8": jnp.float8_e4m3fn, "rows in int8": jnp.int8}
 
@@ -30,7 +32,7 @@ def system_of(name: str) -> System:
     """The system of a name, behind which the precision of travelling rows may stand."""
     name, _, wire = name.partition(", ")
     system = system_named(name)
-    return system.with_wire(Wire(WIRES[wire], BLOCK)) if wire else system
+    return system.with_wire(QuantizedTransfer(WIRES[wire], BLOCK)) if wire else system
 
 
 def train(config: TrainConfig, corpus: Corpus, system: str) -> dict[str, np.ndarray]:

@@ -27,10 +27,11 @@ from jax.sharding import AxisType
 from benchmarks.popular_ranks import Case, popularity
 from benchmarks.results import Table, out_option, report, spread
 from benchmarks.skewed_layer import Sizes, jitted_step, logits_by_popularity, tokens_of, weights_of
-from jax_moe_lb import ForceBalanced, Stats, TopK, plain, ultraep, use_virtual_cpu_devices
-from jax_moe_lb.cli import calibrate
-from jax_moe_lb.cli.measured import to_yaml
-from jax_moe_lb.routing import Router
+from jax_moe_lb import Stats, TopK, plain, ultraep, use_virtual_cpu_devices
+from jax_moe_lb.calibrate import measure as calibrate
+from jax_moe_lb.calibrate.machine_profile import to_yaml
+from jax_moe_lb.routing import ForceBalanced
+from jax_moe_lb.routing.routers import Router
 
 NUM_RANKS, REPLICA_SLOTS = 2, 1
 

@@ -14,7 +14,9 @@ import numpy as np
 from benchmarks.popular_ranks import CASES, TOKENS_PER_RANK, Case, counts
 from benchmarks.results import Table, Value, out_option, report, spread
 from benchmarks.timing import interleaved_s
-from jax_moe_lb import Plan, Relay, Split, Topology, _planning, imbalance, load, nearest_first, plain_plan, traffic
+from jax_moe_lb import Plan, Topology, _planning
+from jax_moe_lb.core import Split, imbalance, load, nearest_first, plain_plan, traffic
+from jax_moe_lb.transport import Relay
 
 PUBLISHED = (1.03, 45, 6.8, 96.0, 98.4)
 """Means over the cases: imbalance, replicas, most of one expert, remote rows in percent, without locality."""

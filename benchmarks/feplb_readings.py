@@ -1,8 +1,8 @@
 """Readings of what FEPLB's paper (arXiv 2604.19654) leaves open of its scheduler, for many microbatches at once.
 
 The paper gives the order of moves: the rank with the highest load gives its busiest dynamic expert that has not moved,
-whole, to the rank with the lowest load. A `Reading` says the rest. `jax_moe_lb.FEPLB` has some of them as options; here
-all are a few lines of NumPy, so that they can be compared.
+whole, to the rank with the lowest load. A `Reading` says the rest. `jax_moe_lb.balancers.FEPLB` has some of them as
+options; here all are a few lines of NumPy, so that they can be compared.
 """
 
 import itertools

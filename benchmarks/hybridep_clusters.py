@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from scipy.optimize import least_squares
 
-from jax_moe_lb import Codec
+from jax_moe_lb.advise.advise import chosen_migration
+from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, Step, simulate, simulate_uniform
-from jax_moe_lb.sim.advise import chosen_migration
-from jax_moe_lb.systems import System
+from jax_moe_lb.transport import Codec
 
 MIB = 2**20
 GPUS = 8

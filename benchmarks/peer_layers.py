@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_moe_lb import Experts, System, TopK, Topology, moe
-from jax_moe_lb.faults import Checks
+from jax_moe_lb.core.stats import Checks
 
 AXIS = "expert"
 OfRank = Callable[[jax.Array, jax.Array, Experts, int], jax.Array]

@@ -9,8 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
 from jax_moe_lb import Experts, Stats, System, TopK, Topology, moe
-from jax_moe_lb.routing import Router
-from jax_moe_lb.types import State
+from jax_moe_lb.core.types import State
+from jax_moe_lb.routing.routers import Router
 
 LOGIT_SCALE = 20.0
 """Tokens hold their logits over this, so that the experts' inputs stay near 1."""

@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks.popular_ranks import PER_TOK, TOKENS_PER_RANK, Case, counts
-from jax_moe_lb import Direct, EPLBPlus, Exact, Gather, Relay, System, systems
-from jax_moe_lb.plan import Plan
+from jax_moe_lb import System
+from jax_moe_lb.balancers import EPLBPlus, Exact
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Collective, Communication, Links, ModelShape, Step
-from jax_moe_lb.sim.planning import groups, plan_layer
+from jax_moe_lb.sim.traffic import groups, plan_layer
+from jax_moe_lb.transport import Direct, Gather, Relay
 
 IDEAL = {"MoE": (1.89, 4.32), "a2a": (1.68, 1.62), "others": (2.83, 4.49)}
 MEASURED = {

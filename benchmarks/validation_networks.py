@@ -15,8 +15,8 @@ from benchmarks.network.rail_cases import NODES, RAILS, cases, scaled, sprayed
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.ways import ROW_BYTES
 from benchmarks.validation import Check, Pairs, ratios
-from jax_moe_lb import systems
-from jax_moe_lb.plan import rows_between
+from jax_moe_lb.core.plan import rows_between
+from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import Cluster, Links
 from jax_moe_lb.sim.network import flow, seconds
 

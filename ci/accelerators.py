@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
-from jax_moe_lb.compiled import LayerSizes, Report, Target, compile_layer, quiet_stderr, use_no_accelerators
-from jax_moe_lb.systems import system_named, system_names
+from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
+from jax_moe_lb.layer.systems import system_named, system_names
 
 TARGETS = ("h100:1x8", "h100:2x8", "v5e:2x4")
 SMALL = LayerSizes(hidden=256, inner=128, experts=32, tokens=256, per_token=2)
@@ -43,7 +43,7 @@ class Limits:
     flops_over_ideal: float
     host_waits: int
 
-    def broken(self, report: Report) -> Iterator[str]:
+    def broken(self, report: ProgramReport) -> Iterator[str]:
         """Says what a report has too much of."""
         found = {
             "temp_mb": report.temp_bytes / 1e6,
@@ -84,7 +84,7 @@ class Case:
         what = f"{self.target:9} {self.system:10} {'gradients' if self.train else 'forward':9} {size:9}"
         return f"{what} {rounds:7} {'fused' if self.fused else '':5} {'own kernels' if self.own_kernels else '':11}"
 
-    def compile(self) -> Report:
+    def compile(self) -> ProgramReport:
         """Compiles it."""
         system = system_named(self.system).with_rounds(self.max_rounds)
         system = system.with_own_kernels() if self.own_kernels else system
@@ -141,7 +141,7 @@ def faults(case: Case) -> tuple[list[str], str]:
     return found, _numbers(report)
 
 
-def _bad_form(report: Report) -> Iterator[str]:
+def _bad_form(report: ProgramReport) -> Iterator[str]:
     if not report.fits:
         yield f"it takes {report.total_bytes} bytes; expected at most {report.memory_bytes}"
     if not report.flops_over_ideal or report.flops_over_ideal < 1:
@@ -153,7 +153,7 @@ def _bad_form(report: Report) -> Iterator[str]:
             yield f"{one.kind} goes over groups that are no axes of the mesh"
 
 
-def _numbers(report: Report) -> str:
+def _numbers(report: ProgramReport) -> str:
     count = sum(one.count for one in report.collectives)
     beside = sum(one.asynchronous for one in report.collectives)
     return (

@@ -51,5 +51,5 @@ run_tests() { JAX_PLATFORMS=cpu "$python" -m pytest -q -n 2 --dist loadfile --no
 # Files of the checkout are checked in the checkout, as is models/, which no wheel has, and programs without binaries.
 run_tests -m 'not slow and not gpu' --ignore tests/test_readme.py --ignore tests/test_pages.py --ignore tests/benchmarks \
   --ignore tests/models --ignore tests/planners/test_exact_in_jax.py
-run_tests tests/ops/test_exchange_faults.py tests/ops/test_plan_and_copy.py
+run_tests tests/collectives/test_exchange_faults.py tests/collectives/test_plan_and_copy.py
 run_tests tests/balancers/test_conformance.py -k 'test_layer_equals_dense and float64 and (feplb or sprayed)'

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from jax_moe_lb import TopK, use_virtual_cpu_devices
-from jax_moe_lb.nn import MoE, adopt, portable
+from jax_moe_lb import MoE, TopK, use_virtual_cpu_devices
+from jax_moe_lb.nn import mesh_independent_state, restore_mesh_independent_state
 
 
 def make(num_ranks: int, system: str) -> MoE:
@@ -25,7 +25,9 @@ def make(num_ranks: int, system: str) -> MoE:
 
 def shapes(layer: MoE) -> nnx.State:
     """The shapes of a layer's portable state, and where its arrays shall lie."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), portable(layer))
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), mesh_independent_state(layer)
+    )
 
 
 def main(systems: list[str]) -> None:
@@ -38,11 +40,11 @@ def main(systems: list[str]) -> None:
         y, _ = nnx.jit(lambda layer, x: layer(x))(layer, x)
         folder = Path(tempfile.mkdtemp()) / "checkpoint"
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder, portable(layer))
+            checkpointer.save(folder, mesh_independent_state(layer))
         for num_ranks in (4, 2, 1, 16):
             other = make(num_ranks, system)
             with ocp.StandardCheckpointer() as checkpointer:
-                adopt(other, checkpointer.restore(folder, shapes(other)))
+                restore_mesh_independent_state(other, checkpointer.restore(folder, shapes(other)))
             z, _ = nnx.jit(lambda layer, x: layer(x))(other, x)
             error = float(jnp.abs(jax.device_get(z) - jax.device_get(y)).max())
             print(f"{system}: 8 ranks -> {num_ranks}, difference {error:.0e}", flush=True)

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jax_moe_lb import ClampedSwiGLU, Experts, TopK, Topology, exact, moe, use_virtual_cpu_devices
+from jax_moe_lb import Experts, TopK, Topology, exact, moe, use_virtual_cpu_devices
+from jax_moe_lb.kernels import ClampedSwiGLU
 
 BATCH_AXES = ("data", "fsdp", "fsdp_transpose")
 """Axes of MaxText's mesh that split tokens beside the experts'. Over others all devices do the same."""

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType
 
-from jax_moe_lb import Stats, TopK, Topology, needs_more_rounds, plain, raise_fault, use_virtual_cpu_devices
-from jax_moe_lb.nn import MoE
+from jax_moe_lb import MoE, Stats, TopK, Topology, plain, raise_on_fault, use_virtual_cpu_devices
+from jax_moe_lb.core import needs_more_rounds
 
 jax.config.update("jax_platforms", "cpu")
 use_virtual_cpu_devices(8)
@@ -38,7 +38,7 @@ def serve(layer: MoE, other: MoE, x: jax.Array) -> tuple[jax.Array, Stats, str]:
         program = "a loop"
         y, stats = run(other, x)
     # Whatever else may be wrong stops here, with a message.
-    raise_fault(stats)
+    raise_on_fault(stats)
     return y, stats, program
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from jax_moe_lb import HostBalancer, Plan, Topology, check_plan, imbalance, load, plain_plan
+from jax_moe_lb import HostCallback, Plan, Topology
+from jax_moe_lb.core import check_plan, imbalance, load, plain_plan
 
 
 def share_hottest(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
@@ -38,8 +39,8 @@ def main() -> None:
     topology = Topology.flat(8)
     before = plain_plan(counts, topology, slots=3)
 
-    # It is a balancer like any other from here on: System(HostBalancer(share_hottest), replica_slots=1) trains with it.
-    after, _ = HostBalancer(share_hottest).rebalance(counts, before, topology, ())
+    # It is a balancer like any other from here on: System(HostCallback(share_hottest), replica_slots=1) trains with it.
+    after, _ = HostCallback(share_hottest).rebalance(counts, before, topology, ())
     check_plan(after, counts)
     print(f"imbalance {imbalance(load(before)):.3f} -> {imbalance(load(after)):.3f}")
 
@@ -49,7 +50,7 @@ def main() -> None:
         print(f"refused: {refusal}")
     logging.getLogger("jax").setLevel(logging.CRITICAL)  # it would log the traceback of the callback
     try:
-        jax.jit(lambda counts: HostBalancer(careless).rebalance(counts, before, topology, ()))(counts)
+        jax.jit(lambda counts: HostCallback(careless).rebalance(counts, before, topology, ()))(counts)
     except jax.errors.JaxRuntimeError as refusal:
         print(f"refused at run time too: {str(refusal).splitlines()[-1]}")
 

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType
 
-from jax_moe_lb import Stats, System, TopK, Topology, greedy, plain, router_loss, use_virtual_cpu_devices
-from jax_moe_lb.nn import MoE
+from jax_moe_lb import MoE, Stats, System, TopK, Topology, greedy, plain, router_loss, use_virtual_cpu_devices
 
 jax.config.update("jax_platforms", "cpu")
 use_virtual_cpu_devices(8)

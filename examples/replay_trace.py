@@ -6,7 +6,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jax_moe_lb import Balancer, Greedy, Plain, Topology, check_plan, imbalance, load, plain_plan, straggler, traffic
+from jax_moe_lb import Balancer, Topology
+from jax_moe_lb.balancers import Greedy, Plain
+from jax_moe_lb.core import check_plan, imbalance, load, plain_plan, straggler, traffic
 
 NUM_STEPS, NUM_LAYERS, NUM_RANKS, NUM_EXPERTS, COPIES_PER_RANK = 8, 2, 8, 32, 4096
 

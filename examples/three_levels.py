@@ -7,7 +7,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import jax_moe_lb as lb
-from jax_moe_lb.nn import MoE
+from jax_moe_lb import MoE
 
 jax.config.update("jax_platforms", "cpu")
 lb.use_virtual_cpu_devices(8)
@@ -16,9 +16,9 @@ lb.use_virtual_cpu_devices(8)
 BASE = jax.make_mesh((2, 2, 2), ("dc", "node", "gpu"), axis_types=(AxisType.Auto,) * 3)
 WHOLE = lb.Topology.from_mesh(BASE, ("dc", "node", "gpu"), ranks_per_domain=4, rails_per_node=2)
 # With HybridEP both datacenters hold all experts, so that no token leaves its own.
-MESH = lb.hybrid_mesh(BASE, {"dc": 2, "node": 1, "gpu": 1})
-MIGRATE = lb.Migrate(lb.ExpertDomains.from_mesh(MESH, WHOLE), lb.Codec())
-BALANCER = lb.Chain((lb.Exact(), lb.RailS()))
+MESH = lb.transport.hybrid_mesh(BASE, {"dc": 2, "node": 1, "gpu": 1})
+MIGRATE = lb.transport.GatherExpertDomain(lb.transport.ExpertDomains.from_mesh(MESH, WHOLE), lb.transport.Codec())
+BALANCER = lb.Chain((lb.balancers.Exact(), lb.balancers.RailS()))
 
 
 def gradient_step(mesh, topology, system, migrate, x):
@@ -40,16 +40,17 @@ def main() -> None:
     common, own = jax.random.split(jax.random.key(0))
     x = jax.random.normal(common, (32,)) + jax.random.normal(own, (2048, 32))
     before, after, _, _ = gradient_step(BASE, WHOLE, lb.plain(), None, x)
-    system, inside = lb.System(BALANCER, dispatch=lb.Spray(), replica_slots=2), MIGRATE.domains.between
+    system = lb.System(BALANCER, dispatch=lb.transport.MultiRailDispatch(), replica_slots=2)
+    inside = MIGRATE.domains.between
     loss, stepped, stats, layer = gradient_step(MESH, inside, system, MIGRATE, x)
     print(f"loss: plain {before:.6f} -> {after:.6f}, three levels {loss:.6f} -> {stepped:.6f}")
     experts_bytes = layer.up.get_value().nbytes + layer.down.get_value().nbytes + layer.gate.get_value().nbytes
     print(f"HybridEP: {experts_bytes / 8 / 1024:.0f} KiB of experts to each rank between datacenters, 0 tokens")
     for dc, counts in enumerate(np.asarray(stats.counts)):
         print(f"Exact in dc {dc}: imbalance {stats.imbalance_before[dc]:.2f} -> {stats.imbalance_after[dc]:.2f}")
-        plan, _ = BALANCER.rebalance(counts, lb.plain_plan(counts, inside, slots=4 + 2), inside, ((), ()))
-        own_rail = lb.rows_between(counts, plan)[:, :, None] * (np.arange(4)[:, None] % 2 == np.arange(2))
-        rows = [int(np.max(lb.interface_rows(rails, 2))) for rails in (own_rail, plan.rails)]
+        plan, _ = BALANCER.rebalance(counts, lb.core.plain_plan(counts, inside, slots=4 + 2), inside, ((), ()))
+        own_rail = lb.core.rows_between(counts, plan)[:, :, None] * (np.arange(4)[:, None] % 2 == np.arange(2))
+        rows = [int(np.max(lb.balancers.interface_rows(rails, 2))) for rails in (own_rail, plan.rails)]
         print(f"RailS in dc {dc}: busiest interface {rows[0]} -> {rows[1]} rows")
 
 

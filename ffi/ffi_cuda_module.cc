@@ -29,7 +29,7 @@ static Reason WhatIsLacking(Status (DriverCalls::*check)() const) {
 }
 
 NB_MODULE(_ffi_cuda, module) {
-  module.doc() = "XLA custom calls of jax_moe_lb for NVIDIA GPUs; jax_moe_lb._custom_calls registers them";
+  module.doc() = "XLA custom calls of jax_moe_lb for NVIDIA GPUs; jax_moe_lb.core.custom_calls registers them";
   module.def(
       "registrations",
       [] { return AsPython({PlanningRegistrations(), PeerRegistrations(), PeerPlanningRegistrations()}); },

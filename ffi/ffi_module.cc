@@ -7,7 +7,7 @@
 #include "ffi/transport/peer_planning.h"
 
 NB_MODULE(_ffi, module) {
-  module.doc() = "XLA custom calls of jax_moe_lb for CPUs; jax_moe_lb._custom_calls registers them";
+  module.doc() = "XLA custom calls of jax_moe_lb for CPUs; jax_moe_lb.core.custom_calls registers them";
   module.def(
       "registrations",
       [] {

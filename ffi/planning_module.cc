@@ -257,7 +257,7 @@ PYBIND11_MODULE(_planning, module) {
   module.def("greedy", &Greedy, py::arg("placement"), py::arg("quota"), py::arg("domain"), py::arg("min_tokens") = 1,
              "Placement [..., R, S] and quota [..., E, R] after greedy moves; see jax_moe_lb.planners.greedy");
   module.def("eplb_plus", &EplbPlus, py::arg("tokens"), py::arg("placement"), py::arg("domain"),
-             "Placement [..., R, S] and quota [..., E, R] with all slots filled; see jax_moe_lb.planners.eplb_plus");
+             "Placement [..., R, S] and quota [..., E, R] with all slots filled; see jax_moe_lb.planners.eplb");
   module.def("feplb", &Feplb, py::arg("placement"), py::arg("quota"), py::arg("domain"), py::arg("num_dynamic") = 4,
              py::arg("max_num_dyn") = 8, py::arg("tau") = 1, py::arg("skip") = false,
              "Placement [..., R, S] and quota [..., E, R] after moves of whole experts; see jax_moe_lb.planners.feplb");

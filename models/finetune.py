@@ -14,19 +14,19 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 
-from jax_moe_lb import Stats, compiler_options, raise_fault
-from jax_moe_lb.systems import system_names
-from models.architectures.fields import Fields
-from models.data import Corpus, TokenizerFile, corpus_from
+from jax_moe_lb import Stats, compiler_options, raise_on_fault
+from jax_moe_lb.layer.systems import system_names
+from models.architectures.config_json import Fields
+from models.config import COMPUTE_DTYPES, USER_ERRORS, ParallelConfig, TrainConfig, say
+from models.data.corpus import Corpus
+from models.data.sources import corpus_from
+from models.data.tokenizers import TokenizerFile
 from models.decoder.model import Decoder
-from models.gradients import further_loss, next_token_loss
-from models.optimizer import apply_gradients, make_optimizer
-from models.parallel import make_mesh, make_system, offer_cpu_devices, place_batch, state_shardings
-from models.presets import COMPUTE_DTYPES, ParallelConfig, TrainConfig
+from models.mesh import make_mesh, make_system, offer_cpu_devices, place_batch, state_shardings
 from models.pretrained.loading import from_pretrained
 from models.pretrained.saving import check_vacant, save_pretrained
-from models.refusal import REFUSED, say
-from models.trace import CountsTrace
+from models.run_folder.metrics import CountsTrace
+from models.training.step import apply_gradients, further_loss, make_optimizer, next_token_loss
 
 DATA = "File or folder of text, JSON lines or token arrays; may be repeated, also with shares, PATH:WEIGHT."
 
@@ -106,7 +106,7 @@ def tune(tuning: Tuning, corpus: Corpus, config: TrainConfig, mesh: Mesh, trace:
     for step in range(1, config.steps + 1):
         batch = corpus.batch(config.seed, step, config.batch_size, config.sequence_length)
         state, loss, stats = tuning.step(state, place_batch(batch, mesh))
-        raise_fault(stats)
+        raise_on_fault(stats)
         trace.add(stats)
         before, after = (float(np.mean(value)) for value in (stats.imbalance_before, stats.imbalance_after))
         if step % max(1, config.steps // 10) == 0:
@@ -157,7 +157,7 @@ def main(
             trace.write(record_counts)
     except (OSError, ValueError) as error:
         say(f"error: {error}")
-        raise typer.Exit(REFUSED) from error
+        raise typer.Exit(USER_ERRORS) from error
 
 
 def _stored_dtype(model: Decoder) -> str:

@@ -5,14 +5,13 @@ from typing import Annotated
 
 import typer
 
-from jax_moe_lb.systems import system_names
-from models.generation import Sampling, generate
-from models.parallel import make_mesh, make_system, offer_cpu_devices
-from models.presets import ParallelConfig
+from jax_moe_lb.layer.systems import system_names
+from models.config import USER_ERRORS, ParallelConfig, say
+from models.data.tokenizers import CheckpointTokenizer
+from models.mesh import make_mesh, make_system, offer_cpu_devices
+from models.pretrained.generation import Sampling, generate
 from models.pretrained.loading import from_pretrained
-from models.refusal import REFUSED, say
-from models.trace import CountsTrace
-from models.words import Words
+from models.run_folder.metrics import CountsTrace
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -35,7 +34,7 @@ def main(
     try:
         parallel, sampling = ParallelConfig(data_parallel, expert_parallel, system), Sampling(temperature, top_p, seed)
         offer_cpu_devices(parallel.num_shards)
-        words, trace = Words(checkpoint), CountsTrace()
+        words, trace = CheckpointTokenizer(checkpoint), CountsTrace()
         balancing = make_system(parallel)
         model = from_pretrained(checkpoint, make_mesh(parallel), balancing, compute_dtype=dtype, param_dtype=dtype)
         tokens = [words.tokens(text) for text in prompt]
@@ -46,7 +45,7 @@ def main(
             trace.write(record_counts)
     except (OSError, ValueError) as error:
         say(f"error: {error}")
-        raise typer.Exit(REFUSED) from error
+        raise typer.Exit(USER_ERRORS) from error
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jax_moe_lb import System
-from models.architectures.catalogue import ARCHITECTURES, configured
-from models.architectures.fields import Fields
+from models.architectures.config_json import Fields
+from models.architectures.registry import ARCHITECTURES, configured
+from models.config import NUM_BYTES, USER_ERRORS, ParallelConfig, say
 from models.decoder.model import Decoder
-from models.files import write_whole
-from models.parallel import make_mesh, offer_cpu_devices
-from models.presets import NUM_BYTES, ParallelConfig
+from models.mesh import make_mesh, offer_cpu_devices
 from models.pretrained.saving import save_pretrained
-from models.refusal import REFUSED, say
+from models.run_folder.files import write_whole
 
 USUAL = {
     "vocab_size": NUM_BYTES,
@@ -127,7 +126,7 @@ def main(
         write_tiny(architecture, out, seed)
     except (OSError, ValueError) as error:
         say(f"error: {error}")
-        raise typer.Exit(REFUSED) from error
+        raise typer.Exit(USER_ERRORS) from error
 
 
 if __name__ == "__main__":

@@ -14,30 +14,40 @@ import jax
 import typer
 from rich.console import Console
 
-from jax_moe_lb import shadowed_installation
-from jax_moe_lb.compiled import Target
-from jax_moe_lb.systems import system_named, system_names
-from models import dry_run, published_runs
-from models.checkpoint import Keeping
-from models.data import TEXT_FIELD, Bytes, Corpus, Tokenizer, TokenizerFile, corpus_from, default_corpus
-from models.distributed import join
-from models.files import in_words
-from models.layout import as_before, named
-from models.loop import PACKAGES, Run, Tell, execute, prepare
-from models.parallel import offer_cpu_devices
-from models.peers import Peers
-from models.place import Place, find_place
-from models.presets import COMPUTE_DTYPES, PRESETS, SCHEDULES, ModelConfig, ParallelConfig, TrainConfig, preset
-from models.recording import RunFolder
-from models.refusal import REFUSED, Refused, say
-from models.stopping import StopRequest
-from models.store import Store, agree, shared_number
-from models.watching import Watching
+from jax_moe_lb.aot import Target
+from jax_moe_lb.core import shadowed_installation
+from jax_moe_lb.layer.systems import system_named, system_names
+from models.config import (
+    COMPUTE_DTYPES,
+    PRESETS,
+    SCHEDULES,
+    USER_ERRORS,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+    UserError,
+    preset,
+    say,
+)
+from models.data.corpus import Corpus
+from models.data.sources import TEXT_FIELD, corpus_from, default_corpus
+from models.data.tokenizers import Bytes, Tokenizer, TokenizerFile
+from models.dry_run import step as dry_run
+from models.mesh import offer_cpu_devices
+from models.multi_process.peer_monitor import PeerMonitor, Store, agree, shared_number
+from models.multi_process.rendezvous import Place, detect_process, join
+from models.run_folder.checkpoints import RetentionPolicy
+from models.run_folder.files import in_words
+from models.run_folder.metrics import RunFolder
+from models.run_folder.trackers import MetricLoggerConfig
+from models.training.faults import StopRequest
+from models.training.loop import PACKAGES, Run, Tell, execute, prepare
+from models.training.resume import as_before, named
 
 RELOCATE_INTERVAL = 50
 """The steps between moves of a system that relocates, where nobody says."""
 
-SIZES = f"Sizes: {', '.join(PRESETS)}; with --dry-run {', '.join(published_runs.PRESETS)}, too."
+SIZES = f"Sizes: {', '.join(PRESETS)}; with --dry-run {', '.join(dry_run.PRESETS)}, too."
 RUN_DIR = "Where files go. [default: runs/PRESET, then runs/PRESET-2, ...; the last of them to resume or overwrite]"
 RESUME = "Go on from the newest checkpoint in the run folder. Ranks and system stay what they were, unless given."
 KEEP_EVERY = "Beside these one checkpoint in every so many seconds is kept."
@@ -102,7 +112,7 @@ def train(
     dry_run_target: Annotated[str | None, typer.Option("--dry-run", metavar="TARGET", help=DRY_RUN)] = None,
 ) -> None:
     """Trains a model and writes metrics, checkpoints and a report into a run folder."""
-    asked = Asked.of(locals())
+    asked = TrainArgs.of(locals())
     try:
         if dry_run_target is not None:
             asked.dry_run(dry_run_target)
@@ -110,16 +120,18 @@ def train(
         place = _place(distributed, coordinator, num_processes, process_id, join_timeout_s)
         with _joined(place, join_timeout_s), StopRequest() as stop:
             console = Console(quiet=place is not None and place.process_id > 0)
-            _carry_out(partial(asked.prepare, place), console, stop, lambda: Watching(tensorboard, wandb, profile))
-    except Refused as error:
+            _carry_out(
+                partial(asked.prepare, place), console, stop, lambda: MetricLoggerConfig(tensorboard, wandb, profile)
+            )
+    except UserError as error:
         say(f"error: {error}")
-        raise typer.Exit(REFUSED) from error
+        raise typer.Exit(USER_ERRORS) from error
     if stop.exit_code:
         raise typer.Exit(stop.exit_code)
 
 
 @dataclass(frozen=True)
-class Asked:
+class TrainArgs:
     """Holds what was asked for on the command line; `None` is what was not.
 
     Args:
@@ -137,7 +149,7 @@ class Asked:
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, options: dict[str, Any]) -> "Asked":
+    def of(cls, options: dict[str, Any]) -> "TrainArgs":
         """Sorts options by the configuration that has a field of their name."""
         # A switch that is off was not asked for.
         options = options | {"force_balanced": options["force_balanced"] or None}
@@ -155,11 +167,11 @@ class Asked:
         return Bytes() if path is None else TokenizerFile(path)
 
     def prepare(self, place: Place | None, tell: Tell) -> Run:
-        """Does all that can be refused; see `models.loop.prepare`."""
-        published_runs.refuse_training(self.name)
+        """Does all that can be refused; see `models.training.loop.prepare`."""
+        dry_run.refuse_training(self.name)
         options, words, run_dir = self.options, self.words, self.options["run_dir"]
         how = {name: options[name] for name in ("resume", "overwrite")}
-        keeping, before = Keeping(options["keep"], options["keep_every_s"]), self.parallel
+        keeping, before = RetentionPolicy(options["keep"], options["keep_every_s"]), self.parallel
         moves: dict[str, Any] = {}
         folder = run_dir or _default_run_dir(Path("runs") / self.name, place, last=any(how.values()))
         if options["resume"]:
@@ -174,17 +186,17 @@ class Asked:
     def dry_run(self, target: str) -> None:
         """Compiles a step for a machine that need not be there, and prints what it needs."""
         try:
-            if self.name in published_runs.PRESETS:
-                published_runs.show(self.name, Target.parse(target), self.parallel, self.sizes, self.model)
+            if self.name in dry_run.PRESETS:
+                dry_run.show_published(self.name, Target.parse(target), self.parallel, self.sizes, self.model)
             else:
                 config = _configured(preset(self.name), self.model, self.parallel, self.sizes, self.words)
                 dry_run.show(config, Target.parse(target))
         except ValueError as error:
-            raise Refused(str(error)) from error
+            raise UserError(str(error)) from error
 
 
 def _carry_out(
-    prepared: Callable[[Tell], Run], console: Console, stop: StopRequest, watched: Callable[[], Watching]
+    prepared: Callable[[Tell], Run], console: Console, stop: StopRequest, watched: Callable[[], MetricLoggerConfig]
 ) -> None:
     """Prepares and executes a run, and tells of it."""
     if hidden := shadowed_installation():
@@ -193,14 +205,14 @@ def _carry_out(
         watching = watched()
         run = prepared(partial(_print, console))
     except ValueError as error:
-        raise Refused(str(error)) from error
+        raise UserError(str(error)) from error
     try:
         _introduce(console, run)
         summary = execute(run, console, stop, watching)
         if summary:
             _conclude(console, summary, run.folder.path)
     except OSError as error:
-        raise Refused(in_words(error)) from error
+        raise UserError(in_words(error)) from error
 
 
 def _corpus(config: TrainConfig, data: list[str] | None, tokenizer: Tokenizer, text_field: str) -> Corpus:
@@ -216,11 +228,11 @@ def _place(
 ) -> Place | None:
     """Finds which of several processes this is, `None` if it is alone."""
     if distributed:
-        return find_place(coordinator, num_processes, process_id, timeout_s)
+        return detect_process(coordinator, num_processes, process_id, timeout_s)
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     for option, value in given.items():
         if value is not None:
-            raise Refused(f"{option} is {value!r}, but distributed is not set; expected --distributed with it")
+            raise UserError(f"{option} is {value!r}, but distributed is not set; expected --distributed with it")
     return None
 
 
@@ -229,7 +241,7 @@ def _joined(place: Place | None, timeout_s: float) -> AbstractContextManager:
     if place is None:
         return nullcontext()
     join(place, timeout_s)
-    return Peers(place, Store())
+    return PeerMonitor(place, Store())
 
 
 def _options(config: TrainConfig, corpus: Corpus, run_dir: Path | None, place: Place) -> dict:

@@ -16,12 +16,12 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from models.architectures.catalogue import configured, pieces_of
-from models.architectures.fields import Fields, read_fields
-from models.files import write_whole
-from models.pretrained.folder import FLOATS, TensorFolder
+from models.architectures.config_json import Fields, read_fields
+from models.architectures.registry import configured, pieces_of
+from models.config import USER_ERRORS, say
+from models.pretrained.safetensors import FLOATS, TensorFolder
 from models.pretrained.saving import KEPT_FILES, MAX_FILE_BYTES, copy_files, vacant, write_tensors
-from models.refusal import REFUSED, say
+from models.run_folder.files import write_whole
 
 ROUTER_SCALE = 0.02
 """The standard deviation of the router's weights: they choose by chance at first, and learn from then on."""
@@ -176,7 +176,7 @@ def main(
         upcycle(checkpoint, out, num_experts, experts_per_token, share=share, seed=seed)
     except (OSError, ValueError) as error:
         say(f"error: {error}")
-        raise typer.Exit(REFUSED) from error
+        raise typer.Exit(USER_ERRORS) from error
 
 
 if __name__ == "__main__":

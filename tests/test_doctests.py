@@ -13,17 +13,18 @@ import jax_moe_lb
 
 EXTENSIONS = {"_ffi", "_ffi_cuda", "_planning"}
 
-ROOMS = ("jax_moe_lb", "jax_moe_lb.nn", "jax_moe_lb.sim", "jax_moe_lb.compiled")
-"""Packages whose names users import."""
+ROOMS = sorted(value.__name__ for name in dir(jax_moe_lb) if inspect.ismodule(value := getattr(jax_moe_lb, name)))
+"""Modules whose names users import."""
 
-COMPILED = {"jax_moe_lb.nn.moe", "jax_moe_lb.pipeline", "jax_moe_lb.transport.prefetch", "jax_moe_lb.routing"}
+COMPILED = {"jax_moe_lb.nn.moe", "jax_moe_lb.layer.moe", "jax_moe_lb.transport.fsdp", "jax_moe_lb.routing.routers"}
 """Modules whose examples compile whole layers."""
 
 WITHOUT_EXAMPLE = {
-    "Buffer": "it stands in a `Report`",
-    "Collective": "it stands in a `Report`",
-    "Operation": "it stands in a `Report`",
-    "Report": "only `simulate`, `replay`, `compile_for` and `compile_layer` make one, and their examples show it",
+    "Buffer": "it stands in a `ProgramReport`",
+    "ProgramCollective": "it stands in a `ProgramReport`",
+    "Operation": "it stands in a `ProgramReport`",
+    "ProgramReport": "only `compile_for` and `compile_layer` make one, and their examples show it",
+    "Report": "only `simulate` and `replay` make one, and their examples show it",
     "Stats": "only `moe` makes one, and its example shows it",
 }
 """Public names that nobody calls, each with the reason."""

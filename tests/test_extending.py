@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Direct, Gather, Greedy, System, TopK, Topology, TwoPhase
-from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+from jax_moe_lb import System, TopK, Topology
+from jax_moe_lb.balancers import Greedy
+from jax_moe_lb.transport import Direct, Gather, TwoPhase
+from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
 CASE = Case()

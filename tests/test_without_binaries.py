@@ -20,8 +20,7 @@ def greedy_layer():
     import jax
     from flax import nnx
 
-    from jax_moe_lb import TopK, Topology, greedy
-    from jax_moe_lb.nn import MoE
+    from jax_moe_lb import MoE, TopK, Topology, greedy
 
     devices = jax.devices()[:RANKS]
     mesh = jax.make_mesh((RANKS,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
@@ -68,7 +67,7 @@ def without_binaries(tmp_path_factory):
 
 
 def test_a_greedy_layer_equals_the_one_with_binaries(without_binaries):
-    from tests.layer import assert_close
+    from tests.layer_cases import assert_close
 
     floats, integers = greedy_layer()
     _, found = without_binaries

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jax_moe_lb.topology import Topology
+from jax_moe_lb.core.topology import Topology
 
 Gpus = Int[np.ndarray, "F"]
 Paths = Int[np.ndarray, "F P C"]

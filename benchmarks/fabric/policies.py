@@ -12,8 +12,8 @@ from jaxtyping import Int
 
 from benchmarks.fabric.flows import Flows, Policy, Seen
 from benchmarks.fabric.paths import Fabric, PathsOf, rail_paths
-from jax_moe_lb.plan import Plan, rows_between
-from jax_moe_lb.types import AnyArray, Counts
+from jax_moe_lb.core.plan import Plan, rows_between
+from jax_moe_lb.core.types import AnyArray, Counts
 
 # ---- what is sent ----------------------------------------------------------------------
 

@@ -169,8 +169,8 @@ def measured_table(rows: list[dict[str, Any]]) -> Table:
 def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of every rate, size of tokens and experts, and ratio: the model's choice across datacenters, and the fastest."""
     from benchmarks.network.layer import RATIOS, Sizes, work_of
-    from jax_moe_lb import Level
-    from jax_moe_lb.streams import choose_level
+    from jax_moe_lb.core import Level
+    from jax_moe_lb.sim.stream_model import choose_level
 
     points = []
     for first in (row for row in rows if row["domain_sizes"] == [1, 1]):

@@ -6,7 +6,7 @@ Every rank is a process in a network namespace of its own. Between the nodes row
 both directions; inside a node by a switch that nothing limits. The same rows travel in four ways:
 
 - direct: from rank to rank, so by the NICs of the sender and of the receiver;
-- receiver's rail: by rail ranks, on the rail of the rank that receives, as `Spray` does without a plan;
+- receiver's rail: by rail ranks, on the rail of the rank that receives, as `MultiRailDispatch` does without a plan;
 - ECMP: each node is one host with four NICs, and the kernel puts each connection on one of them by its hash; new
   connections, so other ports and another draw, each time;
 - sprayed: by rail ranks, on the rails that `RailS` planned.

@@ -9,22 +9,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
-from jax_moe_lb import (
-    Codec,
-    ExpertDomains,
-    Experts,
-    ForceBalanced,
-    Level,
-    Migrate,
-    TopK,
-    Topology,
-    Work,
-    hybrid_mesh,
-    moe,
-    plain,
-)
-from jax_moe_lb.streams import Latency, latency
-from jax_moe_lb.systems import System
+from jax_moe_lb import Experts, TopK, Topology, moe, plain
+from jax_moe_lb.core import Level
+from jax_moe_lb.layer.systems import System
+from jax_moe_lb.routing import ForceBalanced
+from jax_moe_lb.sim import Work
+from jax_moe_lb.sim.stream_model import Latency, latency
+from jax_moe_lb.transport import Codec, ExpertDomains, GatherExpertDomain, hybrid_mesh
 
 MESH_SHAPE, MESH_AXES = (2, 2), ("dc", "gpu")
 RANKS_PER_DC = MESH_SHAPE[1]
@@ -177,7 +168,7 @@ def domains_of(choice: Choice) -> tuple[Mesh, ExpertDomains]:
 def jitted_step(choice: Choice, sizes: Sizes) -> tuple[Wrapped, tuple]:
     """`(x, kernel, experts) -> (gradients, outputs)`, and arguments for it; every process holds its part of them."""
     mesh, domains = domains_of(choice)
-    migrate = Migrate(domains, choice.codec)
+    migrate = GatherExpertDomain(domains, choice.codec)
     router, between = ForceBalanced(TopK(sizes.per_tok)), domains.between
     by_token = PartitionSpec(between.data_axes + between.expert_axes)
     specs = (by_token, PartitionSpec(), PartitionSpec(domains.expert_axes))

@@ -2,9 +2,11 @@
 
 import numpy as np
 
-from jax_moe_lb import RailS, Topology, plain_plan
-from jax_moe_lb.plan import Plan, rows_between
-from jax_moe_lb.topology import Level
+from jax_moe_lb import Topology
+from jax_moe_lb.balancers import RailS
+from jax_moe_lb.core import plain_plan
+from jax_moe_lb.core.plan import Plan, rows_between
+from jax_moe_lb.core.topology import Level
 
 NODES, RAILS = 2, 4
 RANKS = NODES * RAILS
@@ -65,5 +67,5 @@ def plan_of(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def by_receiver(rows: np.ndarray) -> np.ndarray:
-    """Every row on the rail of the rank that receives it, as `Spray` does without `plan.rails`."""
+    """Every row on the rail of the rank that receives it, as `MultiRailDispatch` does without `plan.rails`."""
     return rows[:, :, None] * (np.arange(RANKS)[:, None] % RAILS == np.arange(RAILS))

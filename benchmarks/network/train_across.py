@@ -31,18 +31,19 @@ def body(rank: Rank, steps: int) -> dict[str, Any]:
     """Trains by every run in turn: losses, seconds of every step, and bytes that each datacenter sent."""
     from benchmarks.network.jax_ranks import barrier, check_same_program
     from benchmarks.network.layer import Choice, domains_of
-    from jax_moe_lb import Migrate, plain
-    from models.data import default_corpus
-    from models.parallel import place_batch
-    from models.presets import preset
-    from models.training import make_programs
+    from jax_moe_lb import plain
+    from jax_moe_lb.transport import GatherExpertDomain
+    from models.config import preset
+    from models.data.sources import default_corpus
+    from models.mesh import place_batch
+    from models.training.step import make_programs
 
     config = dataclasses.replace(preset("tiny"), steps=steps)
     corpus, results = default_corpus(config.max_corpus_bytes), {}
     for name, (domain_size, ratio) in RUNS.items():
         choice = Choice(domain_size, 1, ratio)
         mesh, domains = domains_of(choice)
-        programs = make_programs(config, mesh, plain(), Migrate(domains, choice.codec))
+        programs = make_programs(config, mesh, plain(), GatherExpertDomain(domains, choice.codec))
         state = programs.init()
         losses, times_s = [], []
         program = None
@@ -97,7 +98,7 @@ def main() -> None:
     check_rate("--wan-bits-per-s", given.wan_bits_per_s)
     if given.steps <= WARMUP_STEPS:
         parser.error(f"--steps is {given.steps}; expected more than {WARMUP_STEPS}")
-    import models.training  # noqa: F401 (once, before ranks are forked)
+    import models.training.step  # noqa: F401 (once, before ranks are forked)
     from benchmarks.network.jax_ranks import launch_jax
 
     load = os.getloadavg()[0]

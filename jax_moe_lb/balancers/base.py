@@ -1,4 +1,7 @@
-"""A balancer edits the plan, and does nothing else."""
+"""The interface of balancers, their composition, and plain expert parallelism.
+
+A balancer edits a `Plan`. `LayerCost` has the sizes of the layer, from which balancers derive costs.
+"""
 
 import abc
 from dataclasses import dataclass
@@ -6,11 +9,38 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Bool
 
-from jax_moe_lb.balancers.facts import LayerFacts
-from jax_moe_lb.plan import Plan
-from jax_moe_lb.planners.native import NativePlanner
-from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import AnyArray, Counts, State
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import AnyArray, Counts, State, iota
+from jax_moe_lb.planners.base import NativePlanner
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """These are facts of a layer, from which a balancer derives what the user left to it.
+
+    `moe` makes one from its arguments and gives it to `Balancer.sized`; do so yourself where you plan for a layer that
+    is not there. `None` stands for what is not known.
+
+    Args:
+        num_copies: `T * K`, the token copies of a rank.
+        expert_bytes: the weights of one expert as they travel, in bytes.
+        gradient_bytes: its gradients, in bytes.
+        token_bytes: one token copy as it travels, in bytes.
+        token_flops: what one token copy costs in its expert forward, in floating-point operations: twice the expert's
+            parameters.
+
+    Examples:
+        >>> from jax_moe_lb.balancers import LayerCost, UltraEP
+        >>> UltraEP().sized(LayerCost(num_copies=8192 * 8)).min_tokens
+        1024
+    """
+
+    num_copies: int
+    expert_bytes: int | None = None
+    gradient_bytes: int | None = None
+    token_bytes: int | None = None
+    token_flops: int | None = None
 
 
 class Balancer(abc.ABC):
@@ -23,7 +53,9 @@ class Balancer(abc.ABC):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Greedy, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import Greedy
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.array([[8, 0, 1, 1], [8, 0, 1, 1]], np.int32)
         >>> topology, balancer = Topology.flat(2), Greedy()
         >>> start = plain_plan(counts, topology, slots=3)
@@ -44,7 +76,7 @@ class Balancer(abc.ABC):
         del counts_shape
         return ()
 
-    def sized(self, facts: LayerFacts) -> "Balancer":
+    def sized(self, facts: LayerCost) -> "Balancer":
         """Returns the balancer for a layer: what the user left to be derived has a value in it; itself by default.
 
         `moe` asks for it once, when a program is traced.
@@ -55,7 +87,7 @@ class Balancer(abc.ABC):
         del facts
         return self
 
-    def why_idle(self, topology: Topology, num_home: int, slots: int) -> str | None:
+    def no_op_reason(self, topology: Topology, num_home: int, slots: int) -> str | None:
         """Says why it cannot change anything on these ranks; `None` if it can. `nn.MoE` warns of it.
 
         By default a balancer needs slots for replicas.
@@ -72,7 +104,7 @@ class Balancer(abc.ABC):
     def bound(self, topology: Topology, num_home: int, slots: int) -> float:
         """Returns an imbalance that no routing exceeds after it; by default that of all tokens on one rank.
 
-        `System.most_rounds` asks for it.
+        `System.max_rounds_bound` asks for it.
 
         Args:
             topology: the ranks and domains.
@@ -111,7 +143,7 @@ class Balancer(abc.ABC):
     def native_planner(self, domain: int) -> NativePlanner | None:
         """Returns the planner in C++ that `rebalance` applies to a plan, if it does nothing else; else `None`.
 
-        With it the plan can be made on the host while a GPU computes; see `ops/plan_and_copy.py`.
+        With it the plan can be made on the host while a GPU computes; see `collectives/plan_and_copy.py`.
 
         Args:
             domain: how many ranks a domain of the plan has.
@@ -141,7 +173,9 @@ class Chain(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Greedy, HybridEP, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import Greedy, HybridEP
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.array([[9, 1, 1, 1], [9, 1, 1, 1], [9, 1, 1, 1], [9, 1, 1, 1]], np.int32)
         >>> topology = Topology.flat(4)
         >>> chain = Chain((HybridEP(domain_size=2), Greedy()))
@@ -156,13 +190,13 @@ class Chain(Balancer):
         """Returns one state per balancer, in their order."""
         return tuple(balancer.init(counts_shape) for balancer in self.balancers)
 
-    def sized(self, facts: LayerFacts) -> "Chain":
+    def sized(self, facts: LayerCost) -> "Chain":
         """Returns the chain of all of them for this layer."""
         return Chain(tuple(balancer.sized(facts) for balancer in self.balancers))
 
-    def why_idle(self, topology: Topology, num_home: int, slots: int) -> str | None:
+    def no_op_reason(self, topology: Topology, num_home: int, slots: int) -> str | None:
         """Says why the first of them that cannot change anything cannot."""
-        reasons = (balancer.why_idle(topology, num_home, slots) for balancer in self.balancers)
+        reasons = (balancer.no_op_reason(topology, num_home, slots) for balancer in self.balancers)
         return next((reason for reason in reasons if reason), None)
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
@@ -178,3 +212,40 @@ class Chain(Balancer):
     def needs_counts(self) -> bool:
         """Says whether the placement of any of them depends on the load."""
         return any(balancer.needs_counts for balancer in self.balancers)
+
+
+@dataclass(frozen=True)
+class Plain(Balancer):
+    """Serves every expert at home.
+
+    Use it where routing is balanced, or as the baseline of a comparison.
+
+    Examples:
+        >>> import numpy as np
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import Plain
+        >>> from jax_moe_lb.core import load, plain_plan
+        >>> counts = np.array([[4, 0, 0, 0], [3, 1, 0, 0], [2, 1, 1, 0], [1, 0, 3, 0]], np.int32)
+        >>> topology = Topology.flat(num_ranks=4)
+        >>> plan, _ = Plain().rebalance(counts, plain_plan(counts, topology), topology, ())
+        >>> print(load(plan))
+        [10  2  4  0]
+    """
+
+    def no_op_reason(self, topology: Topology, num_home: int, slots: int) -> None:
+        """Says nothing: nobody expects it to change anything."""
+
+    def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
+        """Returns the plan as it is."""
+        del counts, topology
+        return plan, state
+
+    @property
+    def needs_counts(self) -> bool:
+        """It is false: nothing moves, whatever the load."""
+        return False
+
+    def dynamic(self, plan: Plan) -> Bool[AnyArray, "E"]:
+        """Names only the experts that replicas of another balancer (`Chain`) serve already."""
+        expert = iota(plan.num_experts)
+        return jnp.asarray(plan.quota).sum(1, dtype=jnp.int32) > plan.quota[expert, expert // plan.num_home]

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Bool
 
-from jax_moe_lb.balancers.facts import LayerFacts
-from jax_moe_lb.checks import INT32_MAX
-from jax_moe_lb.plan import IntScalar, Plan, load
-from jax_moe_lb.topology import Level, Topology
-from jax_moe_lb.types import AnyArray, host_iota, namespace
+from jax_moe_lb.balancers.base import LayerCost
+from jax_moe_lb.core.plan import IntScalar, Plan, load
+from jax_moe_lb.core.topology import INT32_MAX, Level, Topology
+from jax_moe_lb.core.types import AnyArray, host_iota, namespace
 
 if TYPE_CHECKING:
     Answer = Any
@@ -46,7 +45,9 @@ class Cost:
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Cost, Exact, Level, Topology, load, plain_plan
+        >>> from jax_moe_lb import Cost, Topology
+        >>> from jax_moe_lb.balancers import Exact
+        >>> from jax_moe_lb.core import Level, load, plain_plan
         >>> topology = Topology((Level("gpu", 4, bytes_per_s=450e9),), ranks_per_domain=4, flops_per_s=500e12)
         >>> numbers = 3.0 * 6144 * 2048  # of one expert
         >>> balancer = Exact(cost=Cost(expert_bytes=2 * numbers, token_flops=2 * numbers))
@@ -69,7 +70,7 @@ class Cost:
         if not 0 <= self.planner_s < math.inf:
             raise ValueError(f"planner_s is {self.planner_s}; expected a finite number, at least 0")
 
-    def sized(self, facts: LayerFacts) -> "Cost":
+    def sized(self, facts: LayerCost) -> "Cost":
         """Returns the costs of training a layer, where none were given."""
         expert_bytes, token_flops = self.expert_bytes, self.token_flops
         if expert_bytes is None and facts.expert_bytes is not None:

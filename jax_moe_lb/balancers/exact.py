@@ -5,14 +5,13 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.balancers.base import Balancer, LayerCost
 from jax_moe_lb.balancers.cost import Cost
-from jax_moe_lb.balancers.facts import LayerFacts
-from jax_moe_lb.plan import Plan
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Counts, State
+from jax_moe_lb.planners.base import alike, is_on_host
 from jax_moe_lb.planners.exact import check_exact, exact
-from jax_moe_lb.planners.native import alike, is_on_host
-from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import Counts, State
 
 SEARCH_ENDS = 1 / 4096
 """The planner looks no further where it misses the mean by less."""
@@ -52,7 +51,9 @@ class Exact(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Exact, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import Exact
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.array([[3, 4, 2, 1], [3, 4, 2, 1], [3, 4, 2, 2], [3, 3, 1, 2]], np.int32)
         >>> topology = Topology.flat(num_ranks=4)
         >>> plan, _ = Exact(eps=0.0).rebalance(counts, plain_plan(counts, topology, slots=2), topology, ())
@@ -71,7 +72,7 @@ class Exact(Balancer):
     def __post_init__(self) -> None:
         check_exact(self.eps, self.max_fan_out)
 
-    def sized(self, facts: LayerFacts) -> "Exact":
+    def sized(self, facts: LayerCost) -> "Exact":
         """Returns it with the costs of a layer, where it has a `Cost` that leaves them to be derived."""
         return self if self.cost is None else replace(self, cost=self.cost.sized(facts))
 

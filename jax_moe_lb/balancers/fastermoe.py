@@ -3,13 +3,12 @@
 import math
 from dataclasses import dataclass, fields, replace
 
-from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.balancers.base import Balancer, LayerCost
 from jax_moe_lb.balancers.cost import min_saved, slowest_bytes_per_s
-from jax_moe_lb.balancers.facts import LayerFacts
-from jax_moe_lb.plan import Plan
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.planners.fastermoe import fastermoe
-from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import Counts, State
 
 GLM5_WIDTH, GLM5_NUMBERS = 6144, 3 * 6144 * 2048
 """The model width of GLM-5, and the parameters of one of its experts."""
@@ -52,7 +51,9 @@ class FasterMoE(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import FasterMoE, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import FasterMoE
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.tile(np.array([4000, 800, 700, 500], np.int32), (4, 1))
         >>> topology = Topology.flat(num_ranks=4)
         >>> FasterMoE().min_saved(topology, 4)  # token copies that one replica must save in a domain of 4
@@ -75,7 +76,7 @@ class FasterMoE(Balancer):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{field.name} is {value}; expected a finite number above 0")
 
-    def sized(self, facts: LayerFacts) -> "FasterMoE":
+    def sized(self, facts: LayerCost) -> "FasterMoE":
         """Returns it with the sizes of a layer, where none were given."""
         return replace(
             self,

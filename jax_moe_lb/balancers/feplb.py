@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from jaxtyping import Bool
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.plan import Plan
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import AnyArray, Counts, State, iota
+from jax_moe_lb.planners.base import NativePlanner, edit
 from jax_moe_lb.planners.feplb import check_options, dynamic_experts, feplb_planner
-from jax_moe_lb.planners.native import NativePlanner, edit
-from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import AnyArray, Counts, State, iota
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class FEPLB(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import FEPLB, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import FEPLB
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.zeros((4, 12), np.int32)
         >>> counts[0] = 6, 4, 3, 4, 1, 0, 2, 1, 0, 1, 1, 0
         >>> topology = Topology.flat(num_ranks=4)

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, replace
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.plan import Plan
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Counts, State
+from jax_moe_lb.planners.base import NativePlanner, edit
 from jax_moe_lb.planners.greedy import greedy_planner
-from jax_moe_lb.planners.native import NativePlanner, edit
-from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import Counts, State
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class Greedy(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Greedy, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import Greedy
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.array([[4, 0, 0, 0], [3, 1, 0, 0], [2, 1, 1, 0], [1, 0, 3, 0]], np.int32)
         >>> topology = Topology.flat(num_ranks=4)
         >>> plan = plain_plan(counts, topology, slots=2)

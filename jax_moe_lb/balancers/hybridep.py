@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jax_moe_lb._varying import vary_like
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.plan import Plan
-from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import AnyArray, Counts, State
+from jax_moe_lb.core.manual_axes import vary_like
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import AnyArray, Counts, State
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class HybridEP(Balancer):
     """Sends tokens only to ranks of equal offset, and experts only to the other ranks of their expert domain.
 
     Use it where links are slow, as between datacenters, and a rank sends more bytes of tokens than of experts. It saves
-    bytes; loads may get worse or better. `Migrate` does the same with mesh axes, and can encode the experts; this one
-    works on any mesh, in a `Chain` and in the command line.
+    bytes; loads may get worse or better. `GatherExpertDomain` does the same with mesh axes, and can encode the experts;
+    this one works on any mesh, in a `Chain` and in the command line.
 
     A token copy of rank `d M + o` for an expert at home in expert domain `d'` is served by rank `d' M + o`, which holds
     the expert. The placement is the same for every microbatch, so experts can travel before tokens are known.
@@ -30,7 +30,9 @@ class HybridEP(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import HybridEP, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import HybridEP
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.array([[4, 0, 0, 0], [3, 1, 0, 0], [2, 1, 1, 0], [1, 0, 3, 0]], np.int32)
         >>> topology = Topology.flat(num_ranks=4)
         >>> plan, _ = HybridEP(domain_size=2).rebalance(counts, plain_plan(counts, topology, slots=2), topology, ())
@@ -46,8 +48,8 @@ class HybridEP(Balancer):
         if self.domain_size is not None and self.domain_size < 1:
             raise ValueError(f"domain_size is {self.domain_size}; expected at least 1")
 
-    def why_idle(self, topology: Topology, num_home: int, slots: int) -> str | None:
-        """Says why expert domains have one rank each; see `Balancer.why_idle`."""
+    def no_op_reason(self, topology: Topology, num_home: int, slots: int) -> str | None:
+        """Says why expert domains have one rank each; see `Balancer.no_op_reason`."""
         if self.domain_size not in (None, 1):
             return None
         sizes = _admitted(topology.ranks_per_domain, num_home, slots)

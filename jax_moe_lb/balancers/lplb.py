@@ -7,14 +7,13 @@ import numpy as np
 from jaxtyping import Int
 from scipy.optimize import linprog
 
-from jax_moe_lb._pytree import pytree
-from jax_moe_lb._varying import vary_like
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.balancers.history import History, check_every, checked, mean, no_history, observe
-from jax_moe_lb.balancers.host import HostBalancer
-from jax_moe_lb.plan import Plan
-from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import AnyArray, Counts, Placement, State, host_iota, namespace
+from jax_moe_lb.balancers.eplb import History, check_every, checked, mean, no_history, observe
+from jax_moe_lb.balancers.host_callback import HostCallback
+from jax_moe_lb.core.manual_axes import vary_like
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import AnyArray, Counts, Placement, State, host_iota, namespace, pytree
 
 
 @pytree
@@ -52,7 +51,9 @@ class LPLB(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import LPLB, Topology, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import LPLB
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = np.array([[3, 1, 1, 0], [3, 1, 1, 1], [3, 0, 1, 1], [3, 0, 1, 0]], np.int32)
         >>> topology, balancer = Topology.flat(num_ranks=4), LPLB()
         >>> start = plain_plan(counts, topology, slots=2)
@@ -89,7 +90,7 @@ class LPLB(Balancer):
         distances = _distances(plan.domain) if self.distances is None else self.distances
         placement = _add_edges(vary_like(plan.placement, load), load, distances, plan.domain)
         start = replace(plan, placement=placement)
-        plan, _ = HostBalancer(spread).rebalance(counts, start, topology, ())
+        plan, _ = HostCallback(spread).rebalance(counts, start, topology, ())
         history = observe(state.history, counts.sum(0, dtype=np.int32), self.every)
         return plan, _State(history, load)
 
@@ -122,7 +123,7 @@ def _add_edges(
 def spread(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
     """Finds the quota of the least maximum load of every domain that the placement allows.
 
-    Use it as a planner for `HostBalancer`, behind any balancer whose placement is to have its best quota. It solves two
+    Use it as a planner for `HostCallback`, behind any balancer whose placement is to have its best quota. It solves two
     linear programs per domain. The first finds the least maximum load. The second holds it, rounded up, and serves as
     many tokens at home as it can; it is a flow from experts to ranks with whole-numbered bounds, so that the vertex
     that the simplex method returns is whole-numbered too: the maximum load is the least of all integer quotas.

@@ -7,19 +7,19 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.plan import Plan, rows_between
+from jax_moe_lb.core.plan import Plan, rows_between
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import AnyArray, Counts, State, namespace
 from jax_moe_lb.planners.spray import MAX_CHUNKS, MAX_TICKS, spray
-from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import AnyArray, Counts, State, namespace
 
 
 @dataclass(frozen=True)
 class RailS(Balancer):
     """Puts the token copies between nodes on rails, and changes nothing else.
 
-    Use it with `Spray`, last in a `Chain`, where a node has several network interfaces and its ranks send or receive
-    different amounts. Where all ranks send as much and choose experts alike, the sender's own interface is even
-    already.
+    Use it with `MultiRailDispatch`, last in a `Chain`, where a node has several network interfaces and its ranks send
+    or receive different amounts. Where all ranks send as much and choose experts alike, the sender's own interface is
+    even already.
 
     A node is `Topology.ranks_per_node` ranks with `Topology.rails_per_node` rails; its plan follows from what its own
     ranks send. For every other node on its own, so that the other one's rails are loaded evenly too, the copies are cut
@@ -36,7 +36,9 @@ class RailS(Balancer):
     Examples:
         >>> from dataclasses import replace
         >>> import numpy as np
-        >>> from jax_moe_lb import RailS, Topology, interface_rows, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import RailS, interface_rows
+        >>> from jax_moe_lb.core import plain_plan
         >>> topology = replace(Topology.flat(num_ranks=4, ranks_per_domain=2), rails_per_node=2)
         >>> counts = np.array([[0, 0, 8, 0], [0, 0, 4, 0], [0, 0, 0, 0], [0, 0, 0, 0]], np.int32)
         >>> plan, _ = RailS().rebalance(counts, plain_plan(counts, topology), topology, ())
@@ -54,8 +56,8 @@ class RailS(Balancer):
         if self.speeds is not None:
             ticks_of(self.speeds)
 
-    def why_idle(self, topology: Topology, num_home: int, slots: int) -> str | None:
-        """Says why there is no choice of rails; see `Balancer.why_idle`."""
+    def no_op_reason(self, topology: Topology, num_home: int, slots: int) -> str | None:
+        """Says why there is no choice of rails; see `Balancer.no_op_reason`."""
         del num_home, slots
         if topology.num_ranks == topology.ranks_per_node:
             return "all ranks are of one node, and no row takes a rail; expected several, by mesh axes or domains"
@@ -117,9 +119,9 @@ def ticks_of(speeds: tuple[int, ...]) -> tuple[int, ...]:
 def best_chunks(bytes_on_rail: float, bytes_per_s: float, message_s: float) -> int:
     """Says how many chunks to make of what one rail carries from one node to another, if every chunk is a message.
 
-    Use it for `RailS(chunks=...)` with an exchange of your own; in `Spray` a chunk is no message. With `c` chunks the
-    rail may get `1 / c` more than its share, which takes `bytes_on_rail / bytes_per_s / c`, and `c` messages take `c *
-    message_s`. The sum is least at the square root of the quotient of the two.
+    Use it for `RailS(chunks=...)` with an exchange of your own; in `MultiRailDispatch` a chunk is no message. With `c`
+    chunks the rail may get `1 / c` more than its share, which takes `bytes_on_rail / bytes_per_s / c`, and `c` messages
+    take `c * message_s`. The sum is least at the square root of the quotient of the two.
 
     Args:
         bytes_on_rail: the share of one rail, in bytes.
@@ -153,7 +155,7 @@ def interface_rows(rails: Int[AnyArray, "R R N"], ranks_per_node: int) -> tuple[
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import interface_rows
+        >>> from jax_moe_lb.balancers import interface_rows
         >>> rails = np.zeros((4, 4, 2), np.int32)
         >>> rails[0, 2] = 6, 2  # from rank 0, on node 0, to rank 2, on node 1
         >>> rails[0, 1] = 9, 0  # inside node 0: over no interface

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.balancers.facts import LayerFacts
-from jax_moe_lb.plan import Plan
+from jax_moe_lb.balancers.base import Balancer, LayerCost
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.split import Split, Tier
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.planners.ultraep import check_eps, ultraep
-from jax_moe_lb.split import Split, Tier
-from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import Counts, State
 
 PUBLISHED_MIN = 1024
 """The least that a replica takes in the paper, in tokens."""
@@ -50,7 +49,9 @@ class UltraEP(Balancer):
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import Topology, UltraEP, load, plain_plan
+        >>> from jax_moe_lb import Topology
+        >>> from jax_moe_lb.balancers import UltraEP
+        >>> from jax_moe_lb.core import load, plain_plan
         >>> counts = 1000 * np.array([[4, 0, 0, 0], [3, 1, 0, 0], [2, 1, 1, 0], [1, 0, 3, 0]], np.int32)
         >>> topology = Topology.flat(num_ranks=4)
         >>> plan, _ = UltraEP().rebalance(counts, plain_plan(counts, topology, slots=2), topology, ())
@@ -69,7 +70,7 @@ class UltraEP(Balancer):
             raise ValueError(f"min_tokens is {self.min_tokens}; expected at least 1")
         Split(self.tier, self.locality)
 
-    def sized(self, facts: LayerFacts) -> "UltraEP":
+    def sized(self, facts: LayerCost) -> "UltraEP":
         """Returns it with the `min_tokens` of a layer."""
         if self.min_tokens is not None:
             return self

@@ -1,39 +1,224 @@
-"""`advise` is the command that says which system to take."""
+"""The command `advise`, and its tables."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Annotated
+from dataclasses import asdict, replace
+from typing import Annotated, Any
 
+import numpy as np
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
 
-from jax_moe_lb._custom_calls import has_planning_module
-from jax_moe_lb.cli.advice import advice_json, advice_lines, advice_table
-from jax_moe_lb.cli.errors import one_line_errors
-from jax_moe_lb.cli.inputs import (
+from jax_moe_lb.advise.advise import SWEPT_TOKENS, UNIFORM, WORTH_IT, Advice
+from jax_moe_lb.advise.advise import advise as find
+from jax_moe_lb.advise.choice import Choice, usage
+from jax_moe_lb.advise.evaluate import Evaluator, Workload, drawn_workloads, recorded_workloads
+from jax_moe_lb.advise.search import FINALISTS, SearchResult, Space, needs
+from jax_moe_lb.cli.output import Json, note, one_line_errors, print_json, print_table, print_text, working
+from jax_moe_lb.cli.simulate import (
     PRESETS,
     Imbalance,
-    Tokens,
+    TokensOption,
     TraceFile,
     as_recorded,
     cluster_of,
     imbalance_of,
     model_of,
     recorded_counts,
+    report_json,
     slots_of,
+    time_unit,
 )
-from jax_moe_lb.cli.options import Json
-from jax_moe_lb.cli.report import note, print_json, print_table, print_text, working
-from jax_moe_lb.sim import Cluster, ModelShape
-from jax_moe_lb.sim.advise import UNIFORM
-from jax_moe_lb.sim.advise import advise as find
+from jax_moe_lb.core.custom_calls import has_planning_module
+from jax_moe_lb.recordings.yaml_file import MOST_PLANNED_RANKS, forecast
+from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.config import Config, load_config
-from jax_moe_lb.sim.judge import Judge
-from jax_moe_lb.sim.limits import MOST_PLANNED_RANKS, forecast
 from jax_moe_lb.sim.loads import LoadShape
-from jax_moe_lb.sim.sample import experts_of, sample_of
-from jax_moe_lb.sim.search import FINALISTS
-from jax_moe_lb.sim.space import Space
-from jax_moe_lb.sim.workloads import Workload, drawn_workloads, recorded_workloads
+from jax_moe_lb.sim.model import ModelShape
+from jax_moe_lb.sim.uniform import experts_of, sample_of
+
+SHOWN = 3
+"""Of so many choices it is said how to use them."""
+
+SHOWN_SIZES = 4
+"""So many other sizes are listed; the JSON has all."""
+
+MOST_REFUSED = 5
+"""So many refused choices are listed; the JSON has all."""
+
+
+def advice_json(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]) -> dict[str, Any]:
+    """Collects all numbers of an advice."""
+    return {
+        "best": answer.best.choice.name,
+        "leave_off": answer.leave_off,
+        "gain": answer.gain,
+        "gain_range": [min(answer.gains), max(answer.gains)],
+        "indistinguishable": [one.choice.name for one in answer.alike],
+        "pays_from_tokens": answer.pays_from,
+        "fits": answer.found.fits,
+        "workloads": [workload.name for workload in workloads],
+        "systems": [_row(one, answer, judge) for one in answer.found.outcomes],
+        "compressed": [_row(one, answer, judge) for one in answer.compressed],
+        "refused": {choice.name: why for choice, why in answer.found.refused.items()},
+        "sizes": [asdict(size) | {"system": size.choice.name} for size in answer.sizes],
+        "glances_s": {choice.name: took for choice, took in answer.found.glances.items()},
+    }
+
+
+def _row(one: SearchResult, answer: Advice, judge: Evaluator) -> dict[str, Any]:
+    sizes = judge.candidate(one.choice).migration.sizes(judge.cluster)
+    head = {"system": one.choice.name, "choice": asdict(one.choice), "domain_sizes": list(sizes)}
+    # The report has means over workloads, the step is their median.
+    times = {"step_s": one.median_s, "times_s": list(one.times_s), "of_plain": list(one.ratios(answer.plain))}
+    return head | report_json(one.report) | times | {"usage": asdict(_usage(one, judge))}
+
+
+def _usage(one: SearchResult, judge: Evaluator) -> Any:
+    return usage(one.choice, judge.cluster, judge.candidate(one.choice).migration.gather_again)
+
+
+def advice_table(title: str, answer: Advice) -> Table:
+    """Makes a table with a line for every outcome, and those that change what is computed apart."""
+    unit, per_s = time_unit(answer.plain.median_s)
+    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("system", no_wrap=True)
+    for header in (f"step {unit} (range)", "of plain (range)", "imbalance", "rounds", "memory"):
+        table.add_column(header, justify="right", no_wrap=True)
+    alike = {one.choice for one in (answer.best, *answer.alike)}
+    for one in (*answer.found.outcomes, *answer.compressed[:SHOWN]):
+        if answer.compressed and one is answer.compressed[0]:
+            table.add_section()
+            table.add_row("with experts that lose what their codec leaves out:")
+        ratios = one.ratios(answer.plain)
+        table.add_row(
+            ("= " if one.choice in alike else "  ") + escape(one.choice.name),
+            _ranged([time * per_s for time in one.times_s], ".4g"),
+            _ranged(ratios, ".3f"),
+            f"{one.report.imbalance_after:.3f}",
+            str(one.report.rounds),
+            decimal(round(one.report.memory.total)),
+        )
+    return table
+
+
+def _ranged(values: Sequence[float], digits: str) -> str:
+    """Writes a median, and the range of several values."""
+    middle = f"{np.median(values):{digits}}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):{digits}}-{max(values):{digits}})"
+
+
+def advice_lines(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]) -> list[str]:
+    """Says in words what to do, what was assumed, and what was refused."""
+    return [
+        *_verdict(answer, judge),
+        *_fit(answer, judge),
+        *_assumed(answer, judge, workloads),
+        *_first_look(answer),
+        *_sizes(answer, judge),
+        *_how(answer, judge),
+        *_refused(answer),
+    ]
+
+
+def _verdict(answer: Advice, judge: Evaluator) -> list[str]:
+    best, tokens = answer.best.choice.name, judge.model.tokens
+    if answer.leave_off:
+        return [f"Leave balancing off: nothing surely saves {WORTH_IT:.0%} of a step at {tokens} tokens per rank."]
+    by_load = f" ({min(answer.gains):.1%} to {max(answer.gains):.1%} by workload)" if len(answer.gains) > 1 else ""
+    lines = [f"Use {best}: {answer.gain:.1%} of a step less than plain at {tokens} tokens per rank{by_load}."]
+    if answer.alike:
+        lines.append(
+            f"Indistinguishable from it on these workloads: {', '.join(one.choice.name for one in answer.alike)}."
+        )
+    if answer.pays_from is None:
+        swept = judge.sample is None and answer.best.report.timeline.num_ranks > 1
+        return lines if not swept else [*lines, f"{best} is not faster at {SWEPT_TOKENS[-1]} tokens per rank."]
+    if answer.pays_from == SWEPT_TOKENS[0]:
+        return [*lines, f"{best} is faster from {SWEPT_TOKENS[0]} tokens per rank on, the fewest tried."]
+    return [*lines, f"{best} begins to pay at {answer.pays_from} tokens per rank."]
+
+
+def _fit(answer: Advice, judge: Evaluator) -> list[str]:
+    if answer.found.fits:
+        return []
+    return [
+        f"Nothing fits: plain {needs(judge, answer.plain.choice)}. So nothing was refused, and times are those of "
+        "ranks with more memory. Give a rank fewer layers (pipeline parallelism), or split the optimizer's state over "
+        "groups and say so: step: {optimizer_bytes: 0}."
+    ]
+
+
+def _assumed(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]) -> list[str]:
+    first = workloads[0].counts
+    if first is None:
+        return [
+            f"Assumed: uniform routing, since {judge.cluster.num_ranks} ranks are more than {MOST_PLANNED_RANKS}, and "
+            "no part of them stands for all: nothing that plans was tried, and there is no range. --trace plans for "
+            "recorded counts."
+        ]
+    before = answer.plain.report.imbalance_before
+    sampled = []
+    if judge.sample is not None:
+        part, level = judge.sample.levels[0].size, judge.cluster.levels[0]
+        sampled = [
+            f"Planned for a sample: {part} of the {level.size} members of level {level.name}, which stand for all of "
+            f"them. Expert domains of more than {part // 2} were not tried."
+        ]
+    return [
+        *sampled,
+        f"Workloads: {'; '.join(workload.name for workload in workloads)}; layers of each: {len(first)}; "
+        f"imbalance at home {before:.2f}. The search looked at {len(answer.found.glances)} choices.",
+    ]
+
+
+def _first_look(answer: Advice) -> list[str]:
+    """Tells what each system alone took in one layer, so that those that lost are not passed over in silence."""
+    glances, best = answer.found.glances, dict[str, float]()
+    for choice, took in glances.items():
+        if choice.system != "plain" and choice.family == Choice(choice.system):
+            best[choice.system] = min(took, best.get(choice.system, math.inf))
+    plain = glances[Choice()]
+    parts = [f"{name} {took / plain:.3f}" for name, took in sorted(best.items(), key=lambda one: one[1])]
+    return [f"Alone, one layer of plain's: {', '.join(parts)}."] if parts and plain else []
+
+
+def _sizes(answer: Advice, judge: Evaluator) -> list[str]:
+    """Lists what other degrees of expert parallelism and microbatches would do, beside what was asked for."""
+    asked = judge.cluster.num_ranks, judge.model.tokens
+    own = [size for size in answer.sizes if (size.ranks, size.tokens) == asked]
+    shown = [size for size in answer.sizes if not size.refused and size not in own][:SHOWN_SIZES]
+    if not own or not shown:
+        return []
+    lines = [
+        "Other sizes, without expert domains: time of a layer for each token over that of "
+        f"{asked[0]} ranks that share experts and {asked[1]} tokens; sums of gradients over groups are not hidden:"
+    ]
+    for size in shown:
+        took, total = size.token_s / own[0].token_s, decimal(round(size.total_bytes))
+        lines.append(f"    {size.ranks} ranks, {size.tokens} tokens: {took:.3f}, {size.choice.name}, {total}")
+    return lines
+
+
+def _how(answer: Advice, judge: Evaluator) -> list[str]:
+    lines = []
+    for one in [one for one in answer.found.outcomes if one is not answer.plain][:SHOWN]:
+        how = _usage(one, judge)
+        lines += [f"{one.choice.name}:", *(f"    {line}" for line in how.code)]
+        lines += [f"    python -m models.train {how.train}"] if how.train else []
+        lines += [f"    jax-moe-lb simulate ... {how.simulate}"] if how.simulate else []
+    return lines if not answer.leave_off else []
+
+
+def _refused(answer: Advice) -> list[str]:
+    refused = list(answer.found.refused.items())
+    lines = [f"Refused: {choice.name} {why}." for choice, why in refused[:MOST_REFUSED]]
+    more = len(refused) - MOST_REFUSED
+    return [*lines, f"Refused for their memory, too: {more} others (--json)."] if more > 0 else lines
+
 
 DRAWS = 2
 """So many workloads of each shape are drawn."""
@@ -52,7 +237,7 @@ def advise(
     cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="A preset or a file with a cluster.")],
     trace: TraceFile = None,
     imbalance: Imbalance = None,
-    tokens: Tokens = None,
+    tokens: TokensOption = None,
     replica_slots: Annotated[
         str | None, typer.Option("--replica-slots", metavar="N", help="Of each rank, at most; 8 by default.")
     ] = None,
@@ -90,7 +275,7 @@ def advise(
         )
         _tell(workloads, shapes)
         step = of_cluster.step.build()
-        judge = Judge(step.parallel.share(shape, machine), machine, step, sample)
+        judge = Evaluator(step.parallel.share(shape, machine), machine, step, sample)
         with working("searching"):
             answer = find(judge, space, shapes, workloads, ratio)
         if as_json:

@@ -12,20 +12,33 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from jax_moe_lb.balancers.facts import LayerFacts
+from jax_moe_lb.balancers.base import LayerCost
 from jax_moe_lb.cli.advise import advise
 from jax_moe_lb.cli.compile import compile_command
-from jax_moe_lb.cli.convert import convert
-from jax_moe_lb.cli.discover import load_balancer
+from jax_moe_lb.cli.convert import convert, drift
 from jax_moe_lb.cli.doctor import diagnosis, facts_table, ops_table, version
-from jax_moe_lb.cli.drift import drift
-from jax_moe_lb.cli.errors import BAD_INPUT, one_line_errors, print_error, printing
-from jax_moe_lb.cli.files import read_counts, read_trace, write_plans
-from jax_moe_lb.cli.options import Balancer, ExpertBytes, Json, Out, RanksPerDomain, Slots, positive
-from jax_moe_lb.cli.planning import Planner, mean_effect
-from jax_moe_lb.cli.report import Head, print_effects, print_json, print_table, with_progress
+from jax_moe_lb.cli.output import (
+    BAD_INPUT,
+    BalancerOption,
+    ExpertBytes,
+    Head,
+    Json,
+    Out,
+    RanksPerDomain,
+    SlotsOption,
+    one_line_errors,
+    positive,
+    print_effects,
+    print_error,
+    print_json,
+    print_table,
+    printing,
+    with_progress,
+)
+from jax_moe_lb.cli.planning import PlanRunner, load_balancer, mean_effect
 from jax_moe_lb.cli.simulate import calibrate, simulate
-from jax_moe_lb.topology import Topology
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.recordings.counts_files import read_counts, read_trace, write_plans
 
 INTERRUPTED = 130
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -62,9 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 @app.command()
 def plan(
     counts_file: Annotated[Path, typer.Argument(metavar="COUNTS.npy", help="Integers; or an npz with counts.")],
-    balancer: Balancer,
+    balancer: BalancerOption,
     ranks_per_domain: RanksPerDomain = None,
-    slots: Slots = None,
+    slots: SlotsOption = None,
     out: Out = None,
     expert_bytes: ExpertBytes = None,
     as_json: Json = False,
@@ -89,9 +102,9 @@ def replay(
         Path,
         typer.Argument(metavar="TRACE.npz", help="With integers counts and steps; or an npy of counts."),
     ],
-    balancer: Balancer,
+    balancer: BalancerOption,
     ranks_per_domain: RanksPerDomain = None,
-    slots: Slots = None,
+    slots: SlotsOption = None,
     out: Out = None,
     expert_bytes: ExpertBytes = None,
     as_json: Json = False,
@@ -147,19 +160,19 @@ def _options(
     """Load balance of Mixture-of-Experts layers, from recorded counts."""
 
 
-def _planner(balancer: str, counts: np.ndarray, ranks_per_domain: str | None, slots: str | None) -> Planner:
+def _planner(balancer: str, counts: np.ndarray, ranks_per_domain: str | None, slots: str | None) -> PlanRunner:
     num_ranks, num_experts = counts.shape[-2:]
     topology = Topology.flat(num_ranks, positive("--ranks-per-domain", ranks_per_domain))
     wanted = positive("--slots", slots)
     if wanted is not None and wanted > num_experts:
         raise ValueError(f"--slots is {wanted}; expected at most the {num_experts} experts, each once on a rank")
     # On average over layers and steps.
-    sizes = LayerFacts(num_copies=max(1, round(counts.sum(dtype=np.float64) / math.prod(counts.shape[:-1]))))
-    return Planner(
+    sizes = LayerCost(num_copies=max(1, round(counts.sum(dtype=np.float64) / math.prod(counts.shape[:-1]))))
+    return PlanRunner(
         load_balancer(balancer).sized(sizes), topology, wanted or min(num_experts // num_ranks + 2, num_experts)
     )
 
 
-def _head(balancer: str, planner: Planner, counts: np.ndarray) -> Head:
+def _head(balancer: str, planner: PlanRunner, counts: np.ndarray) -> Head:
     num_ranks, num_experts = counts.shape[-2:]
     return {"balancer": balancer, "num_ranks": num_ranks, "num_experts": num_experts, "slots": planner.slots}

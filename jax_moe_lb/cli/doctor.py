@@ -1,9 +1,13 @@
-"""`diagnosis` says what is installed here, and which implementation of each operation the layers will run."""
+"""The command `doctor`: installed modules, and the implementation of each operation."""
 
+import importlib
+import importlib.util
 import platform
+import re
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import numpy as np
@@ -12,11 +16,71 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from jax_moe_lb import _custom_calls
-from jax_moe_lb.cli.build import HOW_TO_BUILD, build_states
-from jax_moe_lb.compiled.targets import EXTRAS, has_compiler
-from jax_moe_lb.compiler_options import compiler_options
-from jax_moe_lb.ops.grouped_kernels import has_tokamax
+from jax_moe_lb.aot.compiler_options import compiler_options
+from jax_moe_lb.aot.targets import EXTRAS, has_compiler
+from jax_moe_lb.core import custom_calls as _custom_calls
+from jax_moe_lb.kernels.backends import has_tokamax
+
+IN_A_CHECKOUT = "in a checkout, `pip install .` where there is a C++17 compiler"
+HOW_TO_BUILD = {"cpu": IN_A_CHECKOUT, "cuda": f"{IN_A_CHECKOUT} and the CUDA toolkit"}
+"""It says how to get the custom calls of each platform."""
+
+
+def build_states() -> dict[str, str]:
+    """Says of each extension module in words whether it is there."""
+    modules = {_custom_calls.MODULES[platform]: how for platform, how in HOW_TO_BUILD.items()} | {
+        _custom_calls.PLANNING_MODULE: IN_A_CHECKOUT
+    }
+    return {module: _state(module, how) for module, how in modules.items()}
+
+
+def _state(module: str, how_to_build: str) -> str:
+    # A module that is missing is another fault than one that is there and cannot be loaded.
+    if importlib.util.find_spec(module) is None:
+        return f"missing; to get it: {how_to_build}"
+    try:
+        loaded = importlib.import_module(module)
+    except ImportError as error:
+        return f"cannot be loaded: {error}"
+    if module == _custom_calls.PLANNING_MODULE:
+        return "built"
+    state, reason = _registrations_state(loaded.registrations()), _custom_calls.why_unusable(module)
+    if reason is not None:
+        return f"{state}; not used: {reason}"
+    return "; ".join([state, *_lacks(loaded)])
+
+
+def _lacks(module: ModuleType) -> list[str]:
+    # What a driver may lack, and the module then does without.
+    asked = (getattr(module, name, None) for name in ("why_not_batched", "why_not_between_processes"))
+    return [reason for ask in asked if ask is not None and (reason := ask()) is not None]
+
+
+def _registrations_state(registrations: dict) -> str:
+    built, accepted = registrations["api_version"], newest_api_version()
+    state = f"built, {len(registrations['handlers'])} custom calls, XLA FFI {_dotted(built)}"
+    # XLA takes handlers of its own version or older ones.
+    if built > accepted:
+        return f"{state}; this jaxlib takes at most {_dotted(accepted)}: build it again"
+    return state
+
+
+def newest_api_version() -> tuple[int, int]:
+    """Reads the version of XLA's foreign function interface that the installed jaxlib has; it takes older ones too.
+
+    Raises:
+        ValueError: the headers of jaxlib do not say it.
+    """
+    header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+    major, minor = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR"))
+    if major is None or minor is None:
+        raise ValueError("the headers of jaxlib do not say their version; expected XLA_FFI_API_MAJOR and _MINOR")
+    return int(major[1]), int(minor[1])
+
+
+def _dotted(number: tuple[int, int]) -> str:
+    return ".".join(map(str, number))
+
 
 PACKAGES = ("jax_moe_lb", "jax", "jaxlib", "flax", "numpy")
 CUSTOM_CALL_PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
@@ -41,7 +105,7 @@ class Implementation:
 
 
 @dataclass(frozen=True)
-class Operation:
+class OperationForms:
     """This is what an operation can be made of.
 
     Args:
@@ -61,8 +125,8 @@ class Operation:
     backends: tuple[str, ...] = ()
 
 
-def _planner(name: str) -> Operation:
-    return Operation(name, "a loop in jnp", "it runs on every backend", None, f"plan_{name}", ("cpu", "gpu"))
+def _planner(name: str) -> OperationForms:
+    return OperationForms(name, "a loop in jnp", "it runs on every backend", None, f"plan_{name}", ("cpu", "gpu"))
 
 
 NO_RAGGED = "XLA:CPU cannot run lax.ragged_all_to_all"
@@ -77,15 +141,15 @@ OPERATIONS = (
     _planner("relay"),
     _planner("spray"),
     _planner("exact"),
-    Operation(
+    OperationForms(
         "ragged_all_to_all", "padded all_to_all", NO_RAGGED, "lax.ragged_all_to_all", "ragged_exchange", ("cpu",)
     ),
-    Operation("grouped_ffn", "blocks of rows", DENSE, GROUPED_PRODUCTS, "grouped_matmul", ("cpu",)),
-    Operation("gather", "ring of ppermute", NO_RAGGED, "lax.ragged_all_to_all", "ragged_exchange", ("cpu",)),
-    Operation(
+    OperationForms("grouped_ffn", "blocks of rows", DENSE, GROUPED_PRODUCTS, "grouped_matmul", ("cpu",)),
+    OperationForms("gather", "ring of ppermute", NO_RAGGED, "lax.ragged_all_to_all", "ragged_exchange", ("cpu",)),
+    OperationForms(
         "copy_expert_weights", "ring of ppermute", NO_RAGGED, "lax.ragged_all_to_all", "copy_start", ("cpu", "gpu")
     ),
-    Operation(
+    OperationForms(
         "plan_and_copy",
         "a loop in jnp, then a ring of ppermute",
         NO_RAGGED,
@@ -117,7 +181,7 @@ def implementations(backend: str) -> list[Implementation]:
     return [_implementation(operation, backend) for operation in OPERATIONS]
 
 
-def _implementation(op: Operation, backend: str) -> Implementation:
+def _implementation(op: OperationForms, backend: str) -> Implementation:
     platform = CUSTOM_CALL_PLATFORMS[backend] if backend in op.backends else None
     if platform and _custom_calls.is_built(platform):
         return Implementation(op.name, f"custom call moe_lb_{op.target}", f"built for {platform}", None)
@@ -129,14 +193,14 @@ def _implementation(op: Operation, backend: str) -> Implementation:
     return Implementation(op.name, op.plain, op.why, None)
 
 
-def _on_accelerators(op: Operation, backend: str, faster: str | None) -> Implementation:
+def _on_accelerators(op: OperationForms, backend: str, faster: str | None) -> Implementation:
     if op.on_accelerators == GROUPED_PRODUCTS:
         return _grouped_products(op, backend)
     why = f"XLA has it for {backend}, and only what is needed travels"
     return Implementation(op.name, str(op.on_accelerators), why, faster)
 
 
-def _grouped_products(op: Operation, backend: str) -> Implementation:
+def _grouped_products(op: OperationForms, backend: str) -> Implementation:
     if backend == "tpu":
         return Implementation(op.name, "lax.ragged_dot", "XLA has a kernel for tpu", None)
     if backend == "gpu" and has_tokamax():
@@ -155,7 +219,7 @@ def diagnosis() -> dict:
         "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
         "build": build_states(),
         "compilers": compiler_states(),
-        "shadowed": shadow_line(),
+        "shadowed": shadowed_install_message(),
         "backend": backend,
         "devices": [f"{device} ({device.device_kind})" for device in jax.devices()],
         "compiler_options": compiler_options(Mesh(np.array(jax.devices()), ("devices",))),
@@ -163,7 +227,7 @@ def diagnosis() -> dict:
     }
 
 
-def shadow_line() -> str | None:
+def shadowed_install_message() -> str | None:
     """Says in a line what to do where the source folder hides an installation; `None`, which is usual, elsewhere."""
     hidden = _custom_calls.shadowed_installation()
     if hidden is None:

@@ -1,21 +1,104 @@
-"""`Planner` plans for recorded counts, layer by layer and step by step, off any mesh."""
+"""Balancers by name, and plans of recorded counts, layer by layer and step by step.
 
+Names are those of the classes that `jax_moe_lb.balancers` exports.
+"""
+
+import ast
+import inspect
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Int
 
-from jax_moe_lb._custom_calls import has_planning_module
-from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.legality import check_plan
-from jax_moe_lb.plan import Plan, imbalance, load, plain_plan, straggler, traffic
-from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import Counts, State
+from jax_moe_lb import balancers
+from jax_moe_lb.balancers.base import Balancer, Chain
+from jax_moe_lb.balancers.exact import Exact
+from jax_moe_lb.core.custom_calls import has_planning_module
+from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, straggler, traffic
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Counts, State
+from jax_moe_lb.core.validation import check_plan
+from jax_moe_lb.recordings.yaml_file import shown
+
+WORDS = {"true": True, "false": False, "none": None}
+
+
+def load_balancer(text: str) -> Balancer:
+    """Makes what the option `--balancer` names.
+
+    Args:
+        text: `NAME`, a class of `jax_moe_lb.balancers` in lower case, such as `greedy`; with options
+            `NAME:key=value,key=value`; or several joined by `+`, of which each edits the plan of the one before, as in
+            `ultraep+rails`.
+
+    Raises:
+        ValueError: there is no such balancer or option, or a value is out of range; the message says what there is.
+
+    Examples:
+        >>> load_balancer("exact:eps=0.05,localize=false").eps
+        0.05
+    """
+    parts = tuple(_one(part) for part in text.split("+"))
+    if any(isinstance(part, Exact) for part in parts[1:]):
+        raise ValueError(
+            f"--balancer is {shown(text)}; expected exact first, as it drops the replicas of others; "
+            f"simulate --system takes hybridep+exact"
+        )
+    return parts[0] if len(parts) == 1 else Chain(parts)
+
+
+def _one(text: str) -> Balancer:
+    name, _, options = text.partition(":")
+    if (found := _classes().get(name)) is None:
+        raise ValueError(f"--balancer is {shown(name)}; expected one of {', '.join(balancer_names())}")
+    return found(**dict(_option(found, name, pair) for pair in options.split(",") if options))
+
+
+def _option(kind: type[Balancer], name: str, pair: str) -> tuple[str, Any]:
+    key, _, text = pair.partition("=")
+    known = inspect.signature(kind).parameters
+    if key not in known:
+        raise ValueError(f"--balancer {name} has no option {shown(key)}; expected one of {', '.join(known)}")
+    try:
+        value = WORDS[text] if text in WORDS else ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    wanted = known[key].default
+    # What may be left out has no default to compare with, and then it is a number.
+    kinds = (
+        (int, float, type(None)) if wanted is None else (int, float) if isinstance(wanted, float) else (type(wanted),)
+    )
+    if type(value) not in kinds:
+        raise ValueError(f"--balancer {name}:{key} is {shown(text)}; expected a value like {wanted!r}, the default")
+    return key, float(value) if isinstance(wanted, float) and isinstance(value, int) else value
+
+
+def balancer_names() -> list[str]:
+    """List every name that `load_balancer` accepts: those of `balancers.__all__` that need no arguments."""
+    return sorted(_classes())
+
+
+def _classes() -> dict[str, type[Balancer]]:
+    """Map names to balancers: the class name in lower case, `eplb_plus` for `EPLBPlus`."""
+    exported = {name: getattr(balancers, name) for name in balancers.__all__}
+    return {
+        re.sub("(?<=[A-Z])(?=[A-Z][a-z]{2})", "_", name).lower(): value
+        for name, value in exported.items()
+        if _is_usable(value)
+    }
+
+
+def _is_usable(value: object) -> bool:
+    if not (isinstance(value, type) and issubclass(value, Balancer)) or inspect.isabstract(value):
+        return False
+    parameters = inspect.signature(value).parameters.values()
+    return all(parameter.default is not inspect.Parameter.empty for parameter in parameters)
 
 
 @dataclass(frozen=True)
@@ -51,7 +134,7 @@ class Planned(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Planner:
+class PlanRunner:
     """A planner runs one balancer for one machine.
 
     Args:

@@ -11,22 +11,28 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jax_moe_lb.activations import Activation
-from jax_moe_lb.checks import home_experts_per_rank
-from jax_moe_lb.experts import Experts
-from jax_moe_lb.faults import Checks
-from jax_moe_lb.losses import Losses
-from jax_moe_lb.nn.parameters import LogicalAxisRules, Parameters
-from jax_moe_lb.nn.sharded import Inputs, Layer, expert_axes, place, reshaped, sharded_known, sharded_moe
-from jax_moe_lb.nn.shared import SharedMix
-from jax_moe_lb.pipeline import TOKEN_DTYPES
-from jax_moe_lb.routing import Router, updated_bias
-from jax_moe_lb.stats import Stats
-from jax_moe_lb.systems import System, system_named, system_names
-from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.migrate import Migrate
-from jax_moe_lb.transport.shards import Shards
-from jax_moe_lb.types import DType
+from jax_moe_lb.core.stats import Checks, Stats
+from jax_moe_lb.core.topology import Topology, home_experts_per_rank
+from jax_moe_lb.core.types import DType
+from jax_moe_lb.kernels.experts import Activation, Experts
+from jax_moe_lb.layer.moe import TOKEN_DTYPES
+from jax_moe_lb.layer.systems import System, system_named, system_names
+from jax_moe_lb.nn.sharding import (
+    LayerConfig,
+    LayerInputs,
+    LogicalAxisRules,
+    Parameters,
+    SharedMix,
+    expert_axes,
+    place,
+    reshaped,
+    sharded_known,
+    sharded_moe,
+)
+from jax_moe_lb.routing.losses import Losses
+from jax_moe_lb.routing.routers import Router, updated_bias
+from jax_moe_lb.transport.expert_domains import GatherExpertDomain
+from jax_moe_lb.transport.fsdp import FsdpExperts
 
 
 class BalancerState(nnx.Variable):
@@ -45,14 +51,14 @@ class RunningLoads(nnx.Variable):
     """This variable holds the running mean of each expert's load, float32 `[E]`. `MoE.update_loads` moves it."""
 
 
-class KnownWeights(nnx.Variable):
+class CodecState(nnx.Variable):
     """This variable holds what ranks have decoded of their expert domains, `[E * domain_size, ...]`.
 
     Every call of the layer moves it, never gradients.
     """
 
 
-def logical_axis_rules(topology: Topology, migrate: Migrate | None = None) -> LogicalAxisRules:
+def logical_axis_rules(topology: Topology, migrate: GatherExpertDomain | None = None) -> LogicalAxisRules:
     """Makes the default table of logical axes: experts over the expert axes, their inner width over tensor axes.
 
     Replace `embed` by data axes, such as `("embed", "fsdp")`, and give the table to `MoE` as `rules`, so that
@@ -60,7 +66,7 @@ def logical_axis_rules(topology: Topology, migrate: Migrate | None = None) -> Lo
 
     Args:
         topology: the layer's topology.
-        migrate: the layer's `Migrate`, if it has one.
+        migrate: the layer's `GatherExpertDomain`, if it has one.
 
     Examples:
         >>> from jax.sharding import AbstractMesh
@@ -95,7 +101,7 @@ class MoE(nnx.Module):
         gated: whether experts have a gate, which is usual.
         expert_bias: whether something learned is added to each product of an expert: GPT-OSS. It is not usual.
         kernel_bias: whether something learned is added to the router's logits: GPT-OSS.
-        activation: the function between the projections, see `activations.py`; `None`, the default, is SwiGLU with a
+        activation: the function between the projections (`jax_moe_lb.kernels`); `None`, the default, is SwiGLU with a
             gate and GELU without one.
         fused: whether rows are multiplied with `up` and `gate` at once, which are two parameters all the same.
             `None`, the usual choice: on accelerators, where `dtype` is not `param_dtype`. That saves memory traffic,
@@ -115,7 +121,7 @@ class MoE(nnx.Module):
         kernel_init: the initializer of all kernels.
         rules: the table from logical to mesh axes; `None` takes `logical_axis_rules(topology, migrate)`.
         checks: what to do about bad values, see `moe`; `None`, the usual choice, stops the program on CPUs and defers
-            on accelerators: call `raise_fault` on the statistics of each step there.
+            on accelerators: call `raise_on_fault` on the statistics of each step there.
         rngs: random numbers for the parameters.
 
     Warns:
@@ -134,7 +140,7 @@ class MoE(nnx.Module):
         >>> from flax import nnx
         >>> from jax.sharding import AxisType
         >>> from jax_moe_lb import TopK, Topology
-        >>> from jax_moe_lb.nn import MoE
+        >>> from jax_moe_lb import MoE
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
         >>> layer = MoE(8, 16, 4, TopK(2), mesh=mesh, topology=Topology.from_mesh(mesh), rngs=nnx.Rngs(0))
         >>> y, stats = layer(jnp.ones((6, 8)))
@@ -152,7 +158,7 @@ class MoE(nnx.Module):
         mesh: Mesh,
         topology: Topology | None = None,
         system: System | str = System(),
-        migrate: Migrate | None = None,
+        migrate: GatherExpertDomain | None = None,
         gated: bool = True,
         expert_bias: bool = False,
         kernel_bias: bool = False,
@@ -173,7 +179,8 @@ class MoE(nnx.Module):
     ) -> None:
         if dtype is not None and jnp.dtype(dtype) not in map(jnp.dtype, TOKEN_DTYPES):
             raise ValueError(
-                f"dtype is {jnp.dtype(dtype)}; expected bfloat16, float32 or float64. Rows travel in 8 bits with a Wire"
+                f"dtype is {jnp.dtype(dtype)}; expected bfloat16, float32 or float64. For rows that travel in 8 bits "
+                "use QuantizedTransfer"
             )
         if fused and not gated:
             raise ValueError("fused is True; expected False without a gate")
@@ -184,7 +191,7 @@ class MoE(nnx.Module):
         _check_domains(topology, migrate)
         home_experts_per_rank(num_experts, topology.num_ranks * (migrate.domains.domain_size if migrate else 1))
         _check_mesh(mesh, topology)
-        if why := system.why_idle(topology, num_experts):
+        if why := system.no_op_reason(topology, num_experts):
             warnings.warn(f"the system cannot balance anything: {why}", stacklevel=2)
         self.migrate = migrate
         self.router, self.mesh, self.topology, self.system = router, mesh, topology, system
@@ -197,7 +204,7 @@ class MoE(nnx.Module):
         parameters = Parameters(mesh, rules, param_dtype, kernel_init, rngs)
         self._make_experts(parameters, (num_experts, embed_dim, mlp_dim), expert_bias, kernel_bias)
         self._make_shared(parameters, (embed_dim, shared_mlp_dim), shared_mix)
-        self.known: nnx.List[KnownWeights] = nnx.List([])
+        self.known: nnx.List[CodecState] = nnx.List([])
         if migrate is not None and migrate.codec.remembers:
             self.known = nnx.List(self._known_weights(migrate))
         self._make_states(num_experts, use_bias, relocatable)
@@ -286,7 +293,7 @@ class MoE(nnx.Module):
         stored = self._experts()
         experts = jax.tree.map(lambda w: w.astype(x.dtype), stored)
         fused = self.gated and _is_accelerated(self.mesh) and stored.up.dtype != x.dtype
-        inputs = Inputs(
+        inputs = LayerInputs(
             tokens=tokens,
             mask=mask,
             token_ids=ids,
@@ -299,7 +306,7 @@ class MoE(nnx.Module):
             state=state,
             known=jax.tree.unflatten(jax.tree.structure(stored), [w[...] for w in self.known]) if self.known else None,
         )
-        layer = Layer(
+        layer = LayerConfig(
             router=self.router,
             system=self.system,
             migrate=self.migrate,
@@ -383,11 +390,11 @@ class MoE(nnx.Module):
             gate_bias=_value(self.gate_bias),
         )
 
-    def _known_weights(self, migrate: Migrate) -> list[KnownWeights]:
+    def _known_weights(self, migrate: GatherExpertDomain) -> list[CodecState]:
         known = sharded_known(self._experts(), migrate=migrate, mesh=self.mesh)
         axes = expert_axes(self.topology, migrate)
         return [
-            KnownWeights(leaf, out_sharding=(axes, *[None] * (leaf.ndim - 1)), mesh=self.mesh)
+            CodecState(leaf, out_sharding=(axes, *[None] * (leaf.ndim - 1)), mesh=self.mesh)
             for leaf in jax.tree.leaves(known)
         ]
 
@@ -409,7 +416,7 @@ def as_linen(*args: Any, **kwargs: Any) -> nnx.bridge.ToLinen:
         >>> import jax.numpy as jnp
         >>> from jax.sharding import AxisType
         >>> from jax_moe_lb import TopK, Topology
-        >>> from jax_moe_lb.nn import as_linen
+        >>> from jax_moe_lb import as_linen
         >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
         >>> layer = as_linen(8, 16, 4, TopK(2), mesh=mesh, topology=Topology.from_mesh(mesh))
         >>> (y, stats), variables = layer.init_with_output(jax.random.key(0), jnp.ones((6, 8)))
@@ -442,7 +449,7 @@ def _value(variable: nnx.Variable | None) -> Array | None:
     return None if variable is None else variable[...]
 
 
-def _shards(rules: LogicalAxisRules, topology: Topology) -> Shards:
+def _shards(rules: LogicalAxisRules, topology: Topology) -> FsdpExperts:
     """Which data axes split the experts' matrices, by the table from logical to mesh axes."""
     table = dict(rules)
     embed, mlp = (_names(table.get(name)) for name in ("embed", "mlp"))
@@ -451,7 +458,7 @@ def _shards(rules: LogicalAxisRules, topology: Topology) -> Shards:
     mlp = mlp[: len(mlp) - len(topology.tensor_axes)]
     if others := [axis for axis in embed + mlp if axis not in topology.data_axes]:
         raise ValueError(f"rules split experts over {others}; expected data axes, of {topology.data_axes}")
-    return Shards(embed, mlp)
+    return FsdpExperts(embed, mlp)
 
 
 def _names(axes: tuple[str, ...] | str | None) -> tuple[str, ...]:
@@ -482,7 +489,7 @@ def _flat(array: Array | None, num_dims: int, missing: int, mesh: Mesh, by_token
     return jnp.pad(array, ((0, missing), *[(0, 0)] * (array.ndim - 1)))
 
 
-def _check_domains(topology: Topology, migrate: Migrate | None) -> None:
+def _check_domains(topology: Topology, migrate: GatherExpertDomain | None) -> None:
     if migrate is not None and migrate.domains.between != topology:
         raise ValueError("topology is not migrate.domains.between; expected that, between whose ranks tokens travel")
 

@@ -1,15 +1,22 @@
-"""`relocate` moves experts between ranks, with all that belongs to them, between two steps."""
+"""Relocation of experts between ranks, and checkpoints that fit any mesh.
 
+`relocate` moves experts, with all state that belongs to them, between two steps. `mesh_independent_state` and
+`restore_mesh_independent_state` separate the state that any mesh can restore from the state of one mesh.
+"""
+
+import warnings
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Int
 
-from jax_moe_lb.experts import LOGICAL_AXES
-from jax_moe_lb.legality import checked_permutation
-from jax_moe_lb.types import AnyArray
+from jax_moe_lb.core.types import AnyArray
+from jax_moe_lb.core.validation import checked_permutation
+from jax_moe_lb.kernels.experts import LOGICAL_AXES
+from jax_moe_lb.nn.moe import BalancerState, CodecState, MoE
 
 Params = TypeVar("Params")
 OptState = TypeVar("OptState")
@@ -45,7 +52,7 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
     Examples:
         >>> import jax.numpy as jnp
         >>> import numpy as np
-        >>> from jax_moe_lb.nn import relocate
+        >>> from jax_moe_lb import relocate
         >>> params = {"kernel": jnp.zeros((1, 2)), "up": jnp.array([[[1.0]], [[2.0]]]), "down": jnp.zeros((2, 1, 1))}
         >>> params |= {"homes": jnp.array([0, 1], jnp.int32)}
         >>> moved, _ = relocate(params, (), np.array([[1, 0]]))
@@ -138,3 +145,64 @@ def _names(path: Any) -> Path:
     """Writes a path as words, without the `value` in which Flax ends that of a variable."""
     names = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
     return names[:-1] if names[-1:] == ("value",) else names
+
+
+OF_ONE_MESH = (BalancerState, CodecState)
+"""They have one part per rank or group, which another mesh has no use for."""
+
+
+def mesh_independent_state(model: nnx.Module) -> nnx.State:
+    """Returns the state of a model without what belongs to its mesh; save this, with orbax or anything else.
+
+    It has parameters, routing biases, homes and running loads, whose shapes do not depend on the number of ranks. A
+    restored tree of these fits any mesh: make the model there, restore to the shapes and shardings of its own
+    `mesh_independent_state`, and give the result to `restore_mesh_independent_state`. `docs/how-to/checkpoints.md` is a
+    whole example.
+
+    Args:
+        model: a module with `MoE` layers, or one of these.
+
+    Examples:
+        >>> import jax
+        >>> from flax import nnx
+        >>> from jax_moe_lb import TopK
+        >>> from jax_moe_lb import MoE
+        >>> from jax_moe_lb.nn import mesh_independent_state
+        >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+        >>> layer = MoE(8, 16, 4, TopK(2), mesh=mesh, system="eplb", use_bias=True, rngs=nnx.Rngs(0))
+        >>> sorted(nnx.to_pure_dict(mesh_independent_state(layer))), "state" in nnx.to_pure_dict(nnx.state(layer))
+        (['bias', 'down', 'gate', 'kernel', 'up'], True)
+    """
+    return nnx.state(model, nnx.Not(nnx.Any(*OF_ONE_MESH)))
+
+
+def restore_mesh_independent_state(model: nnx.Module, state: nnx.State) -> None:
+    """Puts a restored `mesh_independent_state` state into a model of any mesh; what belongs to the mesh begins anew.
+
+    Args:
+        model: the model of this mesh. It is changed.
+        state: what was restored, in the shardings of `mesh_independent_state(model)`.
+
+    Warns:
+        UserWarning: a balancer that remembers loads, such as `EPLB`, begins without any, and balances little until it
+            has seen some.
+
+    Examples:
+        >>> import jax
+        >>> from flax import nnx
+        >>> from jax_moe_lb import TopK
+        >>> from jax_moe_lb import MoE
+        >>> from jax_moe_lb.nn import mesh_independent_state, restore_mesh_independent_state
+        >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+        >>> one, other = (MoE(8, 16, 4, TopK(2), mesh=mesh, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+        >>> restore_mesh_independent_state(other, mesh_independent_state(one))
+        >>> bool((one.up[...] == other.up[...]).all())
+        True
+    """
+    nnx.update(model, state)
+    layers = [node for _, node in nnx.iter_graph(model) if isinstance(node, MoE)]
+    if any(jax.tree.leaves(layer.state) for layer in layers):
+        warnings.warn("balancers that remember loads begin without any", stacklevel=2)
+    for layer in layers:
+        # What ranks know of their expert domains is that of other weights.
+        layer.tell_domains()

@@ -1,4 +1,16 @@
-"""Planners do the arithmetic of balancers: in C++ (`ffi/planning`) where it was built, else in jnp, with equal results.
+"""The arithmetic of balancers: integers in, integers out, in C++ where it is built and in jnp elsewhere."""
 
-A balancer calls them; call one yourself to plan on NumPy arrays without a program, or to write a balancer of your own.
-"""
+from jax_moe_lb.planners.eplb import rebalance_experts
+from jax_moe_lb.planners.relocation import apply_relocation, domain_lower_bound, moved_experts, plan_relocation
+
+__all__ = [
+    "domain_lower_bound",
+    "apply_relocation",
+    "moved_experts",
+    "plan_relocation",
+    "rebalance_experts",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

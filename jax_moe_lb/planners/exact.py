@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_moe_lb._custom_calls import PLANNING_MODULE, has_planning_module
-from jax_moe_lb._varying import vary_like
-from jax_moe_lb.checks import check_domain, home_experts_per_rank
-from jax_moe_lb.planners.exact_in_jax import exact_in_jax
-from jax_moe_lb.planners.native import plan_on_host, run_planner
-from jax_moe_lb.types import AnyArray, Counts, Placement, Quota
+from jax_moe_lb.core.custom_calls import PLANNING_MODULE, has_planning_module
+from jax_moe_lb.core.manual_axes import vary_like
+from jax_moe_lb.core.topology import check_domain, home_experts_per_rank
+from jax_moe_lb.core.types import AnyArray, Counts, Placement, Quota
+from jax_moe_lb.planners.base import plan_on_host, run_planner
+from jax_moe_lb.planners.exact_search import exact_in_jax
 
 UNBOUNDED = 2**63 - 1
 """The `max_fan_out` that is no bound: the largest int64, as the custom call takes no `None`."""
@@ -30,7 +30,7 @@ def exact(
     """Makes a plan for these counts from nothing; `ffi/planning/exact.h` has the rule.
 
     `Exact` calls it. In a program that is lowered for a platform without its custom call, as for a TPU, another search
-    plans in jnp (`planners/exact_in_jax.py`): to the same rules, but not the same plans.
+    plans in jnp (`planners/exact_search.py`): to the same rules, but not the same plans.
 
     Args:
         counts: `[R, E]` integers, the token copies that each rank routes to each expert, at least 0; their sum must

@@ -1,8 +1,12 @@
-"""`lowest` finds the lowest limit on the load of a rank that some chain keeps, in jnp, and `fewest` the least replicas.
+"""The search of `exact` in jnp, for programs without the custom call, such as those for TPUs.
 
-Chains are made side by side, `WIDTH` at a time, and so a search has few steps. First comes a grid of limits, which
-narrows; then chains that choose a little otherwise than the best one so far, each under a lower limit. All of it is
-fixed: the noise is a hash of fixed numbers, and the same tokens give the same plan.
+`exact_in_jax` makes many plans side by side, each in one short pass (`exact_packing.py`), and takes the best. It has no
+max-flow and no evaluation of single swaps, which are long chains of small steps. `lowest` searches for the lowest limit
+on the load of a rank, and `fewest` for the fewest replicas.
+
+The search tries `WIDTH` candidates at a time, so it has few steps. It starts with a grid of limits, which narrows. Then
+it perturbs the best candidate under lower limits. The noise is a hash of fixed numbers, so equal tokens give equal
+plans.
 """
 
 from collections.abc import Callable
@@ -13,11 +17,72 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_moe_lb._pytree import pytree
-from jax_moe_lb.planners.exact_chain import Filled, Way, plain
-from jax_moe_lb.planners.exact_fill import fill
-from jax_moe_lb.planners.exact_ways import WIDTH, usual_way, way_near
-from jax_moe_lb.types import iota
+from jax_moe_lb.core.manual_axes import vary_like
+from jax_moe_lb.core.types import Counts, Placement, Quota, iota, pytree
+from jax_moe_lb.planners.base import alike
+from jax_moe_lb.planners.exact_packing import Filled, SearchOrder, fill, plain
+from jax_moe_lb.planners.exact_packing import localize as localized
+
+WIDTH = 64
+"""The chains that are made side by side."""
+
+LIKING, WELCOME, START = np.float32(0.15), np.float32(0.5), np.float32(0.1)
+"""How far the noise goes: in `Way.liking`, in `Way.welcome`, and in `Way.start` as a fraction of the limit."""
+
+URGENT, CLEARED = np.float32(4), np.float32(0.25)
+"""`Way.urgent` without noise, and how far the noise goes in `Way.cleared` as a fraction of the ranks."""
+
+
+def usual_way(tokens: Int[Array, "M L"]) -> SearchOrder:
+    """Returns the way without noise: the hottest expert to the rank with most room.
+
+    Args:
+        tokens: `[M, L]` int32, the token copies of each expert, by home rank.
+    """
+    none = vary_like(jnp.zeros(tokens.shape[0], jnp.int32), tokens)
+    ones = 1 + none.astype(jnp.float32)
+    return SearchOrder(
+        1 + 0 * tokens.reshape(-1).astype(jnp.float32), ones, ones[0] - 1, none, URGENT * ones[0], none[0]
+    )
+
+
+def way_near(way: SearchOrder, limit: Int[Array, ""], seed: Int[Array, ""], number: Int[Array, ""]) -> SearchOrder:
+    """Returns one of `WIDTH` ways that choose a little otherwise; number 0 is the way itself, but for `pressing`.
+
+    Args:
+        way: the way that they are near to.
+        limit: about the limit of the chains; `Way.start` is counted in token copies.
+        seed: a number; each gives other ways.
+        number: which of them, from 0 to `WIDTH - 1`.
+    """
+    # Most are near and some are far: which helps differs between loads.
+    reach = jnp.where(number == 0, 0, 1 / (1 << (number // 16 % 4)).astype(jnp.float32))
+    # A rank that gives before it must is seldom of use, so that half of the ways leave `start` as it is.
+    ahead = limit.astype(jnp.float32) * START * (number % 2).astype(jnp.float32)
+    later = ahead * _noise(way.start.size, 4 * seed, number)
+    urgent, cleared = reach * _noise(2, 4 * seed + 3, WIDTH + number)
+    return SearchOrder(
+        liking=way.liking * (1 + LIKING * reach * _noise(way.liking.size, 4 * seed + 1, number)),
+        welcome=way.welcome * (1 + WELCOME * reach * _noise(way.welcome.size, 4 * seed + 2, number)),
+        pressing=jnp.maximum(_noise(1, 4 * seed + 3, number)[0], 0),
+        start=jnp.maximum(way.start + later.astype(jnp.int32), 0),
+        urgent=way.urgent * jnp.exp2(2 * urgent),
+        cleared=jnp.maximum(way.cleared + (CLEARED * way.start.size * cleared).astype(jnp.int32), 0),
+    )
+
+
+def _noise(size: int, seed: Int[Array, ""], number: Int[Array, ""]) -> Float[Array, "..."]:
+    """Computes so many numbers from -1 to 1 that look random: a hash of their indices, the seed and the number.
+
+    It is written out here because what `jax.random` draws depends on JAX's options.
+    """
+    bits = (number * size + iota(size)).astype(jnp.uint32) * np.uint32(0x9E3779B9)
+    bits = bits + seed.astype(jnp.uint32) * np.uint32(0x85EBCA6B)
+    for factor in (np.uint32(0x7FEB352D), np.uint32(0x846CA68B)):
+        bits = (bits ^ (bits >> np.uint32(16))) * factor
+    # 24 bits, which float32 holds exactly.
+    return (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-23) - 1
+
 
 STEPS = 512
 """About how many replicas the chains that look for a lower maximum make one after the other, all generations together;
@@ -33,7 +98,7 @@ CLOSE_ENOUGH = 4096
 NO_PLAN = np.int32(np.iinfo(np.int32).max)
 """The maximum that stands for a plan that does not count."""
 
-Attempt = Callable[[Array, Way], Filled]
+Attempt = Callable[[Array, SearchOrder], Filled]
 """Makes chains side by side, each under its limit and in its way; limits, ways and plans have a leading dimension."""
 
 
@@ -50,7 +115,7 @@ class Search:
 
     low: Int[Array, ""]
     plan: Filled
-    way: Way
+    way: SearchOrder
     turn: Int[Array, ""]
 
     @property
@@ -117,7 +182,7 @@ def fewest(
     return _best(s.plan, plans, costs, s.high)[1]
 
 
-def _attempt(tokens: Array, slots: int, max_fan_out: int, limits: Array, ways: Way) -> Filled:
+def _attempt(tokens: Array, slots: int, max_fan_out: int, limits: Array, ways: SearchOrder) -> Filled:
     return jax.vmap(lambda limit, way: fill(tokens, limit, way, slots, max_fan_out))(limits, ways)
 
 
@@ -128,7 +193,7 @@ def _grid(low: Array, high: Array) -> Int[Array, "..."]:
     return low + width // WIDTH * k + width % WIDTH * k // WIDTH
 
 
-def _same(way: Way) -> Way:
+def _same(way: SearchOrder) -> SearchOrder:
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (WIDTH, *leaf.shape)), way)
 
 
@@ -181,7 +246,7 @@ def _replicas(plan: Filled, counts: Array | None) -> Float[Array, ""]:
     return number + 1 - stays.astype(jnp.float32) / (plan.load.sum(dtype=jnp.int32) + 1).astype(jnp.float32)
 
 
-def _next(s: Search, ways: Way, plans: Filled, costs: Array, cost: Array) -> Search:
+def _next(s: Search, ways: SearchOrder, plans: Filled, costs: Array, cost: Array) -> Search:
     best, plan = _best(s.plan, plans, costs, cost)
     way = jax.tree.map(lambda new, old: jnp.where(costs[best] < cost, new[best], old), ways, s.way)
     return Search(s.low, plan, way, s.turn + 1)
@@ -191,3 +256,93 @@ def _best(plan: Filled, plans: Filled, costs: Array, cost: Array) -> tuple[Array
     """Returns which of the plans costs least, and its plan, or the one before if that costs no more."""
     best = jax.lax.argmin(costs, 0, jnp.int32)
     return best, jax.tree.map(lambda new, old: jnp.where(costs[best] < cost, new[best], old), plans, plan)
+
+
+def exact_in_jax(
+    counts: Counts, num_slots: int, domain: int, eps: float, max_fan_out: int, localize: bool
+) -> tuple[Placement, Quota]:
+    """Makes a plan for these counts from nothing, all domains side by side.
+
+    It keeps the rules of `exact`, but its plans are others than those of the C++: on recorded loads with a maximum that
+    is as low or lower on average, and with more replicas within `eps` of it where ranks are many. Single replicas that
+    are not needed may be left, as none is removed from a plan. In a domain of more than 1024 slots for replicas they do
+    not change places.
+
+    Args:
+        counts: `[R, E]` integers, the token copies that each rank routes to each expert, at least 0; their sum must
+            stay below `2**31`. What breaks that gives a plan that breaks rules too.
+        num_slots: `S`, the slots of a rank, home experts included.
+        domain: how many ranks a domain has.
+        eps: the fraction by which the maximum load may exceed the lowest one found where that saves replicas.
+        max_fan_out: how many replicas may be made of the experts of one home rank.
+        localize: whether replicas change places so that more tokens are served on the rank where they start.
+
+    Returns:
+        The placement `[R, S]` and the quota `[E, R]`, int32.
+
+    Examples:
+        >>> import numpy as np
+        >>> placement, quota = exact_in_jax(np.diag([12, 15, 7, 6]), 2, 4, eps=0.0, max_fan_out=4, localize=False)
+        >>> print(quota.sum(0))
+        [10 10 10 10]
+    """
+    (counts,) = alike(counts)
+    num_ranks, num_experts = counts.shape
+    num_domains, num_home, num_local = num_ranks // domain, num_experts // num_ranks, num_experts // num_ranks * domain
+    tokens = counts.sum(0, dtype=jnp.int32).reshape(num_domains, domain, num_home)
+    # Tokens that start in other domains are served here too, but on no rank where they start.
+    inside = counts.reshape(num_domains, domain, num_domains, num_local)
+    inside = inside[iota(num_domains), :, iota(num_domains)]
+    # A rank has no use for more slots than the domain has experts.
+    slots = min(num_slots, num_local) - num_home
+    fan_out = min(max_fan_out, domain * slots)
+
+    def plan(tokens: Int[Array, "M L"], inside: Int[Array, "M P"]) -> Filled:
+        # Where no replica may be made homes serve everything.
+        if fan_out == 0:
+            return plain(tokens, slots)
+        found = lowest(tokens, slots, fan_out)
+        limit = _within(found.high, tokens.sum(dtype=jnp.int32), eps)
+        fewer = fewest(tokens, found, limit, fan_out, inside if localize else None)
+        return localized(fewer, inside, limit) if localize else fewer
+
+    plans = jax.vmap(plan)(tokens, inside)
+    return _placement(plans, num_slots), _quota(plans)
+
+
+def _within(high: Array, total: Array, eps: float) -> Int[Array, ""]:
+    """Returns the limit that `eps` allows; no more can be useful than all tokens on one rank, which fits int32."""
+    extra = jnp.floor(high.astype(jnp.float32) * np.float32(min(eps, 2.0**31)))
+    # It is compared before it is converted, since it may exceed int32.
+    beyond = extra >= (total - high).astype(jnp.float32)
+    return high + jnp.where(beyond, total - high, jnp.where(beyond, 0, extra).astype(jnp.int32))
+
+
+def _placement(plans: Filled, num_slots: int) -> Int[Array, "R S"]:
+    """Returns each rank's home experts, then its replicas, then -1."""
+    num_domains, domain, slots = plans.expert.shape
+    num_experts = plans.left.size
+    num_home = num_experts // num_domains // domain
+    first = (iota(num_domains) * (domain * num_home))[:, None, None]
+    replicas = jnp.where(plans.expert >= 0, plans.expert + first, -1).reshape(num_domains * domain, slots)
+    # Stable, and so replicas keep their order while empty slots go behind them.
+    order = jnp.argsort(replicas < 0, axis=1, stable=True)
+    replicas = jnp.take_along_axis(replicas, order, axis=1)
+    homes = iota(num_experts).reshape(num_domains * domain, num_home)
+    return jnp.pad(
+        jnp.concatenate([homes, replicas], 1), ((0, 0), (0, num_slots - num_home - slots)), constant_values=-1
+    )
+
+
+def _quota(plans: Filled) -> Int[Array, "E R"]:
+    num_domains, domain, slots = plans.expert.shape
+    num_local = plans.left.shape[1]
+    b, home = iota(num_domains)[:, None], iota(num_local) // (num_local // domain)
+    rank = jnp.broadcast_to(jnp.repeat(iota(domain), slots)[None], (num_domains, domain * slots))
+    # An empty slot's -1 becomes an expert past the end, which the scatter drops.
+    expert = jnp.where(plans.expert < 0, num_local, plans.expert).reshape(num_domains, -1)
+    served = jnp.where(home[:, None] == iota(domain)[None], plans.left[:, :, None], 0)
+    served = served.at[b, expert, rank].add(plans.tokens.reshape(num_domains, -1), mode="drop")
+    # Only ranks of its domain serve an expert.
+    blocks = (iota(num_domains)[:, None] == iota(num_domains)[None])[:, None, :, None]
+    return jnp.where(blocks, served[:, :, None], 0).reshape(num_domains * num_local, num_domains * domain)

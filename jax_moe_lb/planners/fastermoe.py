@@ -4,10 +4,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jax_moe_lb._pytree import pytree
-from jax_moe_lb.planners.by_domain import check_tokens, domain_iota, of_domains, to_first_empty
-from jax_moe_lb.planners.native import alike, check_plan_shapes, run_planner
-from jax_moe_lb.types import Counts, Placement, Quota, iota
+from jax_moe_lb.core.types import Counts, Placement, Quota, iota, pytree
+from jax_moe_lb.planners.base import (
+    alike,
+    check_plan_shapes,
+    check_tokens,
+    domain_iota,
+    of_domains,
+    run_planner,
+    to_first_empty,
+)
 
 
 def fastermoe(

@@ -4,16 +4,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jax_moe_lb._pytree import pytree
-from jax_moe_lb.planners.by_domain import (
+from jax_moe_lb.core.types import AnyArray, Placement, Quota, iota, pytree
+from jax_moe_lb.planners.base import (
+    NativePlanner,
+    alike,
+    check_plan_shapes,
     check_tokens,
     domain_iota,
+    edit,
     lowest,
     of_domains,
     to_first_empty,
 )
-from jax_moe_lb.planners.native import NativePlanner, alike, check_plan_shapes, edit
-from jax_moe_lb.types import AnyArray, Placement, Quota, iota
 
 
 def feplb(

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jax_moe_lb._pytree import pytree
-from jax_moe_lb.checks import check_domain, home_experts_per_rank
-from jax_moe_lb.planners.native import NativePlanner, alike, edit
-from jax_moe_lb.types import Placement, Quota, iota
+from jax_moe_lb.core.topology import check_domain, home_experts_per_rank
+from jax_moe_lb.core.types import Placement, Quota, iota, pytree
+from jax_moe_lb.planners.base import NativePlanner, alike, edit
 
 
 def greedy(placement: Placement, quota: Quota, domain: int, min_tokens: int) -> tuple[Placement, Quota]:
@@ -43,7 +42,7 @@ def greedy(placement: Placement, quota: Quota, domain: int, min_tokens: int) -> 
 
 
 def greedy_planner(domain: int, min_tokens: int) -> NativePlanner:
-    """Returns `greedy` as a value, which can run beside other work (`ops/plan_and_copy.py`).
+    """Returns `greedy` as a value, which can run beside other work (`collectives/plan_and_copy.py`).
 
     Args:
         domain: how many ranks a domain has.

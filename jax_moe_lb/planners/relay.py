@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jax_moe_lb._pytree import pytree
-from jax_moe_lb._varying import vary_like
-from jax_moe_lb.planners.native import alike, run_planner
-from jax_moe_lb.types import Placement, iota
+from jax_moe_lb.core.manual_axes import vary_like
+from jax_moe_lb.core.types import Placement, iota, pytree
+from jax_moe_lb.planners.base import alike, run_planner
 
 
 def relay(placement: Placement, num_home: int, min_replicas: int, max_relays: int, min_gain: int) -> Placement:

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jax_moe_lb._varying import vary_like
-from jax_moe_lb.planners.native import alike, run_planner
-from jax_moe_lb.types import AnyArray, iota
+from jax_moe_lb.core.manual_axes import vary_like
+from jax_moe_lb.core.types import AnyArray, iota
+from jax_moe_lb.planners.base import alike, run_planner
 
 MAX_TICKS = 32767
 """The longest time per row of a rail. Products of loads and ticks then have at most 46 bits: two halves in int32."""

@@ -1,31 +1,99 @@
-"""`load_config` reads files that describe a machine, a model and a system, and the presets among them.
+"""YAML files of the simulator, and their quantities with units.
 
-A file is YAML with `version: 1` and some of `cluster`, `model`, `system`, `migration`, `routing`, `step`. `cluster` and
-`model` may name a preset instead. `docs/simulator.md` has the format.
+A file has `version: 1` and some of `cluster`, `model`, `system`, `migration`, `routing`, `step`; `cluster` and `model`
+may name a preset. `docs/simulator.md` has the format. Quantities carry their unit, as in `400 Gbit/s`, `50 GB/s`, `5
+us`, `600 TFLOP/s`; a number without a unit is refused. Prefixes are decimal; `KiB`, `MiB` and `GiB` are binary.
 """
 
 import difflib
+import math
+import re
+from fractions import Fraction
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from jax_moe_lb.checks import INT32_MAX
-from jax_moe_lb.sim import units
-from jax_moe_lb.sim.cluster import Cluster, Links
-from jax_moe_lb.sim.communication import Communication
+from jax_moe_lb.core.topology import INT32_MAX, LEVEL_NAMES
+from jax_moe_lb.recordings.yaml_file import MOST_LAYERS, MOST_POINTS, MOST_WIDTH, read_yaml, shown
+from jax_moe_lb.sim import config as units
+from jax_moe_lb.sim.cluster import AnalyticGemm, Cluster, Communication, Gemm, Links, MeasuredGemm
 from jax_moe_lb.sim.drift import RECORDED, Drift
-from jax_moe_lb.sim.gemm import AnalyticGemm, Gemm, MeasuredGemm
-from jax_moe_lb.sim.limits import MOST_LAYERS, MOST_POINTS, MOST_WIDTH, shown
 from jax_moe_lb.sim.loads import LoadShape
-from jax_moe_lb.sim.model import ModelShape
-from jax_moe_lb.sim.parallel import Parallel, Peers
-from jax_moe_lb.sim.schedule import Step
+from jax_moe_lb.sim.model import ModelShape, Parallel, Peers, Step
 from jax_moe_lb.sim.work import Migration
-from jax_moe_lb.sim.yaml_file import read_yaml
-from jax_moe_lb.topology import LEVEL_NAMES
-from jax_moe_lb.transport.codec import Codec, CodecBase
+from jax_moe_lb.transport.compression import Codec, CodecBase
+
+DECIMAL = {prefix: Fraction(1000) ** power for power, prefix in enumerate(("", "k", "M", "G", "T", "P"))}
+"""They are exact, so that `10 us` is the number nearest to it."""
+
+BYTES = {f"{prefix}B": factor for prefix, factor in DECIMAL.items()} | {
+    f"{prefix}iB": Fraction(1024) ** power for power, prefix in enumerate("KMG", 1)
+}
+BITS = {f"{prefix}bit": factor / 8 for prefix, factor in DECIMAL.items()}
+
+RATES = {f"{unit}/s": factor for unit, factor in (BYTES | BITS).items()}
+"""These units are in bytes per second."""
+
+SIZES = BYTES
+"""These units are in bytes."""
+
+TIMES = {unit: Fraction(1, 1000**power) for power, unit in enumerate(("s", "ms", "us", "ns"))}
+"""These units are in seconds."""
+
+SPEEDS = {f"{prefix}FLOP/s": factor for prefix, factor in DECIMAL.items()}
+"""These units are in floating-point operations per second."""
+
+
+NUMBER = r"[-+]?[\d.]{1,40}(?:[eE][-+]?\d{1,3})?"
+"""A number has no more digits than this: a power of a Fraction is computed in full, however large it is."""
+
+LEAST, MOST = 1e-15, 1e30
+"""In base units, quantities other than 0 lie between these, so that sums and quotients of them stay finite."""
+
+
+def rate(value: Any) -> float:
+    """Parses a rate, into bytes per second; it raises `ValueError` like all of these."""
+    return _parsed(value, RATES, "a rate above 0 with its unit, such as '400 Gbit/s' or '50 GB/s'", least=0.0)
+
+
+def size(value: Any) -> float:
+    """Parses a size, into bytes."""
+    return _parsed(value, SIZES, "a size above 0 with its unit, such as '80 GB'", least=0.0)
+
+
+def time(value: Any) -> float:
+    """Parses a time, into seconds."""
+    return _parsed(value, TIMES, "a time with its unit, such as '5 us'")
+
+
+def speed(value: Any) -> float:
+    """Parses a speed, into floating-point operations per second."""
+    return _parsed(value, SPEEDS, "a speed above 0 with its unit, such as '600 TFLOP/s'", least=0.0)
+
+
+def _parsed(value: Any, units: dict[str, Fraction], expected: str, least: float | None = None) -> float:
+    """Parses a number into the base unit; it is above `least`, or at least 0.
+
+    Raises:
+        ValueError: there is no number or no unit, or one of another kind.
+    """
+    # -1 stands for what cannot be read, so that all mistakes end in the one message below.
+    found = re.fullmatch(rf"\s*({NUMBER})\s*([A-Za-z/]{{1,10}})\s*", value) if isinstance(value, str) else None
+    try:
+        number = float(Fraction(found[1]) * units[found[2]]) if found else -1.0
+    except (ValueError, KeyError):
+        number = -1.0
+    except OverflowError:
+        number = math.inf
+    if number < 0 or (least is not None and number <= least):
+        raise ValueError(f"is {shown(value)}; expected {expected}")
+    if number and not LEAST <= number <= MOST:
+        between = f"from {LEAST:g} to {MOST:g} in units without a prefix"
+        raise ValueError(f"is {shown(value)}; expected {expected}, {between}")
+    return number
+
 
 VERSION = 1
 """The format has this version. Files of another one are refused."""
@@ -33,16 +101,16 @@ VERSION = 1
 MOST_NAME = 60
 """Messages show so much of a key, and so much of a name is compared with those of presets."""
 
-Size = Annotated[float, BeforeValidator(units.size)]
-Rate = Annotated[float, BeforeValidator(units.rate)]
-Time = Annotated[float, BeforeValidator(units.time)]
-Speed = Annotated[float, BeforeValidator(units.speed)]
-Count = Annotated[int, Field(strict=True, ge=1, le=INT32_MAX)]
+SizeField = Annotated[float, BeforeValidator(units.size)]
+RateField = Annotated[float, BeforeValidator(units.rate)]
+TimeField = Annotated[float, BeforeValidator(units.time)]
+SpeedField = Annotated[float, BeforeValidator(units.speed)]
+CountField = Annotated[int, Field(strict=True, ge=1, le=INT32_MAX)]
 """Planners count in int32, so no number of anything is larger."""
 
-Layers = Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
-Width = Annotated[int, Field(strict=True, ge=1, le=MOST_WIDTH)]
-Rows = Annotated[float, Field(ge=0, le=INT32_MAX)]
+LayersField = Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
+WidthField = Annotated[int, Field(strict=True, ge=1, le=MOST_WIDTH)]
+RowsField = Annotated[float, Field(ge=0, le=INT32_MAX)]
 
 
 class _Section(BaseModel):
@@ -55,20 +123,20 @@ class LevelSection(_Section):
     """This section has one level of links; see `Links`."""
 
     name: Literal["dc", "node", "gpu"]
-    size: Count
-    rate: Rate
-    links: Count = 1
-    latency: Time = 0.0
+    size: CountField
+    rate: RateField
+    links: CountField = 1
+    latency: TimeField = 0.0
 
 
 class GemmSection(_Section):
     """This section has a curve (`rows` and `speeds`) or the analytic model (`peak` and `half_rows`)."""
 
-    rows: tuple[Rows, ...] | None = Field(default=None, max_length=MOST_POINTS)
-    speeds: tuple[Speed, ...] | None = Field(default=None, max_length=MOST_POINTS)
-    peak: Speed | None = None
-    half_rows: Rows = 0.0
-    launch: Time = 0.0
+    rows: tuple[RowsField, ...] | None = Field(default=None, max_length=MOST_POINTS)
+    speeds: tuple[SpeedField, ...] | None = Field(default=None, max_length=MOST_POINTS)
+    peak: SpeedField | None = None
+    half_rows: RowsField = 0.0
+    launch: TimeField = 0.0
 
     def build(self) -> Gemm:
         """Makes the curve, or the analytic model.
@@ -88,12 +156,12 @@ class ClusterSection(_Section):
 
     levels: tuple[LevelSection, ...] = Field(max_length=len(LEVEL_NAMES))
     gemm: GemmSection
-    compute: Speed
-    copy_engines: Rate | None = None
-    planner: Time = 0.0
+    compute: SpeedField
+    copy_engines: RateField | None = None
+    planner: TimeField = 0.0
     domain_level: Literal["dc", "node", "gpu"] | None = None
-    memory: Size | None = None
-    hbm: Rate | None = None
+    memory: SizeField | None = None
+    hbm: RateField | None = None
     communication: Communication = Communication()
     jitter: float = 0.0
     jitter_seed: int = Field(default=0, ge=0, lt=2**64)
@@ -118,18 +186,18 @@ class ClusterSection(_Section):
 class ModelSection(_Section):
     """This section has a model; see `ModelShape`."""
 
-    layers: Layers
-    hidden: Width
-    inner: Width
-    experts: Count
-    per_token: Count
-    tokens: Count
-    itemsize: Count = 2
-    gradient_itemsize: Count = 4
+    layers: LayersField
+    hidden: WidthField
+    inner: WidthField
+    experts: CountField
+    per_token: CountField
+    tokens: CountField
+    itemsize: CountField = 2
+    gradient_itemsize: CountField = 4
     gated: bool = True
-    pre_expert: Time | None = None
-    sequence: Count = 4096
-    other: Time = 0.0
+    pre_expert: TimeField | None = None
+    sequence: CountField = 4096
+    other: TimeField = 0.0
     shared_inner: int = Field(default=0, strict=True, ge=0, le=MOST_WIDTH)
 
     def build(self) -> ModelShape:
@@ -141,7 +209,7 @@ class ModelSection(_Section):
 class MigrationSection(_Section):
     """This section has the gathers of expert domains; see `Migration`."""
 
-    domain_sizes: tuple[Count, ...] = Field(default=(), max_length=len(LEVEL_NAMES))
+    domain_sizes: tuple[CountField, ...] = Field(default=(), max_length=len(LEVEL_NAMES))
     ratio: float = 1.0
     base: CodecBase = CodecBase.SHARED
     gather_again: bool = False
@@ -154,9 +222,9 @@ class MigrationSection(_Section):
 class PeersSection(_Section):
     """This section has the ranks of a group beside the expert-parallel one; see `Peers`."""
 
-    size: Count
-    rate: Rate | None = None
-    latency: Time = 0.0
+    size: CountField
+    rate: RateField | None = None
+    latency: TimeField = 0.0
 
     def build(self) -> Peers:
         """Makes the group."""
@@ -172,8 +240,8 @@ class ParallelSection(_Section):
     tensor: PeersSection = ALONE
     data: PeersSection = ALONE
     pipeline: PeersSection = ALONE
-    microbatches: Count = 1
-    interleave: Count = 1
+    microbatches: CountField = 1
+    interleave: CountField = 1
 
     def build(self) -> Parallel:
         """Makes the groups."""
@@ -200,7 +268,7 @@ class RoutingSection(_Section):
 
     imbalance: float = Field(default=1.0, ge=1.0)
     seed: int = Field(default=0, ge=0, lt=2**64)
-    layers: Layers = 4
+    layers: LayersField = 4
     shape: LoadShape = LoadShape.RANKS
     drift: Drift = RECORDED
 

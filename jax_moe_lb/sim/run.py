@@ -1,4 +1,7 @@
-"""`simulate` says of a step of a system on a cluster what it takes, what of that is exposed, and what travels."""
+"""`simulate`: seconds, exposed seconds and bytes of a step of a system on a cluster.
+
+`Totals` sums tasks by stage and bytes by link.
+"""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,20 +12,104 @@ import jax
 import numpy as np
 from jaxtyping import Int, Num
 
-from jax_moe_lb.checks import check_total
-from jax_moe_lb.plan import imbalance, load, plain_plan
+from jax_moe_lb.core.plan import imbalance, load, plain_plan
+from jax_moe_lb.core.topology import check_total
+from jax_moe_lb.core.types import State
+from jax_moe_lb.layer.systems import System
+from jax_moe_lb.recordings.yaml_file import check_entries, check_timeline
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.events import Timeline
-from jax_moe_lb.sim.limits import check_entries, check_timeline
 from jax_moe_lb.sim.memory import Memory, memory_of
-from jax_moe_lb.sim.model import ModelShape
-from jax_moe_lb.sim.sample import experts_of, sampled_work
-from jax_moe_lb.sim.schedule import Scheduler, Step
-from jax_moe_lb.sim.stages import StageTime, Totals
-from jax_moe_lb.sim.uniform import uniform_work
+from jax_moe_lb.sim.model import ModelShape, Step
+from jax_moe_lb.sim.network import level_bytes
+from jax_moe_lb.sim.schedule import Scheduler
+from jax_moe_lb.sim.uniform import experts_of, sampled_work, uniform_work
 from jax_moe_lb.sim.work import LayerWork, Migration, layer_work
-from jax_moe_lb.systems import System
-from jax_moe_lb.types import State
+
+BUBBLE = "pipeline bubble"
+"""The stage in which a rank waits for the others of a pipeline."""
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Sums up all tasks of one stage in a step.
+
+    Args:
+        busy_s: the seconds that they take, each on its slowest rank.
+        exposed_s: the seconds of them on the critical path. Over all stages these add up to the time of the step.
+        bytes: the bytes that they send on all links of all levels together.
+    """
+
+    busy_s: float = 0.0
+    exposed_s: float = 0.0
+    bytes: float = 0.0
+
+    @property
+    def hidden_s(self) -> float:
+        """Returns the seconds that other stages hide; at least 0."""
+        return max(self.busy_s - self.exposed_s, 0.0)
+
+    def plus(self, other: "StageTime", times: float) -> "StageTime":
+        """Adds another one so many times."""
+        return StageTime(
+            self.busy_s + times * other.busy_s,
+            self.exposed_s + times * other.exposed_s,
+            self.bytes + times * other.bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Has the sums of some microbatches.
+
+    Args:
+        step_s: their seconds, one after the other.
+        stages: by name.
+        level_bytes: what all ranks together sent on the links of each level, and to ranks of other groups.
+    """
+
+    step_s: float
+    stages: dict[str, StageTime] = field(default_factory=dict)
+    level_bytes: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, timeline: Timeline, cluster: Cluster) -> "Totals":
+        """Sums up one microbatch.
+
+        Args:
+            timeline: its tasks, solved.
+            cluster: the machine that they ran on.
+        """
+        exposed, busy = timeline.exposed_s(), timeline.busy_s()
+        sent = dict.fromkeys(busy, 0.0)
+        names = [level.name for level in cluster.levels]
+        by_level = dict.fromkeys(names, 0.0)
+        for task in timeline.tasks:
+            # Products and the planner send nothing.
+            flows = {} if task.flow is None else dict(zip(names, level_bytes(task.flow, cluster), strict=True))
+            if task.rank_bytes:
+                flows = {task.streams[0].removesuffix(" links"): task.rank_bytes * cluster.num_ranks}
+            for level, num_bytes in flows.items():
+                by_level[level] = by_level.get(level, 0.0) + num_bytes
+                sent[task.stage] += num_bytes
+        stages = {name: StageTime(busy_s, exposed.get(name, 0.0), sent[name]) for name, busy_s in busy.items()}
+        return cls(timeline.end_s, stages, by_level)
+
+    def plus(self, other: "Totals", times: float) -> "Totals":
+        """Adds the same microbatch so many times."""
+        stages = self.stages | {
+            name: self.stages.get(name, StageTime()).plus(s, times) for name, s in other.stages.items()
+        }
+        levels = {name: self.level_bytes.get(name, 0.0) for name in (*self.level_bytes, *other.level_bytes)}
+        sums = {name: sent + times * other.level_bytes.get(name, 0.0) for name, sent in levels.items()}
+        return Totals(self.step_s + times * other.step_s, stages, sums)
+
+    def waiting(self, seconds: float) -> "Totals":
+        """Adds what a rank waits for the others of a pipeline."""
+        if not seconds:
+            return self
+        return Totals(self.step_s + seconds, self.stages | {BUBBLE: StageTime(seconds, seconds)}, self.level_bytes)
+
 
 States = list[list[State]]
 """What the balancer of every layer remembers, one state per group of ranks."""
@@ -130,7 +217,7 @@ def replay(
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb import eplb
+        >>> from jax_moe_lb.layer import eplb
         >>> from jax_moe_lb.sim import Cluster, Links, ModelShape, skewed_counts
         >>> model = ModelShape(layers=1, hidden=64, inner=128, experts=16, per_token=2, tokens=256)
         >>> trace = np.stack([skewed_counts(model, 8, 2.0, 1, 0)] * 4)
@@ -153,7 +240,8 @@ def keeps_history(system: System, model: ModelShape, cluster: Cluster) -> bool:
         cluster: the machine.
 
     Examples:
-        >>> from jax_moe_lb import eplb, exact
+        >>> from jax_moe_lb import exact
+        >>> from jax_moe_lb.layer import eplb
         >>> from jax_moe_lb.sim import Cluster, Links, ModelShape
         >>> model = ModelShape(layers=1, hidden=64, inner=128, experts=16, per_token=2, tokens=256)
         >>> [keeps_history(one, model, Cluster((Links("gpu", 8, 450e9),))) for one in (eplb(), exact())]
@@ -265,7 +353,7 @@ def simulate_sample(
     migration: Migration = Migration(),
     step: Step = Step(),
 ) -> Report:
-    """Simulates a step on a machine of more ranks than anybody could plan for, by a part of it; see `sample.py`.
+    """Simulates a step on a machine of more ranks than anybody could plan for, by a part of it; see `sim/uniform.py`.
 
     Args:
         system: the strategies.

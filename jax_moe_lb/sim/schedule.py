@@ -1,4 +1,4 @@
-"""`Scheduler` makes the tasks of a step, in the order of the library's executor (`pipeline.py`, `transport/waves.py`).
+"""The schedule of a simulated step: tasks in the order of the library's executor (`layer/moe.py`).
 
 Forward, each layer has these stages: `attention` (with the router), `shared experts` (beside exchanges, if there are
 any), `counts` (their exchange), `plan`, `weights` (into slots), `dispatch` (token copies to the ranks that serve them),
@@ -9,70 +9,31 @@ copies home without a plan, and `rows` brings some of them on from there, beside
 
 Backward, from the last layer to the first, their names end with ` (backward)`: weights again, upstream gradients to the
 ranks, experts, gradients of tokens back, then attention, under which the `gradients` of replicas and of gathered
-experts go home. Where the rate of a rank's own memory is known, `permutation`, `sums of copies` and `joined weights`
-take time, too: see `hbm.py`. `other` is what the step does outside these layers. Groups beside the expert-parallel one
-have stages of their own: see `parallel.py`.
+experts go home. With a known memory bandwidth `permutation`, `sums of copies` and `joined weights` take time too; see
+`memory.py`. `other` is the rest of the step. Groups beside the expert-parallel one have stages of their own; see
+`model.py`.
 
 Tasks run on the streams `compute`, `host` (the planner), `copy` (copy engines), `dc links`, `node links` and
 `gpu links`, one for each level that there is, and `tensor links`, `data links` and `pipeline links`.
 """
 
-import math
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jax_moe_lb.sim.cluster import Cluster
 from jax_moe_lb.sim.events import Task, Timeline, Transfer
-from jax_moe_lb.sim.hbm import joined_bytes, permuted_bytes, summed_bytes
-from jax_moe_lb.sim.model import ModelShape
+from jax_moe_lb.sim.memory import joined_bytes, permuted_bytes, summed_bytes
+from jax_moe_lb.sim.model import ModelShape, Peers, Step
 from jax_moe_lb.sim.network import Flow, busy_s, latency_s, level_seconds, seconds
-from jax_moe_lb.sim.parallel import Parallel, Peers
 from jax_moe_lb.sim.work import LayerWork, Wave
 
 BACKWARD = " (backward)"
 """The names of the backward pass's stages end with it."""
 
 DATA_SUMS = "data sums" + BACKWARD
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step says which passes are simulated.
-
-    Give it to `simulate` and `replay` where something else than this library's training step is wanted.
-
-    Args:
-        backward: whether there is a backward pass; without it this is inference.
-        recompute: whether the backward pass sends token copies and computes hidden activations again, as this
-            library does; else it has kept both.
-        exchange_counts: whether ranks tell each other their counts, as this library does in every layer. HybridEP's
-            model leaves that out.
-        optimizer_bytes: the bytes of the optimizer's state that a rank keeps for each parameter of its home experts,
-            where the step has a backward pass. `None`, the default, is Adam: 8 for two moments in float32, and 4 more
-            for a copy in float32 where parameters have fewer bytes. Give less where the state is split over groups.
-        parallel: the groups beside the expert-parallel one; none by default.
-
-    Raises:
-        ValueError: `optimizer_bytes` is out of range.
-
-    Examples:
-        >>> from jax_moe_lb.sim import Step
-        >>> Step(backward=False).recompute
-        True
-    """
-
-    backward: bool = True
-    recompute: bool = True
-    exchange_counts: bool = True
-    optimizer_bytes: float | None = None
-    parallel: Parallel = field(default_factory=Parallel)
-
-    def __post_init__(self) -> None:
-        if self.optimizer_bytes is not None and not 0 <= self.optimizer_bytes < math.inf:
-            raise ValueError(f"optimizer_bytes is {self.optimizer_bytes}; expected a finite number, at least 0")
 
 
 def _of_home(work: LayerWork) -> Wave:

@@ -7,18 +7,35 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, Num
 
-from jax_moe_lb.plan import Plan, load, rows_between
+from jax_moe_lb.core.plan import Plan, load, rows_between
+from jax_moe_lb.core.types import Counts, State
+from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
-from jax_moe_lb.sim.collectives import Sizes, all_gather, all_reduce, pair_hops, reduce_scatter
-from jax_moe_lb.sim.forwarding import copies_to, forwarded, rows_by_expert, tokens_to
 from jax_moe_lb.sim.model import ModelShape
-from jax_moe_lb.sim.network import Flow, all_to_all, flow
-from jax_moe_lb.sim.planning import Group, groups, plan_layer
-from jax_moe_lb.sim.traffic import gradients_between, replicas_between, rows_per_slot
-from jax_moe_lb.systems import System
-from jax_moe_lb.transport.codec import Codec
+from jax_moe_lb.sim.network import (
+    Flow,
+    MessageSizes,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    flow,
+    pair_hops,
+    reduce_scatter,
+)
+from jax_moe_lb.sim.traffic import (
+    Group,
+    copies_to,
+    forwarded,
+    gradients_between,
+    groups,
+    plan_layer,
+    replicas_between,
+    rows_by_expert,
+    rows_per_slot,
+    tokens_to,
+)
+from jax_moe_lb.transport.compression import Codec
 from jax_moe_lb.transport.dispatch import Dispatch
-from jax_moe_lb.types import Counts, State
 
 ERROR_WORDS = 4
 """The number of integers that travel with each rank's counts and say what its router got wrong: `pipeline.count`."""
@@ -26,7 +43,8 @@ ERROR_WORDS = 4
 
 @dataclass(frozen=True)
 class Migration:
-    """Describes HybridEP's gather of experts inside expert domains, before tokens are known (`transport/migrate.py`).
+    """Describes HybridEP's gather of experts inside expert domains, before tokens are known
+    (`transport/expert_domains.py`).
 
     Give it to `simulate` to have experts travel where links are slow; the default gathers nothing.
 
@@ -79,7 +97,7 @@ class Migration:
         return model.experts // cluster.num_ranks * others * model.expert_bytes
 
 
-class Widths(NamedTuple):
+class RowBytes(NamedTuple):
     """Has the bytes of a row on its ways.
 
     Args:
@@ -109,7 +127,7 @@ class Wave:
     dispatch: tuple[Flow, ...]
     rows: Num[np.ndarray, "R S"]
     rounds: int
-    widths: Widths
+    widths: RowBytes
 
     @property
     def back(self) -> tuple[Flow, ...]:
@@ -261,7 +279,7 @@ def _by_level(
     return tuple(forwarded(copies_to(matrix, group.sizes), group.sizes) for matrix in matrices)
 
 
-def widths_of(model: ModelShape, cluster: Cluster, dispatch: Dispatch) -> Widths:
+def widths_of(model: ModelShape, cluster: Cluster, dispatch: Dispatch) -> RowBytes:
     """Returns the bytes of a row on its ways.
 
     Args:
@@ -274,7 +292,7 @@ def widths_of(model: ModelShape, cluster: Cluster, dispatch: Dispatch) -> Widths
     out, back = cluster.communication.dispatch_bytes, cluster.communication.combine_bytes
     outward = (forward, plainly) if out is None else (model.hidden * out,) * 2
     inward = (forward, plainly) if back is None else (model.hidden * back,) * 2
-    return Widths(outward[0], inward[0], outward[1], inward[1])
+    return RowBytes(outward[0], inward[0], outward[1], inward[1])
 
 
 def _rounds(system: System, model: ModelShape, plan: Plan) -> int:
@@ -324,7 +342,7 @@ def _merged(
         planner_s=cluster.planner_s if system.balancer.needs_counts else 0.0,
         replicate=None if weights.is_empty else weights,
         return_home=None if gradients.is_empty else gradients,
-        joins=system.joins_weights,
+        joins=system.needs_contiguous_weights,
         engine=system.replicate.uses_copy_engines,
         early=not system.balancer.needs_counts,
         waves=tuple(waves),
@@ -381,17 +399,17 @@ def _mean(model: ModelShape, migration: Migration, cluster: Cluster) -> tuple[Fl
     return all_reduce(float(model.expert_bytes), everyone, cluster) if wanted else ()
 
 
-def _gather(num_bytes: float, sizes: Sizes, cluster: Cluster) -> tuple[Flow, ...]:
+def _gather(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple[Flow, ...]:
     """Gathers from the outermost level inwards; each level forwards what the outer ones brought.
 
     So every expert crosses the slow outer links once for each domain member there, and not once for each rank.
     """
-    # `transport/migrate.py` has one all-gather for each level, whatever the algorithm.
+    # `transport/expert_domains.py` has one all-gather for each level, whatever the algorithm.
     held = [num_bytes * math.prod(sizes[:at]) for at in range(len(sizes))]
     return tuple(one for at, each in enumerate(held) for one in all_gather(each, _one_level(sizes, at), cluster))
 
 
-def _home(num_bytes: float, sizes: Sizes, cluster: Cluster) -> tuple[Flow, ...]:
+def _home(num_bytes: float, sizes: MessageSizes, cluster: Cluster) -> tuple[Flow, ...]:
     """Sums the gradients of gathered experts at home, level by level from the innermost."""
     if not num_bytes:
         return ()
@@ -400,11 +418,11 @@ def _home(num_bytes: float, sizes: Sizes, cluster: Cluster) -> tuple[Flow, ...]:
     return tuple(one for at, each in levels for one in reduce_scatter(each, _one_level(sizes, at), cluster))
 
 
-def _one_level(sizes: Sizes, at: int) -> Sizes:
+def _one_level(sizes: MessageSizes, at: int) -> MessageSizes:
     return tuple(size if level == at else 1 for level, size in enumerate(sizes))
 
 
-def exchanged(tokens: Flow, inside: Sizes, cluster: Cluster) -> Flow:
+def exchanged(tokens: Flow, inside: MessageSizes, cluster: Cluster) -> Flow:
     """Returns the flow of an exchange between the ranks of a group, with the hops that it has.
 
     Args:

@@ -1,1 +1,33 @@
-"""Transports move weights and tokens; each module has the name of a mechanism, and not of a paper."""
+"""Dispatches and replications: how tokens and expert weights travel."""
+
+from jax_moe_lb.transport.compression import Codec, CodecBase, QuantizedTransfer
+from jax_moe_lb.transport.direct import Direct
+from jax_moe_lb.transport.dispatch import Dispatch
+from jax_moe_lb.transport.expert_domains import ExpertDomains, GatherExpertDomain, hybrid_mesh
+from jax_moe_lb.transport.fsdp import FsdpExperts, scan_prefetched
+from jax_moe_lb.transport.replicate import Gather, PeerCopy, Relay, Replicate
+from jax_moe_lb.transport.spray import MultiRailDispatch
+from jax_moe_lb.transport.two_phase import TwoPhase
+
+__all__ = [
+    "Codec",
+    "CodecBase",
+    "Direct",
+    "Dispatch",
+    "ExpertDomains",
+    "Gather",
+    "hybrid_mesh",
+    "GatherExpertDomain",
+    "PeerCopy",
+    "Relay",
+    "Replicate",
+    "scan_prefetched",
+    "FsdpExperts",
+    "MultiRailDispatch",
+    "TwoPhase",
+    "QuantizedTransfer",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -12,17 +12,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jax_moe_lb._pytree import pytree
-from jax_moe_lb.ops.one_way import agreed
-from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all, unwritten
-from jax_moe_lb.ops.row_blocks import starts
-from jax_moe_lb.plan import Plan, load
-from jax_moe_lb.split import nearest_first
-from jax_moe_lb.topology import Topology
+from jax_moe_lb.collectives.permutes import agreed
+from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer, ragged_all_to_all, starts
+from jax_moe_lb.core.plan import Plan, load
+from jax_moe_lb.core.split import nearest_first
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Counts, GroupSizes, Rows, pytree
 from jax_moe_lb.transport.dispatch import Dispatch
-from jax_moe_lb.transport.exchange import Copies, Receipt
-from jax_moe_lb.transport.packing import arriving_rows, inverse_order, sending_order, sent_to_slots
-from jax_moe_lb.types import Counts, GroupSizes, Rows
+from jax_moe_lb.transport.exchange import Copies, Receipt, arriving_rows, inverse_order, sending_order, sent_to_slots
 
 PerSlot = Int[Array, "R S"]
 
@@ -52,8 +49,8 @@ class DirectReceipt(Receipt):
 class Direct(Dispatch[DirectReceipt]):
     """Sends token copies straight to the rank that serves them.
 
-    It is the default. Take `Spray` where nodes have several network interfaces, and `TwoPhase` where tokens shall
-    not wait for the plan.
+    It is the default. Take `MultiRailDispatch` where nodes have several network interfaces, and `TwoPhase` where tokens
+    shall not wait for the plan.
 
     Examples:
         >>> Direct(headroom=1.05).capacity(4096 * 8)  # rows of the receive buffer, for 4096 tokens of 8 experts each
@@ -106,7 +103,7 @@ class Direct(Dispatch[DirectReceipt]):
         going, coming = _departures(receipt, first, last), _landings(receipt, first, last)
         rows = ragged_all_to_all(
             copies,
-            unwritten(copies, capacity),
+            empty_buffer(copies, capacity),
             input_offsets=(receipt.first_sent + going.start).reshape(-1),
             send_sizes=going.size.reshape(-1),
             output_offsets=(receipt.first_landed + going.start - first).reshape(-1),

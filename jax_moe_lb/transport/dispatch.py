@@ -11,16 +11,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.experts import Experts
-from jax_moe_lb.faults import Checks, check_rounds
-from jax_moe_lb.legality import check_plan, ensure, ensure_legal, legal_or_plain
-from jax_moe_lb.plan import Plan
-from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.copies import Weights
-from jax_moe_lb.transport.exchange import Exchange, ReceiptT
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.stats import Checks, check_rounds
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Counts, State, Tokens
+from jax_moe_lb.core.validation import check_plan, ensure, ensure_legal, fallback_to_plain
+from jax_moe_lb.kernels.experts import Experts
+from jax_moe_lb.transport.exchange import Exchange, ReceiptT, Weights
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.rounds import in_rounds
-from jax_moe_lb.types import Counts, State, Tokens
 
 
 class Routed(NamedTuple):
@@ -73,10 +72,10 @@ def served_plan(
     """
     if checks == "callback":
         return ensure_legal(made, counts, dynamic), jnp.bool_(True)
-    return legal_or_plain(made, counts, dynamic)
+    return fallback_to_plain(made, counts, dynamic)
 
 
-def stopping_unless(
+def abort_unless(
     ok: Bool[Array, ""], receipt: ReceiptT, checks: Checks, check: Callable[..., None], *args: Any
 ) -> ReceiptT:
     """Returns the receipt; under "callback" the program stops where not `ok`, with what `check` says of `args`.
@@ -97,13 +96,13 @@ def stopping_unless(
 class Dispatch(Exchange[ReceiptT]):
     """Serves tokens. Write the methods of an `Exchange`; then this serves in rounds of it.
 
-    Take `Direct`, `Spray` or `TwoPhase`, or write one when rows can travel in a better way than theirs. A dispatch that
-    computes before there is a plan overrides `serve`, as `TwoPhase` does, and `waves` with it. The other methods tell
-    the simulator what moves, so that it needs to know no dispatch by name.
+    Take `Direct`, `MultiRailDispatch` or `TwoPhase`, or write one when rows can travel in a better way than theirs. A
+    dispatch that computes before there is a plan overrides `serve`, as `TwoPhase` does, and `waves` with it. The other
+    methods tell the simulator what moves, so that it needs to know no dispatch by name.
 
     Examples:
-        >>> from jax_moe_lb import Direct, Spray, TwoPhase
-        >>> [issubclass(kind, Dispatch) for kind in (Direct, Spray, TwoPhase)]
+        >>> from jax_moe_lb.transport import Direct, MultiRailDispatch, TwoPhase
+        >>> [issubclass(kind, Dispatch) for kind in (Direct, MultiRailDispatch, TwoPhase)]
         [True, True, True]
     """
 
@@ -143,7 +142,7 @@ class Dispatch(Exchange[ReceiptT]):
         with jax.named_scope("address"):
             receipt = self.address(routed.experts, routed.counts, plan, topology)
             if (follows_plan := receipt.follows_plan) is not None:
-                receipt = stopping_unless(follows_plan, receipt, checks, check_plan, made, routed.counts)
+                receipt = abort_unless(follows_plan, receipt, checks, check_plan, made, routed.counts)
                 is_legal = is_legal & follows_plan
             receipt, is_whole = self.within_rounds(receipt, checks)
         # Named, so that a policy of `jax.checkpoint` can keep them, and nobody plans again in the backward pass.
@@ -162,7 +161,7 @@ class Dispatch(Exchange[ReceiptT]):
             return receipt, jnp.bool_(True)
         is_whole = receipt.rounds <= self.max_rounds
         limit = np.int32(self.max_rounds)
-        return stopping_unless(is_whole, receipt, checks, check_rounds, receipt.rounds, limit), is_whole
+        return abort_unless(is_whole, receipt, checks, check_rounds, receipt.rounds, limit), is_whole
 
     def waves(self, counts: Counts, start: Plan, plan: Plan, balancer: Balancer) -> list[tuple[Counts, Plan]]:
         """Says what is served together, wave by wave, on a host: one wave of everything, by default.
@@ -188,7 +187,7 @@ class Dispatch(Exchange[ReceiptT]):
     def hops(self, rows: Int[np.ndarray, "R R"], plan: Plan, topology: Topology) -> tuple[Int[np.ndarray, "R R"], ...]:
         """Says by which exchanges, one after the other, rows come to the ranks that serve them, on a host.
 
-        The simulator asks for it. Override it where rows pass other ranks on their way, as in `Spray`.
+        The simulator asks for it. Override it where rows pass other ranks on their way, as in `MultiRailDispatch`.
 
         Args:
             rows: `[R, R]` integers, the token copies from rank to rank, as `rows_between` counts them.

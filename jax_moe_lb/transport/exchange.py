@@ -1,17 +1,25 @@
-"""An exchange moves token copies there, in rounds of as many rows as a rank can receive, and their outputs back."""
+"""The interface of exchanges: token copies to the ranks that serve them, and outputs back.
+
+An exchange moves as many rows a round as a rank can receive. This module also has the sending order of a rank's copies,
+and the gathers between its tokens and their copies. All of these are gathers and sums along an axis: a scatter, which
+autodiff would generate, adds in no fixed order.
+"""
 
 import abc
 import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_moe_lb._pytree import pytree
-from jax_moe_lb.plan import Plan
-from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.wire import Wire
-from jax_moe_lb.types import Counts, GroupSizes, Rows
+from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words, concatenated, starts
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.split import arrivals
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Counts, DType, GroupSizes, Rows, Tokens, iota, pytree, wide_dtype
+from jax_moe_lb.transport.compression import QuantizedTransfer
 
 Copies = Float[Array, "C H"]
 """The `C = T * K` token copies of a rank, in the order in which it sends them."""
@@ -67,7 +75,7 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
 
     headroom: float = 1.05
     max_rounds: int | None = None
-    wire: Wire | None = None
+    wire: QuantizedTransfer | None = None
     own_kernels: bool = False
 
     def __post_init__(self) -> None:
@@ -130,3 +138,197 @@ class Exchange(abc.ABC, Generic[ReceiptT]):
             out: `[C, H]`, the outputs of earlier rounds; rows of other rounds stay as they are.
             topology: that of `address`.
         """
+
+
+def sending_order(experts: Int[Array, "C"], going: Int[Array, "E R"], plan: Plan) -> Int[Array, "C"]:
+    """Sorts copies by destination rank and slot; those that go nowhere come last.
+
+    Sorted by expert, the first copies of an expert go to rank 0, the next to rank 1, and so on, as `going` counts them.
+    What is left is to put these runs in order of rank and slot.
+
+    Args:
+        experts: `[C]` int32, the expert of each copy of this rank, negative for one that goes nowhere.
+        going: `[E, R]` int32, how many of this rank's copies of each expert go to each rank.
+        plan: its placement says in which slot a rank holds an expert.
+
+    Returns:
+        `[C]` int32, the copy that stands at each place of the order.
+    """
+    num_copies, num_experts = experts.shape[0], going.shape[0]
+    # Stable, so that copies of one expert keep the order of their tokens on every device and in every run.
+    by_expert = jnp.argsort(jnp.where(experts < 0, num_experts, experts), stable=True).astype(jnp.int32)
+    run_start = starts(going.reshape(-1)).reshape(going.shape)
+    held = _held(plan)
+    return by_expert[concatenated(run_start[held], sent_to_slots(going, plan), num_copies)]
+
+
+def inverse_order(order: Int[Array, "C"]) -> Int[Array, "C"]:
+    """Returns the place of each copy in an order: a permutation is inverted by one scatter, cheaper than by a sort.
+
+    Args:
+        order: `[C]` int32, the copy at each place.
+    """
+    return jnp.zeros_like(order).at[order].set(iota(order.shape[0]), unique_indices=True)
+
+
+def sent_to_slots(going: Int[Array, "E R"], plan: Plan) -> Int[Array, "R S"]:
+    """Counts the copies that this rank sends to each slot of each rank, `[R, S]` int32.
+
+    Args:
+        going: `[E, R]` int32, how many of this rank's copies of each expert go to each rank.
+        plan: its placement says in which slot a rank holds an expert.
+    """
+    return jnp.where(plan.placement >= 0, going[_held(plan)], 0)
+
+
+def _held(plan: Plan) -> tuple[Int[Array, "R S"], Int[Array, "R 1"]]:
+    """Indexes tables `[E, R]` by slot. An empty slot reads expert 0; what that gives must be replaced by 0."""
+    return jnp.maximum(plan.placement, 0), iota(plan.num_ranks)[:, None]
+
+
+def arriving_rows(counts: Counts, plan: Plan, me: Int[Array, ""]) -> Int[Array, "R S"]:
+    """Counts the copies from each rank for each slot of this one, `[R, S]` int32.
+
+    Every rank can do so for itself, since all know counts and plan; only the experts that it holds matter.
+
+    Args:
+        counts: `[R, E]` int32, the load of all ranks.
+        plan: equal on all ranks.
+        me: the number of this rank.
+    """
+    slots = plan.placement[me]
+    # An empty slot reads expert 0, and its rows are then set to 0.
+    held = jnp.maximum(slots, 0)
+    by_slot = arrivals(counts[:, held], plan.quota[held], me, plan.domain, plan.split)
+    return jnp.where((slots >= 0)[:, None], by_slot, 0).T
+
+
+def landings(arriving: Int[Array, "R S"], i: Int[Array, ""], capacity: int) -> Int[Array, "R S"]:
+    """Counts the copies from each rank for each slot that arrive in round `i`, `[R, S]` int32.
+
+    Args:
+        arriving: `[R, S]` int32, as `arriving_rows` counts them for all rounds.
+        i: the round.
+        capacity: `A`, the rows of a round.
+    """
+    sizes = arriving.reshape(-1)
+    ends = sizes.cumsum(dtype=jnp.int32)
+    # The part of each block of the stream that lies in the round: both of its ends, clipped to the round.
+    first, last = i * capacity, (i + 1) * capacity
+    return (jnp.clip(ends, first, last) - jnp.clip(ends - sizes, first, last)).reshape(arriving.shape)
+
+
+def by_slot(coming: Int[Array, "R S"], num_rows: int) -> Int[Array, "A"]:
+    """Returns, for rows that stand by source, then slot, and are to stand by slot, then source, the old row of each.
+
+    Args:
+        coming: `[R, S]` int32, the rows from each source for each slot.
+        num_rows: `A`; rows beyond those that come keep their number.
+    """
+    return concatenated(starts(coming.reshape(-1)).reshape(coming.shape).T, coming.T, num_rows)
+
+
+Weights = Float[Array, "T K"]
+"""The router's weight of each token's choices, in float32 at least."""
+
+CopyWeights = Float[Array, "C 1"]
+"""The same in the sending order, as rows of width 1, which travel as copies do."""
+
+
+def to_sending_order(tokens: Tokens, receipt: Receipt, per_token: int) -> Copies:
+    """Makes the `K` copies of each token, in the order in which they are sent.
+
+    Args:
+        tokens: `[T, H]`, the tokens of this rank, or the gradients of their outputs.
+        receipt: it says which copy stands where.
+        per_token: `K`, the experts of each token.
+
+    Returns:
+        `[T * K, H]`.
+    """
+    return _rows_at(tokens, receipt.order // per_token)
+
+
+def sum_of_copies(copies: Copies, receipt: Receipt, per_token: int) -> Tokens:
+    """Sums the copies of each token, in the order of choices and in float32 at least: the transpose of
+    `to_sending_order`.
+
+    Args:
+        copies: `[T * K, H]`, in the sending order of `receipt`.
+        receipt: it says which copy stands where; those that go nowhere count as 0.
+        per_token: `K`.
+
+    Returns:
+        `[T, H]` in the dtype of `copies`.
+    """
+    place = receipt.place.reshape(-1, per_token)
+    total = sum(_of_choice(copies, receipt, place[:, k], wide_dtype(copies)) for k in range(per_token))
+    return jnp.asarray(total).astype(copies.dtype)
+
+
+def combine(copies: Copies, weights: Weights, receipt: Receipt) -> Tokens:
+    """Computes the weighted sum of each token's expert outputs: the last step of a layer.
+
+    It takes one gather per choice, added as it comes: XLA:CPU then never writes the `[T, K, H]` products, nor the
+    copies in token order.
+
+    Args:
+        copies: `[T * K, H]`, the experts' outputs in the sending order of `receipt`.
+        weights: `[T, K]`, the router's, in float32 at least; sums are kept in their dtype.
+        receipt: it says where each copy stands; those that go nowhere count as 0.
+
+    Returns:
+        `[T, H]` in the dtype of `copies`.
+    """
+    place = receipt.place.reshape(weights.shape)
+    total = jnp.zeros((weights.shape[0], copies.shape[1]), weights.dtype)
+    # Unrolled over the few choices, in their order, so that equal inputs give equal bits.
+    for k in range(weights.shape[1]):
+        total = total + _of_choice(copies, receipt, place[:, k], weights.dtype) * weights[:, k, None]
+    return total.astype(copies.dtype)
+
+
+def weights_in_order(weights: Weights, receipt: Receipt) -> CopyWeights:
+    """Returns the weight of each copy in the sending order.
+
+    Args:
+        weights: `[T, K]`, the router's.
+        receipt: it says which copy stands where.
+    """
+    return weights.reshape(-1, 1)[receipt.order]
+
+
+def weights_by_token(values: CopyWeights, receipt: Receipt, per_token: int) -> Weights:
+    """Returns what each copy has by token and choice, 0 for one that goes nowhere: the transpose of `weights_in_order`.
+
+    Args:
+        values: `[T * K, 1]`, in the sending order of `receipt`.
+        receipt: it says where each copy stands.
+        per_token: `K`.
+    """
+    return _of_choice(values, receipt, receipt.place, values.dtype).reshape(-1, per_token)
+
+
+def _of_choice(copies: Copies, receipt: Receipt, place: Int[Array, "T"], dtype: DType) -> Tokens:
+    """The copy at each of these places; 0 for one that goes nowhere, which nobody wrote."""
+    # Widened after the gather, so that it reads narrow copies.
+    return jnp.where((place < receipt.num_going)[:, None], _rows_at(copies, place), 0).astype(dtype)
+
+
+def _rows_at(rows: Float[Array, "A H"], at: Int[Array, "B"]) -> Float[Array, "B H"]:
+    def as_they_are(rows: Array, at: Array) -> Array:
+        return rows[at]
+
+    return jax.lax.platform_dependent(rows, at, tpu=rows_by_words, default=as_they_are)
+
+
+def rows_by_words(rows: Float[Array, "A H"], at: Int[Array, "B"]) -> Float[Array, "B H"]:
+    """Returns the rows at these places, `rows[at]`, in the layout that an exchange on a TPU has.
+
+    Gathered so, rows are not turned around before an exchange or after it.
+
+    Args:
+        rows: `[A, H]`.
+        at: `[B]` int32.
+    """
+    return as_rows(as_words(rows)[at])

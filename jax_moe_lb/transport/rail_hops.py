@@ -22,11 +22,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from jax_moe_lb._pytree import pytree
-from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
-from jax_moe_lb.ops.row_blocks import concatenated, starts
-from jax_moe_lb.topology import Topology
-from jax_moe_lb.types import iota
+from jax_moe_lb.collectives.ragged_all_to_all import concatenated, ragged_all_to_all, starts
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import iota, pytree
 
 Pairs = Int[Array, "G G"]
 """One number for each sender and receiver of a group of `G` ranks."""
@@ -102,7 +100,7 @@ Window = tuple[Int[Array, ""], Int[Array, ""]]
 
 
 @pytree
-class Stretches:
+class RowRanges:
     """Rows from one rank to another by one rail rank, which stand side by side in the receiver's stream: a stretch of
     it.
 
@@ -131,13 +129,13 @@ class RailRows:
         passing: `[R, R]`, from each rank, to each rank, by the rail ranks of this rank's offset.
     """
 
-    leaving: Stretches
-    entering: Stretches
-    passing: Stretches
+    leaving: RowRanges
+    entering: RowRanges
+    passing: RowRanges
 
 
 @dataclass(frozen=True)
-class Far:
+class InterNodeRoute:
     """The way of the rows that leave their node: three hops, and the order of the rows before each.
 
     Args:
@@ -160,7 +158,7 @@ class Far:
 
 
 @dataclass(frozen=True)
-class Way:
+class RailRoute:
     """The ways of all rows of one window.
 
     Args:
@@ -170,7 +168,7 @@ class Way:
     """
 
     near: Hop
-    far: Far | None
+    far: InterNodeRoute | None
     stream_row: Int[Array, "A"]
 
 
@@ -249,15 +247,15 @@ def rail_rows_of(rows: Int[Array, "R R M"], me: Int[Array, ""]) -> RailRows:
     num_ranks, _, members = rows.shape
     by_receiver = rows.swapaxes(1, 2).reshape(-1, num_ranks)
     start = _starts(by_receiver, 0).reshape(num_ranks, members, num_ranks).swapaxes(1, 2)
-    all_rows = Stretches(start, rows)
+    all_rows = RowRanges(start, rows)
 
-    def of_node(axis: int) -> Stretches:
+    def of_node(axis: int) -> RowRanges:
         return jax.tree.map(lambda table: _members(table, me // members, members, axis), all_rows)
 
     return RailRows(of_node(0), of_node(1), jax.tree.map(lambda table: table[:, :, me % members], all_rows))
 
 
-def fullest(rail_rows: RailRows, window: Window, topology: Topology) -> Int[Array, ""]:
+def max_buffered_rows(rail_rows: RailRows, window: Window, topology: Topology) -> Int[Array, ""]:
     """Returns the most rows that this rank holds at once in a window, be it as a first or as a second rail rank.
 
     Use it to choose windows so small that every rail rank's buffer holds its rows.
@@ -271,16 +269,17 @@ def fullest(rail_rows: RailRows, window: Window, topology: Topology) -> Int[Arra
     return jnp.maximum(first, jnp.where(far[:, None], entering[:, :, offset], 0).sum(dtype=jnp.int32))
 
 
-def find_way(
+def find_route(
     rail_rows: RailRows, window: Window, num_copies: int, num_passing: int, num_rows: int, topology: Topology
-) -> Way:
+) -> RailRoute:
     """Works out where all rows of a window stand on their way.
 
     Args:
         rail_rows: of this rank, by `rail_rows_of`.
         window: the places of every stream that travel now.
         num_copies: `C`, the rows of a sender's array.
-        num_passing: `B`, the rows that a rail rank's buffer holds; at least what `fullest` returns on any rank.
+        num_passing: `B`, the rows that a rail rank's buffer holds; at least what `max_buffered_rows` returns on any
+        rank.
         num_rows: `A`, the rows of a receiver's array.
         topology: its nodes are made up of mesh axes; see `rail_axes`.
     """
@@ -313,12 +312,12 @@ def find_way(
     stream_row = jnp.where(received, concatenated(first, size, num_rows), -1)
     # With one node the outer group would have one rank, and a collective over no axes does not exist.
     if not outer:
-        return Way(near, None, stream_row)
+        return RailRoute(near, None, stream_row)
     out, into = leaving.sum(1, dtype=jnp.int32), entering.sum(0, dtype=jnp.int32).T
     rail = _between_nodes(rail_rows.passing.within(window)[1], members)
-    return Way(
+    return RailRoute(
         near,
-        Far(
+        InterNodeRoute(
             to_rail=Hop(inner, size=out, first=_starts(out, 1), lands=_starts(out, 0)),
             along_rail=Hop(outer, size=rail, first=_starts(rail, 1), lands=_starts(rail, 0)),
             from_rail=Hop(

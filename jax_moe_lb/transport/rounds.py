@@ -8,15 +8,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_moe_lb._first_order import first_order
-from jax_moe_lb.experts import Experts
-from jax_moe_lb.ops.grouped_ffn import Parts, grouped_ffn, grouped_ffn_gradients
-from jax_moe_lb.ops.grouped_kernels import has_hopper_kernels
-from jax_moe_lb.ops.ragged_all_to_all import as_rows, as_words, unwritten, unwritten_later
-from jax_moe_lb.plan import Plan
-from jax_moe_lb.topology import Topology
-from jax_moe_lb.transport.copies import (
+from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words, empty_buffer, empty_buffer_after
+from jax_moe_lb.core.manual_axes import first_order
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import DType, GroupSizes, Rows, Tokens, wide_dtype
+from jax_moe_lb.kernels.backends import has_hopper_kernels
+from jax_moe_lb.kernels.experts import Experts
+from jax_moe_lb.kernels.grouped_ffn import Parts, grouped_ffn, grouped_ffn_gradients
+from jax_moe_lb.transport.compression import packed, unpacked
+from jax_moe_lb.transport.exchange import (
+    Copies,
     CopyWeights,
+    Exchange,
+    Receipt,
     Weights,
     combine,
     sum_of_copies,
@@ -24,19 +29,16 @@ from jax_moe_lb.transport.copies import (
     weights_by_token,
     weights_in_order,
 )
-from jax_moe_lb.transport.exchange import Copies, Exchange, Receipt
 from jax_moe_lb.transport.replicate import Replicate, joined
-from jax_moe_lb.transport.wire import packed, unpacked
-from jax_moe_lb.types import DType, GroupSizes, Rows, Tokens, wide_dtype
 
 Carry = TypeVar("Carry")
 
 Sums = TypeVar("Sums")
 
-Saved = tuple[Tokens, Weights, Experts, Plan, Receipt]
+Residuals = tuple[Tokens, Weights, Experts, Plan, Receipt]
 
 Travelling = Float[Array, "C W"]
-"""Copies as they travel, which are narrower than tokens where there is a `Wire`."""
+"""Copies as they travel, which are narrower than tokens where there is a `QuantizedTransfer`."""
 
 OfCopies = tuple[Copies, CopyWeights]
 """The gradients of copies and of their weights, in the sending order."""
@@ -94,11 +96,11 @@ class Slots(NamedTuple):
             return self.home
         # Products want one array. It is made in each round and given up after its product: for a loop that may have no
         # round all kinds would have to be kept.
-        return joined(*tied_to(group_sizes, (self.home, self.replicas)))
+        return joined(*optimization_barrier(group_sizes, (self.home, self.replicas)))
 
     def again(self, after: Array) -> Experts | Parts:
         """Returns the same for a product that comes after this array was computed."""
-        home, replicas = tied_to(after, (self.home, self.replicas))
+        home, replicas = optimization_barrier(after, (self.home, self.replicas))
         return Slots(home, replicas, self.stay_apart).weights(after)
 
 
@@ -156,7 +158,7 @@ def in_rounds(
         def ffn(rows: Rows, group_sizes: GroupSizes) -> Rows:
             return grouped_ffn(rows, slots.weights(group_sizes), group_sizes)
 
-        nothing = unwritten_later(packed(exchange.wire, tokens), weights.size)
+        nothing = empty_buffer_after(packed(exchange.wire, tokens), weights.size)
         out = serve_rounds(tokens, weights.shape[1], receipt, ffn, nothing, exchange, topology)
         with jax.named_scope("combine"):
             return combine(unpacked(exchange.wire, out, tokens), weights, receipt)
@@ -191,7 +193,7 @@ def serve_rounds(
 
     def one_round(i: Array, carry: tuple[Travelling, None]) -> tuple[Travelling, None]:
         # Gathered again in every round: kept, they would be there beside the rows all the time.
-        now = tied_to(i, travelling)
+        now = optimization_barrier(i, travelling)
         with jax.named_scope("dispatch"):
             rows, group_sizes = exchange.send(to_sending_order(now, receipt, per_token), receipt, i, topology)
             rows = unpacked(wire, rows, tokens)
@@ -199,7 +201,7 @@ def serve_rounds(
         with jax.named_scope("combine"):
             return exchange.send_back(packed(wire, outputs), receipt, i, carry[0], topology), None
 
-    return further_rounds(receipt, exchange, one_round, one_round(jnp.int32(0), (out, None)))[0]
+    return overflow_rounds(receipt, exchange, one_round, one_round(jnp.int32(0), (out, None)))[0]
 
 
 def gradient_rounds(
@@ -234,7 +236,7 @@ def gradient_rounds(
 
     def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
         of_copies, sums = carry
-        now, upstream_now = tied_to(i, (travelling, upstream))
+        now, upstream_now = optimization_barrier(i, (travelling, upstream))
         with jax.named_scope("dispatch"):
             words, group_sizes = exchange.send(to_sending_order(now, order, per_token), receipt, i, topology)
             rows = unpacked(exchange.wire, words, tokens)
@@ -246,15 +248,15 @@ def gradient_rounds(
             copies, copy_weights = (exchange.send_back(part, receipt, i, out, topology) for part, out in both)
         return (copies, copy_weights), sums
 
-    return further_rounds(receipt, exchange, one_round, one_round(jnp.int32(0), (of_copies, None)))
+    return overflow_rounds(receipt, exchange, one_round, one_round(jnp.int32(0), (of_copies, None)))
 
 
 def no_gradients(tokens: Tokens, weights: Weights) -> OfCopies:
     """Makes room for the gradients of all copies and of their weights, which holds anything."""
-    return unwritten_later(tokens, weights.size), unwritten(weights.reshape(-1, 1), weights.size)
+    return empty_buffer_after(tokens, weights.size), empty_buffer(weights.reshape(-1, 1), weights.size)
 
 
-def tied_to(other: Array, tree: Carry) -> Carry:
+def optimization_barrier(other: Array, tree: Carry) -> Carry:
     """Ties arrays to another: what is made of them alone a compiler would take out of a loop, or make once, and keep.
 
     Args:
@@ -264,7 +266,7 @@ def tied_to(other: Array, tree: Carry) -> Carry:
     return jax.lax.optimization_barrier((other, tree))[1]
 
 
-def further_rounds(
+def overflow_rounds(
     receipt: Receipt,
     exchange: Exchange,
     one_round: Callable[[Array, tuple[Carry, Sums]], tuple[Carry, Sums]],
@@ -288,7 +290,7 @@ def further_rounds(
         rows, sums = one_round(i, (jax.tree.map(as_rows, words), sums))
         return jax.tree.map(as_words, rows), sums
 
-    # `compiled/executed.py` knows by this name that a balanced step runs none of them.
+    # `aot/execution_counts.py` knows by this name that a balanced step runs none of them.
     with jax.named_scope("further_rounds"):
         if exchange.max_rounds is None:
             rows, sums = carry
@@ -308,16 +310,16 @@ def _save(
     replicate: Replicate,
     exchange: Exchange,
     topology: Topology,
-) -> tuple[Tokens, Saved]:
+) -> tuple[Tokens, Residuals]:
     saved = tokens, weights, experts, plan, receipt
     return in_rounds(*saved, replicate, exchange, topology), saved
 
 
 def _backward(
-    replicate: Replicate, exchange: Exchange, topology: Topology, saved: Saved, upstream: Tokens
+    replicate: Replicate, exchange: Exchange, topology: Topology, saved: Residuals, upstream: Tokens
 ) -> tuple[Tokens, Weights, Experts, None, None]:
     @jax.custom_batching.sequential_vmap
-    def pull_back(saved: Saved, upstream: Tokens) -> tuple[Tokens, Weights, Experts]:
+    def pull_back(saved: Residuals, upstream: Tokens) -> tuple[Tokens, Weights, Experts]:
         return _gradients(replicate, exchange, topology, saved, upstream)
 
     return *first_order(pull_back)(saved, upstream), None, None
@@ -325,7 +327,7 @@ def _backward(
 
 @jax.named_scope("backward")
 def _gradients(
-    replicate: Replicate, exchange: Exchange, topology: Topology, saved: Saved, upstream: Tokens
+    replicate: Replicate, exchange: Exchange, topology: Topology, saved: Residuals, upstream: Tokens
 ) -> tuple[Tokens, Weights, Experts]:
     """Computes the gradients of the tokens, their weights and the home experts, in the same rounds again."""
     tokens, weights, experts, plan, receipt = saved
@@ -339,7 +341,7 @@ def _gradients(
     @jax.named_scope("experts")
     def pull_back(rows: Rows, row_weights: RowWeights, group_sizes: GroupSizes, upstream: Rows, sums: Any) -> Any:
         at = slots.weights(group_sizes)
-        fused = gate_goes_in_up(experts, rows, are_joined=slots.replicas is not None and not slots.stay_apart)
+        fused = fuse_gate_up(experts, rows, are_joined=slots.replicas is not None and not slots.stay_apart)
         return gradients_of_round(
             rows, row_weights, at, slots.again, group_sizes, upstream, sums_dtype, sums, fused=fused
         )
@@ -367,7 +369,7 @@ def _apart(of_slots: Experts | Parts, num_home: int) -> tuple[Experts, Experts |
     return of_slots, jax.tree.map(lambda g: g[num_home:], of_slots)
 
 
-def gate_goes_in_up(experts: Experts, rows: Rows, *, are_joined: bool) -> bool:
+def fuse_gate_up(experts: Experts, rows: Rows, *, are_joined: bool) -> bool:
     """Says whether a round of a backward pass has the gate in `up`: on accelerators, where less is moved so.
 
     Forward passes go without, as both kinds at once would be their peak of memory.
@@ -410,7 +412,7 @@ def gradients_of_round(
         upstream: `[A, H]`.
         sums_dtype: that of the gradients of the experts.
         sums: what they are added to.
-        fused: what `gate_goes_in_up` says.
+        fused: what `fuse_gate_up` says.
 
     Returns:
         What `grouped_ffn_gradients` does; `in_form_of` brings gradients of experts into the form of `experts`.

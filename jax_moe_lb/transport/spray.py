@@ -1,12 +1,12 @@
-"""Moving token copies over all rails of a node at once, and their outputs back.
+"""Dispatch of token copies over all rails of a node at once (RailS).
 
-A copy for another node goes to the rank of its own node that has the rail, along this rail to the rank of equal
-offset in the other node, and from there to the rank that serves it. So no byte between nodes leaves its rail.
-Copies inside a node go straight there.
+A copy for another node travels in three hops: inside its own node to the rank that has the rail, along the rail to the
+rank of equal offset in the other node, and from there to the rank that serves it. No byte between nodes leaves its
+rail. Copies inside a node travel directly.
 
-Rounds are those of `Direct`: the same `A` copies of every rank's stream, in the same order, so that the outputs are
-the same to the bit. Rail ranks have buffers too. A round whose copies do not fit into them is done in several steps,
-each of as many copies of every stream as fit.
+Rounds are those of `Direct`: the same `A` copies of every rank's stream in the same order, so outputs are equal bit for
+bit. Rail ranks have receive buffers too. A round whose copies exceed them takes several steps. `rows_of_hops` counts
+the rows of every hop for the simulator.
 """
 
 from dataclasses import dataclass
@@ -16,34 +16,86 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jax_moe_lb._pytree import pytree
-from jax_moe_lb._varying import vary_like
-from jax_moe_lb.ops.one_way import agreed
-from jax_moe_lb.ops.ragged_all_to_all import unwritten
-from jax_moe_lb.plan import Plan, load
-from jax_moe_lb.split import nearest_first
-from jax_moe_lb.topology import Topology
+from jax_moe_lb.collectives.permutes import agreed
+from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer
+from jax_moe_lb.core.manual_axes import vary_like
+from jax_moe_lb.core.plan import Plan, load
+from jax_moe_lb.core.split import nearest_first
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Counts, GroupSizes, Rows, iota, pytree
 from jax_moe_lb.transport.dispatch import Dispatch
-from jax_moe_lb.transport.exchange import Copies, Receipt
-from jax_moe_lb.transport.packing import arriving_rows, by_slot, inverse_order, landings, sending_order
+from jax_moe_lb.transport.exchange import (
+    Copies,
+    Receipt,
+    arriving_rows,
+    by_slot,
+    inverse_order,
+    landings,
+    sending_order,
+)
 from jax_moe_lb.transport.rail_hops import (
+    RailRoute,
     RailRows,
-    Way,
     Window,
     by_own_rail,
     by_rail_rank,
-    find_way,
-    fullest,
+    find_route,
+    max_buffered_rows,
     rail_axes,
     rail_rows_of,
 )
-from jax_moe_lb.transport.rail_traffic import rows_of_hops
-from jax_moe_lb.types import Counts, GroupSizes, Rows, iota
+
+Matrix = Int[np.ndarray, "R R"]
+"""Numbers of rows from rank (row of the matrix) to rank (column)."""
+
+
+def rows_of_hops(rows: Matrix, plan: Plan, ranks_per_node: int) -> tuple[Matrix, Matrix, Matrix]:
+    """Counts the rows of the three hops by which `MultiRailDispatch` brings rows to the ranks that serve them.
+
+    `MultiRailDispatch.hops` is this. Where the sender is the rail rank itself, a row stands on the diagonal: it crosses
+    no link.
+
+    Args:
+        rows: the token copies from rank to rank.
+        plan: its `rails` say how many rows take which rail; without them rows travel along the rail of the rank that
+            serves them.
+        ranks_per_node: how many ranks share the rails of a node.
+
+    Returns:
+        Rows inside nodes, those to rail ranks included; rows along rails, between nodes; rows from rail ranks to the
+        ranks that serve them.
+    """
+    num_ranks, members = len(rows), ranks_per_node
+    far = np.arange(num_ranks)[:, None] // members != np.arange(num_ranks)[None] // members
+    nodes = num_ranks // members
+    shape, same = (nodes, members, nodes, members), np.arange(nodes)
+    to_rail, rail, last = (np.zeros(shape, np.int64) for _ in range(3))
+    for offset in range(members):
+        # Sender (d, a), receiver (f, m), by the rail ranks of this offset in both nodes.
+        passing = _by_rail_rank(rows, plan, members, offset, far).reshape(shape)
+        to_rail[same, :, same, offset] += passing.sum((2, 3))
+        rail[:, offset, :, offset] += passing.sum((1, 3))
+        last[same, offset, same, :] += passing.sum((0, 1))
+    near = np.where(far, 0, rows)
+    return near + to_rail.reshape(rows.shape), rail.reshape(rows.shape), last.reshape(rows.shape)
+
+
+def _by_rail_rank(rows: Matrix, plan: Plan, members: int, offset: int, far: Bool[np.ndarray, "R R"]) -> Matrix:
+    """Counts the rows between nodes that pass by the rail ranks of one offset, as `rail_hops.by_rail_rank`, traced."""
+    receiver = np.arange(len(rows))[None] % members
+    if plan.rails is None:
+        return np.where(far & (receiver == offset), rows, 0)
+    sharing = members // plan.rails.shape[2]
+    # Where several ranks of a node share a rail, one of them takes all rows for a receiver, so that none is counted
+    # twice: the one whose place among them is that of the receiver among its own.
+    takes = far & (receiver % sharing == offset % sharing)
+    return np.where(takes, plan.rails[:, :, offset // sharing], 0)
 
 
 @pytree
 class SprayReceipt(Receipt):
-    """Which copies go where, and by which rail ranks: `Spray.address` returns it, and everything after it reads it.
+    """Which copies go where, and by which rail ranks: `MultiRailDispatch.address` returns it, and everything after it
+    reads it.
 
     Args:
         arriving: `[R, S]` int32, the copies from each rank for each of this rank's slots.
@@ -63,7 +115,7 @@ class SprayReceipt(Receipt):
 
 
 @dataclass(frozen=True)
-class Spray(Dispatch[SprayReceipt]):
+class MultiRailDispatch(Dispatch[SprayReceipt]):
     """Sends token copies for other nodes over the rails, as `plan.rails` says.
 
     Use it where a node has several network interfaces and what its ranks send or receive differs, behind a plan of
@@ -78,8 +130,10 @@ class Spray(Dispatch[SprayReceipt]):
             default, fits balanced plans.
 
     Examples:
-        >>> from jax_moe_lb import Chain, Greedy, RailS, Spray, System
-        >>> system = System(Chain((Greedy(), RailS())), dispatch=Spray(), replica_slots=2)
+        >>> from jax_moe_lb import Chain, System
+        >>> from jax_moe_lb.balancers import Greedy, RailS
+        >>> from jax_moe_lb.transport import MultiRailDispatch
+        >>> system = System(Chain((Greedy(), RailS())), dispatch=MultiRailDispatch(), replica_slots=2)
         >>> system.dispatch.capacity(4096)  # rows, where each rank has 4096 token copies
         4352
     """
@@ -123,9 +177,9 @@ class Spray(Dispatch[SprayReceipt]):
         capacity = self.capacity(num_copies)
         coming = landings(receipt.arriving, i, capacity)
         slot_rows = _slot_rows(coming, capacity)
-        landed = unwritten(copies, capacity)
+        landed = empty_buffer(copies, capacity)
         # Never written in place: the hops of every step write into a copy of it, so one array does for all.
-        passing = unwritten(copies, _passing_rows(capacity, topology))
+        passing = empty_buffer(copies, _passing_rows(capacity, topology))
 
         def step(k: Array, rows: Rows) -> Rows:
             way = _way(receipt, i, k, num_copies, capacity, topology)
@@ -197,7 +251,7 @@ def _rows_per_step(rail_rows: RailRows, capacity: int, rounds: Int[Array, ""], t
 
         def one(number: Array, most: Array) -> Array:
             window = _window(number // steps, number % steps, step, capacity)
-            return jnp.maximum(most, fullest(rail_rows, window, topology))
+            return jnp.maximum(most, max_buffered_rows(rail_rows, window, topology))
 
         # A loop's carry must vary over the same mesh axes as what its body returns.
         none = vary_like(jnp.int32(0), rail_rows.passing.size)
@@ -221,9 +275,9 @@ def _passing_rows(capacity: int, topology: Topology) -> int:
 
 def _way(
     receipt: SprayReceipt, i: Int[Array, ""], k: Int[Array, ""], num_copies: int, capacity: int, topology: Topology
-) -> Way:
+) -> RailRoute:
     num_passing = _passing_rows(capacity, topology)
-    return find_way(receipt.rail_rows, receipt.window(i, k, capacity), num_copies, num_passing, capacity, topology)
+    return find_route(receipt.rail_rows, receipt.window(i, k, capacity), num_copies, num_passing, capacity, topology)
 
 
 def _slot_rows(coming: Int[Array, "R S"], capacity: int) -> Int[Array, "A"]:
@@ -232,7 +286,7 @@ def _slot_rows(coming: Int[Array, "R S"], capacity: int) -> Int[Array, "A"]:
     return jnp.zeros_like(order).at[order].set(iota(capacity))
 
 
-def _rows_of_way(way: Way, slot_rows: Int[Array, "A"], i: Int[Array, ""]) -> Int[Array, "A"]:
+def _rows_of_way(way: RailRoute, slot_rows: Int[Array, "A"], i: Int[Array, ""]) -> Int[Array, "A"]:
     """The place in the order by slot of each row as it is received; `A` for rows that hold none."""
     capacity = slot_rows.shape[0]
     # A row that holds none has place -1, which is clipped into range and then replaced.

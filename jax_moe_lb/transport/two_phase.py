@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_moe_lb.balancers.base import Balancer
-from jax_moe_lb.experts import Experts
-from jax_moe_lb.faults import Checks
-from jax_moe_lb.legality import check_plan
-from jax_moe_lb.ops.moved_rows import moved_rows, served_quota
-from jax_moe_lb.plan import Plan
-from jax_moe_lb.topology import Topology
+from jax_moe_lb.collectives.peer_copy_rows import moved_rows, served_quota
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.stats import Checks
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Counts, State, Tokens
+from jax_moe_lb.core.validation import check_plan
+from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Routed, Served
-from jax_moe_lb.transport.phases import Ways, serve_in_phases
 from jax_moe_lb.transport.replicate import Replicate
-from jax_moe_lb.types import Counts, State, Tokens
+from jax_moe_lb.transport.two_phase_schedule import PhaseConfig, serve_in_phases
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class TwoPhase(Direct):
             less level. `Stats` say what was served.
 
     Examples:
-        >>> from jax_moe_lb import FEPLB, PeerCopy, System
+        >>> from jax_moe_lb import System
+        >>> from jax_moe_lb.balancers import FEPLB
+        >>> from jax_moe_lb.transport import PeerCopy
         >>> dispatch = System(FEPLB(), PeerCopy(), TwoPhase(headroom=1.5), replica_slots=4).dispatch
         >>> dispatch.capacity(4096 * 8), dispatch.room(4096 * 8)
         (49152, 32768)
@@ -87,7 +89,7 @@ class TwoPhase(Direct):
             ValueError: the plan sprays over rails.
         """
         dynamic = balancer.dynamic(plan)
-        ways = Ways.of(self, balancer, replicate, plan, topology, checks)
+        ways = PhaseConfig.of(self, balancer, replicate, plan, topology, checks)
         # A planner that runs beside the static wave keeps no state, so there is nothing to ask the balancer for then.
         if ways.planner is None:
             with jax.named_scope("plan"):

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from models.architectures import names
-from models.architectures.fields import Fields
+from models.architectures import parameter_map as names
+from models.architectures.config_json import Fields
 from models.architectures.glm4_moe import sigmoid_router
-from models.architectures.names import Piece
+from models.architectures.parameter_map import ParameterSlice
 from models.decoder.config import DecoderConfig, Latent
 from models.decoder.rope import yarn_scale
 
@@ -56,7 +56,7 @@ def _temperature(fields: Fields) -> float:
     return yarn_scale(settings.get("factor", 1.0), settings["mscale_all_dim"]) ** 2
 
 
-def pieces(config: DecoderConfig) -> Iterator[Piece]:
+def pieces(config: DecoderConfig) -> Iterator[ParameterSlice]:
     """Names the tensors of its checkpoints."""
     yield from names.outside(config)
     for layer in range(config.num_layers):
@@ -64,13 +64,13 @@ def pieces(config: DecoderConfig) -> Iterator[Piece]:
     yield from names.further(config, _layer)
 
 
-def _layer(config: DecoderConfig, layer: int) -> Iterator[Piece]:
+def _layer(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
     yield from names.layer_norms(config, layer)
     yield from _latent_attention(config, layer)
     yield from names.feed_forward(config, layer)
 
 
-def _latent_attention(config: DecoderConfig, layer: int) -> Iterator[Piece]:
+def _latent_attention(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
     theirs, ours = f"model.layers.{layer}.self_attn", f"blocks.{layer}.attention"
     latent, width, heads = config.latent, config.embed_dim, config.num_heads
     assert latent is not None

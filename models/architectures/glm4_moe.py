@@ -2,9 +2,10 @@
 
 import jax
 
-from jax_moe_lb import GroupLimit, TopK
-from models.architectures.fields import Fields
-from models.architectures.names import usual_pieces as pieces
+from jax_moe_lb import TopK
+from jax_moe_lb.routing import GroupLimit
+from models.architectures.config_json import Fields
+from models.architectures.parameter_map import usual_pieces as pieces
 from models.decoder.config import DecoderConfig
 
 __all__ = ["config", "pieces", "sigmoid_router"]

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
-from jax_moe_lb import ClampedSwiGLU, TopK
-from models.architectures import names
-from models.architectures.fields import Fields
-from models.architectures.names import Piece
+from jax_moe_lb import TopK
+from jax_moe_lb.kernels import ClampedSwiGLU
+from models.architectures import parameter_map as names
+from models.architectures.config_json import Fields
+from models.architectures.parameter_map import ParameterSlice
 from models.decoder.config import DecoderConfig
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
@@ -50,7 +51,7 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == LAYER_TYPES[0] else None for kind in kinds)
 
 
-def pieces(config: DecoderConfig) -> Iterator[Piece]:
+def pieces(config: DecoderConfig) -> Iterator[ParameterSlice]:
     """Names the tensors of its checkpoints, which hold all experts of a layer in one tensor."""
     yield from names.outside(config)
     for layer in range(config.num_layers):
@@ -59,18 +60,18 @@ def pieces(config: DecoderConfig) -> Iterator[Piece]:
         yield from _experts(config, layer)
 
 
-def _experts(config: DecoderConfig, layer: int) -> Iterator[Piece]:
+def _experts(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
     theirs, ours = f"model.layers.{layer}.mlp", f"blocks.{layer}.moe"
     experts, width, inner = config.num_experts, config.embed_dim, config.mlp_dim
-    yield Piece(f"{theirs}.router.weight", (experts, width), f"{ours}.kernel", transposed=True)
-    yield Piece(f"{theirs}.router.bias", (experts,), f"{ours}.kernel_bias")
+    yield ParameterSlice(f"{theirs}.router.weight", (experts, width), f"{ours}.kernel", transposed=True)
+    yield ParameterSlice(f"{theirs}.router.bias", (experts,), f"{ours}.kernel_bias")
     both, out = f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj"
     for expert in range(experts):
         # Columns of the gate and of the first projection take turns.
         for first, path in ((0, "gate"), (1, "up")):
             columns, wide = slice(first, None, 2), (experts, 2 * inner)
             whole = (expert, slice(None), columns)
-            yield Piece(both, (experts, width, 2 * inner), f"{ours}.{path}", whole, expert)
-            yield Piece(f"{both}_bias", wide, f"{ours}.{path}_bias", (expert, columns), expert)
-        yield Piece(out, (experts, inner, width), f"{ours}.down", (expert,), expert)
-        yield Piece(f"{out}_bias", (experts, width), f"{ours}.down_bias", (expert,), expert)
+            yield ParameterSlice(both, (experts, width, 2 * inner), f"{ours}.{path}", whole, expert)
+            yield ParameterSlice(f"{both}_bias", wide, f"{ours}.{path}_bias", (expert, columns), expert)
+        yield ParameterSlice(out, (experts, inner, width), f"{ours}.down", (expert,), expert)
+        yield ParameterSlice(f"{out}_bias", (experts, width), f"{ours}.down_bias", (expert,), expert)

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from jax_moe_lb import TopK
-from models.architectures import names
-from models.architectures.fields import Fields
-from models.architectures.names import Piece
+from models.architectures import parameter_map as names
+from models.architectures.config_json import Fields
+from models.architectures.parameter_map import ParameterSlice
 from models.decoder.config import DecoderConfig
 
 
@@ -34,7 +34,7 @@ def config(fields: Fields) -> DecoderConfig:
     )
 
 
-def pieces(config: DecoderConfig) -> Iterator[Piece]:
+def pieces(config: DecoderConfig) -> Iterator[ParameterSlice]:
     """Names the tensors of its checkpoints."""
     yield from names.outside(config)
     for layer in range(config.num_layers):

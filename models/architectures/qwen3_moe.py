@@ -1,8 +1,8 @@
 """Qwen3-MoE: softmax top-k, normalised heads of queries and keys."""
 
 from jax_moe_lb import TopK
-from models.architectures.fields import Fields
-from models.architectures.names import usual_pieces as pieces
+from models.architectures.config_json import Fields
+from models.architectures.parameter_map import usual_pieces as pieces
 from models.decoder.config import DecoderConfig
 
 __all__ = ["config", "pieces"]

@@ -1,4 +1,4 @@
-"""A tokenizer splits text into tokens: its bytes, or what a file says."""
+"""Tokenizers: bytes, a tokenizer file, or the tokenizer of a checkpoint."""
 
 import abc
 from dataclasses import dataclass
@@ -6,10 +6,56 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 from tokenizers import Tokenizer as FromFile
 
-from models.presets import NUM_BYTES
-from models.words import read_tokenizer
+from models.architectures.config_json import read_fields
+from models.config import NUM_BYTES
+
+MOST_BYTES = 2**28
+"""A `tokenizer.json` has at most so many bytes."""
+
+
+class CheckpointTokenizer:
+    """This is the tokenizer of a checkpoint, read from its `tokenizer.json`.
+
+    Args:
+        folder: the folder of the checkpoint.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = read_tokenizer(folder / "tokenizer.json")
+        end = read_fields(folder).raw.get("eos_token_id")
+        ends = end if isinstance(end, list) else [end]
+        self.end_tokens = tuple(token for token in ends if type(token) is int)
+
+    def tokens(self, text: str) -> list[int]:
+        """Splits a text into tokens, with those that the tokenizer puts around every text."""
+        return self.tokenizer.encode(text).ids
+
+    def text(self, tokens: list[int]) -> str:
+        """Joins tokens to a text; special ones are left out."""
+        return self.tokenizer.decode(tokens)
+
+
+def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """Reads a `tokenizer.json`.
+
+    Raises:
+        ValueError: there is none, or it cannot be read; the message names the file.
+    """
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES} bytes")
+        return tokenizers.Tokenizer.from_buffer(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; expected a tokenizer") from error
+    except Exception as error:
+        # Its parser, written in Rust, raises nothing narrower.
+        raise ValueError(f"{path} is no tokenizer: {error}") from error
 
 
 class Tokenizer(abc.ABC):

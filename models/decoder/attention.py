@@ -1,17 +1,168 @@
-"""`GroupedAttention` is causal attention in which several query heads share keys and values."""
+"""Grouped-query and latent attention, and fused or blockwise kernels without the scores of all pairs.
 
+`attend` has caches, sliding windows, sinks and other scales. `LatentAttention` computes keys and values from a narrow
+vector per token, which the cache holds.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from models.attention import causal_attention
-from models.decoder.config import DecoderConfig
-from models.decoder.scores import EVERYTHING, Cache, attend, remember
+from models.decoder.config import DecoderConfig, Latent
+
+QUERY_BLOCK = 512
+"""So many queries of a sequence have their scores at the same time."""
+
+CUDNN_HEAD_DIM = 128
+"""Up to so many channels of a head, a multiple of 8, cuDNN has a kernel on every GPU that multiplies bfloat16."""
 
 
-class Window(nnx.Variable):
+def causal_attention(q: Array, k: Array, v: Array, mesh: Mesh) -> Array:
+    """Computes the attention of every token to itself and those before it.
+
+    On NVIDIA GPUs it is cuDNN's kernel, which takes narrow heads of bfloat16, and `attention_in_blocks` elsewhere. The
+    devices of the mesh decide, not those of this machine, so that a program compiled ahead is the one that runs there.
+
+    Args:
+        q: queries `[B, T, N, C]`.
+        k: keys, likewise.
+        v: values, likewise.
+        mesh: the devices that it is computed on.
+    """
+    if has_cudnn_kernel(mesh, q):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    return attention_in_blocks(q, k, v)
+
+
+def has_cudnn_kernel(mesh: Mesh, q: Array) -> bool:
+    """Says whether cuDNN has a kernel for queries `[B, T, N, C]` on the devices of a mesh."""
+    narrow = q.dtype == jnp.bfloat16 and q.shape[-1] <= CUDNN_HEAD_DIM and q.shape[-1] % 8 == 0
+    return narrow and mesh.devices.flat[0].device_kind.startswith("NVIDIA")
+
+
+def attention_in_blocks(q: Array, k: Array, v: Array, block: int = QUERY_BLOCK) -> Array:
+    """Computes causal attention one block of queries after the other, forward and backward.
+
+    A block reads the keys up to its end alone, so that little is computed to be masked. Scores are not kept: the
+    backward pass computes those of a block again. The program grows with the number of blocks. All is computed in
+    float32, in which gradients of a key are summed over the blocks that read it; a TPU multiplies bfloat16 even so.
+
+    Args:
+        q: queries `[B, T, N, C]`.
+        k: keys, likewise.
+        v: values, likewise.
+        block: how many queries a block has; the last may have fewer.
+    """
+    wide = [part.astype(jnp.float32) for part in (q, k, v)]
+    if q.shape[1] <= block:
+        return jax.nn.dot_product_attention(*wide, is_causal=True).astype(q.dtype)
+    # Whole arrays go in, of which each block takes its part: slices would be kept for the backward pass.
+    blocks = [
+        jax.checkpoint(partial(_causal_block, start=start, stop=min(start + block, q.shape[1])))(*wide)
+        for start in range(0, q.shape[1], block)
+    ]
+    return jnp.concatenate(blocks, 1).astype(q.dtype)
+
+
+def _causal_block(q: Array, k: Array, v: Array, *, start: int, stop: int) -> Array:
+    mask = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None]
+    return jax.nn.dot_product_attention(q[:, start:stop], k[:, :stop], v[:, :stop], mask=mask[None, None])
+
+
+Cache = tuple[Array, Array]
+"""What a layer keeps of the tokens before, `[B, S, ...]`: keys and values, or what they are made of."""
+
+EVERYTHING = 2**30
+"""A window that no sequence is longer than."""
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    *,
+    scale: float,
+    window: Array | None = None,
+    sinks: Array | None = None,
+    whole: bool = False,
+) -> Array:
+    """Computes the attention of each query to the keys up to its position, in float32.
+
+    Of long sequences it holds the scores of `QUERY_BLOCK` queries at a time, also in the backward pass.
+
+    Args:
+        q: queries `[B, T, N, C]`.
+        k: keys `[B, S, G, C]`; `G` divides `N`, and key `s` is at position `s`.
+        v: values `[B, S, G, V]`.
+        positions: int32 `[B, T]`, those of the queries.
+        scale: the factor on the scores.
+        window: int32, how many keys back a query sees, itself counted; `None`: all.
+        sinks: `[N]`, a score of each head that takes its share of the softmax and brings no value.
+        whole: whether query `t` is at position `t`, as in training: then no block reads keys that none of it sees.
+
+    Returns:
+        `[B, T, N, V]`, in the dtype of `q`.
+    """
+    if q.shape[1] <= QUERY_BLOCK:
+        return _of_block(q, k, v, positions, window, sinks, scale=scale, start=0, stop=q.shape[1], keys=k.shape[1])
+    parts = []
+    for start in range(0, q.shape[1], QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, q.shape[1])
+        block = partial(_of_block, scale=scale, start=start, stop=stop, keys=stop if whole else k.shape[1])
+        # Whole arrays go in, of which each block takes its part: slices would be kept for the backward pass.
+        parts.append(jax.checkpoint(block)(q, k, v, positions, window, sinks))
+    return jnp.concatenate(parts, 1)
+
+
+def _of_block(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    window: Array | None,
+    sinks: Array | None,
+    *,
+    scale: float,
+    start: int,
+    stop: int,
+    keys: int,
+) -> Array:
+    q, k, v, positions = q[:, start:stop], k[:, :keys], v[:, :keys], positions[:, start:stop]
+    num_groups = k.shape[2]
+    # Heads of a group lie side by side: [B, T, G, N / G, C].
+    grouped = q.reshape(*q.shape[:2], num_groups, -1, q.shape[-1]).astype(jnp.float32)
+    scores = jnp.einsum("btgnc,bsgc->bgnts", grouped, k.astype(jnp.float32)) * scale
+    places = jnp.arange(keys, dtype=positions.dtype)[None, None]
+    seen = places <= positions[:, :, None]
+    if window is not None:
+        seen &= places > positions[:, :, None] - window
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, num_groups, -1, 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], -1)
+    shares = jax.nn.softmax(scores, -1)[..., :keys]
+    y = jnp.einsum("bgnts,bsgv->btgnv", shares, v.astype(jnp.float32))
+    return y.reshape(*q.shape[:3], -1).astype(q.dtype)
+
+
+def remember(cache: Cache, new: Cache, positions: Array) -> Cache:
+    """Puts what is new `[B, T, ...]` at its positions `[B, T]` of a cache `[B, S, ...]`."""
+    lines = jnp.arange(positions.shape[0])[:, None]
+
+    def put(old: Array, new: Array) -> Array:
+        return old.at[lines, positions].set(new.astype(old.dtype))
+
+    return put(cache[0], new[0]), put(cache[1], new[1])
+
+
+class AttentionWindow(nnx.Variable):
     """This variable holds how many keys back a layer sees: equal layers then differ in a number alone."""
 
 
@@ -41,7 +192,7 @@ class GroupedAttention(nnx.Module):
         self.q_norm, self.k_norm = head_norm(), head_norm()
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), config.param_dtype)) if config.sinks else None
         is_local = any(config.windows)
-        self.window = Window(jnp.int32(config.window(layer) or EVERYTHING)) if is_local else None
+        self.window = AttentionWindow(jnp.int32(config.window(layer) or EVERYTHING)) if is_local else None
 
     def __call__(self, x: Array, positions: Array, cache: Cache | None) -> tuple[Array, Cache | None]:
         """Mixes into each of the tokens `[B, T, H]` at `positions` what it sees; returns the cache with them."""
@@ -77,3 +228,71 @@ def norm(width: int, eps: float, config: DecoderConfig, rngs: nnx.Rngs) -> nnx.R
 
 def _dtypes(config: DecoderConfig) -> dict:
     return {"dtype": config.compute_dtype, "param_dtype": config.param_dtype}
+
+
+LATENT_EPS = 1e-6
+"""The norms of compressed vectors have this, whatever that of the others is."""
+
+
+class LatentAttention(nnx.Module):
+    """It is multi-head latent attention (DeepSeek-V2, section 2.1).
+
+    deviates: keys and values of the whole cache are made anew in each step of decoding; the paper absorbs their
+    weights into those of queries and outputs.
+
+    Args:
+        config: the sizes of the model, `latent` among them.
+        latent: those of the compressed vectors.
+        rngs: random numbers for the parameters.
+    """
+
+    def __init__(self, config: DecoderConfig, latent: Latent, *, rngs: nnx.Rngs) -> None:
+        self.config, self.latent = config, latent
+        width, num_heads, q_width = config.embed_dim, config.num_heads, latent.query_rank
+
+        def linear(inner: int, outer: int, use_bias: bool = False) -> nnx.Linear:
+            dtypes: dict[str, Any] = {"dtype": config.compute_dtype, "param_dtype": config.param_dtype}
+            return nnx.Linear(inner, outer, use_bias=use_bias, rngs=rngs, **dtypes)
+
+        self.q_down = None if q_width is None else linear(width, q_width, config.qkv_bias)
+        self.q_norm = None if q_width is None else norm(q_width, LATENT_EPS, config, rngs)
+        self.q_up = linear(q_width or width, num_heads * (latent.plain_dim + latent.rotated_dim))
+        self.kv_down = linear(width, latent.kv_rank + latent.rotated_dim, config.qkv_bias)
+        self.kv_norm = norm(latent.kv_rank, LATENT_EPS, config, rngs)
+        self.kv_up = linear(latent.kv_rank, num_heads * (latent.plain_dim + latent.value_dim))
+        self.out = linear(num_heads * latent.value_dim, width, config.out_bias)
+
+    def __call__(self, x: Array, positions: Array, cache: Cache | None) -> tuple[Array, Cache | None]:
+        """Mixes into each of the tokens `[B, T, H]` at `positions` what it sees; returns the cache with them."""
+        q = self._queries(x, positions)
+        small, turning = jnp.split(self.kv_down(x), [self.latent.kv_rank], -1)
+        # The rotated part is one head, which all share; there is no norm on it.
+        turned = self.config.rope(turning[:, :, None], positions)[:, :, 0]
+        small = self.kv_norm(small).astype(x.dtype)
+        if cache is not None:
+            cache = small, turned = remember(cache, (small, turned), positions)
+        k, v = self._keys_and_values(small, turned)
+        q, k, v = checkpoint_name((q, k, v), "attention")
+        y = attend(q, k, v, positions, scale=self.config.attention_scale, whole=cache is None)
+        y = checkpoint_name(y, "attention")
+        return self.out(y.reshape(*x.shape[:2], -1)), cache
+
+    def _queries(self, x: Array, positions: Array) -> Array:
+        if self.q_down is not None and self.q_norm is not None:
+            x = self.q_norm(self.q_down(x)).astype(x.dtype)
+        heads = self.q_up(x).reshape(*x.shape[:2], self.config.num_heads, -1)
+        plain, turning = jnp.split(heads, [self.latent.plain_dim], -1)
+        return jnp.concatenate([plain, self.config.rope(turning, positions)], -1)
+
+    def _keys_and_values(self, small: Array, turned: Array) -> tuple[Array, Array]:
+        heads = self.kv_up(small.astype(self.config.compute_dtype))
+        heads = heads.reshape(*small.shape[:2], self.config.num_heads, -1)
+        plain, v = jnp.split(heads, [self.latent.plain_dim], -1)
+        shared = jnp.broadcast_to(turned[:, :, None], (*plain.shape[:3], turned.shape[-1])).astype(plain.dtype)
+        return jnp.concatenate([plain, shared], -1), v
+
+    def empty_cache(self, batch_size: int, length: int) -> Cache:
+        """Makes a cache for so many tokens of so many sequences."""
+        dims = (self.latent.kv_rank, self.latent.rotated_dim)
+        small, turned = (jnp.zeros((batch_size, length, dim), self.config.compute_dtype) for dim in dims)
+        return small, turned

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from jax_moe_lb import TopK
-from jax_moe_lb.activations import Activation
+from jax_moe_lb.kernels.experts import Activation
+from models.config import COMPUTE_DTYPES, require_positive
 from models.decoder.rope import Rope
-from models.presets import COMPUTE_DTYPES, require_positive
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class DecoderConfig:
         windows: how many keys back a query of each layer sees, itself counted; `None`: all. Empty: all, in every layer.
         latent: the sizes of latent attention; `None`: it is the usual one.
         tie_embeddings: whether the output layer is the embedding, transposed.
-        num_further: how many modules predict tokens after the next one, for training; see `models.decoder.further`.
+        num_further: how many modules predict tokens after the next one, for training; see `models.decoder.model`.
         activation: the function between the projections of an expert; `None` is SwiGLU.
         compute_dtype: the dtype of activations and products.
         param_dtype: the dtype of parameters.
-        scan_layers: whether equal layers are one loop, for training; see `models.layers.scanned`.
+        scan_layers: whether equal layers are one loop, for training; see `models.decoder.layers.scanned`.
 
     Raises:
         ValueError: a size is below 1, or does not divide what it has to; or no layer has experts.

@@ -1,4 +1,7 @@
-"""`Decoder` is a decoder-only language model: blocks of attention and a dense network or a mixture of experts."""
+"""A decoder-only language model of attention and dense or mixture-of-experts blocks.
+
+`MultiTokenPrediction` predicts one token further ahead from the hidden states of the model.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -10,16 +13,42 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
-from jax_moe_lb import Stats, System, Topology
-from jax_moe_lb.nn import MoE
-from models.decoder.attention import GroupedAttention, norm
+from jax_moe_lb import MoE, Stats, System, Topology
+from models.decoder.attention import Cache, GroupedAttention, LatentAttention, norm
 from models.decoder.config import DecoderConfig
-from models.decoder.further import Further
-from models.decoder.latent_attention import LatentAttention
-from models.decoder.scores import Cache
-from models.decoder.split import Rules
-from models.layers import scanned
-from models.parallel import batch_sharding
+from models.decoder.layers import Rules, scanned
+from models.mesh import batch_sharding
+
+
+class MultiTokenPrediction(nnx.Module):
+    """It is a module of multi-token prediction (DeepSeek-V3's technical report, section 2.2), with a block of its own.
+
+    It shares the embedding and the output layer with the model. It serves training: the model learns to look further
+    ahead, and without it computes the same as before.
+
+    deviates: the stream of the model comes to the first module behind the model's last norm, and the embedding stands
+    before it, as those expect that generate with the published weights; the paper has neither.
+
+    Args:
+        config: the sizes of the model.
+        block: a `DecoderBlock` like those of the model.
+        rngs: random numbers for the parameters.
+    """
+
+    def __init__(self, config: DecoderConfig, block: Any, *, rngs: nnx.Rngs) -> None:
+        width = config.embed_dim
+        self.embed_norm = norm(width, config.norm_eps, config, rngs)
+        self.stream_norm = norm(width, config.norm_eps, config, rngs)
+        self.join = nnx.Linear(
+            2 * width, width, use_bias=False, dtype=config.compute_dtype, param_dtype=config.param_dtype, rngs=rngs
+        )
+        self.block = block
+        self.norm = norm(width, config.norm_eps, config, rngs)
+
+    def joined(self, x: Array, following: Array) -> Array:
+        """Joins the stream `[B, T, H]` of tokens and the embeddings `[B, T, H]` of those that follow, for the block."""
+        both = self.embed_norm(following).astype(x.dtype), self.stream_norm(x).astype(x.dtype)
+        return self.join(jnp.concatenate(both, -1))
 
 
 class FeedForward(nnx.Module):
@@ -109,7 +138,7 @@ class Decoder(nnx.Module):
 
     Args:
         config: the sizes of the model.
-        mesh: the mesh of the expert and data axes, as `models.parallel.make_mesh` makes it.
+        mesh: the mesh of the expert and data axes, as `models.mesh.make_mesh` makes it.
         system: the strategies that balance the load.
         ranks_per_domain: `M`, the ranks among which expert weights may move, see `Topology`; `None`: all of a group.
         rules: how experts are split over the mesh, see `nn.MoE`; `None`, the default: over the expert axes alone.
@@ -137,7 +166,7 @@ class Decoder(nnx.Module):
         self.head = None if config.tie_embeddings else nnx.Linear(config.embed_dim, config.vocab_size, **words)
         further = range(config.num_layers, config.num_layers + config.num_further)
         blocks = (DecoderBlock(config, layer, **options) for layer in further)
-        self.further = nnx.List([Further(config, block, rngs=rngs) for block in blocks])
+        self.further = nnx.List([MultiTokenPrediction(config, block, rngs=rngs) for block in blocks])
 
     def __call__(self, tokens: Array, mask: Array | None = None) -> tuple[Array, Stats]:
         """Computes logits of whole sequences, for training.

@@ -11,10 +11,9 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_moe_lb import Stats
+from models.decoder.layers import KEPT, ParameterGather, scan_stacked, split
 from models.decoder.model import Decoder, DecoderBlock
-from models.decoder.split import Gather, split
-from models.layers import KEPT, scan_stacked
-from models.parallel import batch_sharding
+from models.mesh import batch_sharding
 
 LOSS_BLOCK = 1024
 """So many tokens of a sequence have their logits at the same time: of 150,000 words they are 0.6 GB in float32."""
@@ -74,7 +73,7 @@ class StackedDecoder(nnx.Module):
     def _states(self, tokens: Array) -> tuple[Array, Stats]:
         x, per_stack = self._embedded(tokens), []
         for stack in self.stacks:
-            gather = Gather(self.mesh, x.dtype)
+            gather = ParameterGather(self.mesh, x.dtype)
             x, stats = scan_stacked(stack, x, batch_sharding(self.mesh), partial(gather, first=1), self.kept)
             per_stack += [] if stack.moe is None else [stats]
         return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_stack)
@@ -89,7 +88,7 @@ class StackedDecoder(nnx.Module):
         return jax.lax.with_sharding_constraint(x, batch_sharding(self.mesh))
 
     def _head(self) -> Array:
-        gather = Gather(self.mesh, self.config.compute_dtype)
+        gather = ParameterGather(self.mesh, self.config.compute_dtype)
         if self.head is None:
             return gather.one(("embed", "embedding"), self.embed.embedding).T
         return gather.one(("head", "kernel"), self.head.kernel)

@@ -13,13 +13,13 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jax_moe_lb import System
-from models.architectures.catalogue import configured, pieces_of
-from models.architectures.fields import Fields, read_fields
-from models.architectures.names import Piece
+from models.architectures.config_json import Fields, read_fields
+from models.architectures.parameter_map import ParameterSlice
+from models.architectures.registry import configured, pieces_of
 from models.decoder.model import Decoder
-from models.parallel import state_shardings
-from models.pretrained.folder import TensorFolder
+from models.mesh import state_shardings
 from models.pretrained.quantized import Weights
+from models.pretrained.safetensors import TensorFolder
 
 COMPARED_LINES = 4096
 """So many lines of two tensors are compared at once."""
@@ -45,7 +45,7 @@ def from_pretrained(
 
     Args:
         folder: a folder with `config.json` and safetensors, as `transformers` writes it.
-        mesh: what `models.parallel.make_mesh` made.
+        mesh: what `models.mesh.make_mesh` made.
         system: the strategies that balance the load.
         compute_dtype: the dtype of activations and products, "bfloat16" on accelerators.
         param_dtype: the dtype of parameters; that of the file keeps every bit.
@@ -85,8 +85,8 @@ def by_path(state: Any) -> dict[str, Any]:
     return {path.removesuffix(".value"): leaf for path, leaf in named}
 
 
-def _grouped(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
-    parts: dict[str, list[Piece]] = {}
+def _grouped(pieces: Iterable[ParameterSlice]) -> dict[str, list[ParameterSlice]]:
+    parts: dict[str, list[ParameterSlice]] = {}
     for piece in pieces:
         parts.setdefault(piece.path, []).append(piece)
     return parts
@@ -99,7 +99,7 @@ def _passed_over(fields: Fields, num_further: int) -> tuple[str, ...]:
     return (*layers, "lm_head.weight") if fields.raw.get("tie_word_embeddings") else layers
 
 
-def _check(weights: Weights, pieces: list[Piece], passed_over: tuple[str, ...]) -> None:
+def _check(weights: Weights, pieces: list[ParameterSlice], passed_over: tuple[str, ...]) -> None:
     """Refuses a checkpoint whose tensors are not those of the model, before any is read."""
     names = {name for name in weights.shapes if not name.startswith(passed_over)}
     shapes = {piece.name: piece.shape for piece in pieces if not piece.is_copy or piece.name in names}
@@ -115,7 +115,7 @@ def _check(weights: Weights, pieces: list[Piece], passed_over: tuple[str, ...]) 
         _check_copy(weights, copy, next(piece.name for piece in pieces if piece.path == copy.path))
 
 
-def _check_copy(weights: Weights, copy: Piece, name: str) -> None:
+def _check_copy(weights: Weights, copy: ParameterSlice, name: str) -> None:
     """Refuses a copy that is another tensor: the model has one parameter for both."""
     for start in range(0, copy.shape[0], COMPARED_LINES):
         lines = (slice(start, min(start + COMPARED_LINES, copy.shape[0])),)
@@ -123,7 +123,7 @@ def _check_copy(weights: Weights, copy: Piece, name: str) -> None:
             raise ValueError(f"{weights.tensors.folder}: {copy.name} is not {name}; expected a copy, as it is shared")
 
 
-def _placed(weights: Weights, pieces: list[Piece], shape: Any, sharding: Sharding) -> Array:
+def _placed(weights: Weights, pieces: list[ParameterSlice], shape: Any, sharding: Sharding) -> Array:
     """Reads a parameter and puts on each device what it has of it."""
     where = {device: index or () for device, index in sharding.addressable_devices_indices_map(shape.shape).items()}
     if pieces[0].expert is None:
@@ -159,7 +159,7 @@ def _with_line(buffer: Array, line: Array, at: int) -> Array:
     return jax.lax.dynamic_update_index_in_dim(buffer, line, at, 0)
 
 
-def _read(weights: Weights, piece: Piece, dtype: Any) -> np.ndarray:
+def _read(weights: Weights, piece: ParameterSlice, dtype: Any) -> np.ndarray:
     value = weights.read(piece.name, piece.index)
     value = np.swapaxes(value, -1, -2) if piece.transposed else value
     return np.ascontiguousarray(value.astype(dtype, copy=False))

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from models.architectures.fields import Fields
-from models.architectures.names import Index
-from models.pretrained.folder import FLOATS, FP8, TensorFolder
+from models.architectures.config_json import Fields
+from models.architectures.parameter_map import Index
+from models.pretrained.safetensors import FLOATS, FP8, TensorFolder
 
 SCALE = "_scale_inv"
 """What the name of a scale of `fp8` has behind that of its weight."""

@@ -14,13 +14,13 @@ from flax import nnx
 from jax import Array
 from safetensors.numpy import save_file
 
-from models.architectures.catalogue import pieces_of
-from models.architectures.names import Piece
+from models.architectures.parameter_map import ParameterSlice
+from models.architectures.registry import pieces_of
 from models.decoder.config import DecoderConfig
 from models.decoder.model import Decoder
-from models.files import part, write_whole
-from models.pretrained.folder import INDEX, SINGLE
 from models.pretrained.loading import by_path
+from models.pretrained.safetensors import INDEX, SINGLE
+from models.run_folder.files import part, write_whole
 
 MAX_FILE_BYTES = 2**30
 """A file has at most so many bytes of tensors, unless one tensor has more: host memory holds one file at a time."""
@@ -143,8 +143,8 @@ def write_tensors(
         write_whole(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
 
 
-def _by_tensor(pieces: list[Piece]) -> dict[str, list[Piece]]:
-    groups: dict[str, list[Piece]] = {}
+def _by_tensor(pieces: list[ParameterSlice]) -> dict[str, list[ParameterSlice]]:
+    groups: dict[str, list[ParameterSlice]] = {}
     for piece in pieces:
         groups.setdefault(piece.name, []).append(piece)
     return groups
@@ -163,7 +163,7 @@ def named_tensors(config: DecoderConfig, state: Any) -> Iterator[tuple[str, np.n
             yield name, assembled(pieces, values, values[pieces[0].path].dtype)
 
 
-def assembled(pieces: list[Piece], values: dict[str, Any], dtype: Any) -> np.ndarray:
+def assembled(pieces: list[ParameterSlice], values: dict[str, Any], dtype: Any) -> np.ndarray:
     """Makes a tensor of a checkpoint, in that dtype, of its pieces."""
     whole = np.empty(pieces[0].shape, dtype)
     for piece in pieces:

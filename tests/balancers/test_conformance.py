@@ -7,40 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jax_moe_lb
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import (
-    EPLB,
-    FEPLB,
-    LPLB,
     Balancer,
     Chain,
-    EPLBPlus,
-    Exact,
-    FasterMoE,
-    Greedy,
-    HostBalancer,
-    HybridEP,
-    PeerCopy,
-    Plain,
+    HostCallback,
     Plan,
-    RailS,
-    Relay,
-    Spray,
     System,
     TopK,
     Topology,
-    TwoPhase,
-    UltraEP,
-    check_plan,
+    balancers,
     exact,
     greedy,
     hybridep,
     plain,
-    plain_plan,
     rails,
 )
-from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+from jax_moe_lb.balancers import EPLB, FEPLB, LPLB, EPLBPlus, Exact, FasterMoE, Greedy, HybridEP, Plain, RailS, UltraEP
+from jax_moe_lb.core import check_plan, plain_plan
+from jax_moe_lb.transport import MultiRailDispatch, PeerCopy, Relay, TwoPhase
+from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
 
 def swap_halves(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
@@ -69,9 +55,9 @@ BALANCERS = {
     UltraEP: UltraEP(min_tokens=4),
     Exact: Exact(),
     RailS: RailS(),
-    HostBalancer: HostBalancer(swap_halves),
+    HostCallback: HostCallback(swap_halves),
     HybridEP: HybridEP(),
-    Chain: Chain((HostBalancer(swap_halves), Greedy(min_tokens=2))),
+    Chain: Chain((HostCallback(swap_halves), Greedy(min_tokens=2))),
 }
 SYSTEMS = {
     "plain": plain(),
@@ -87,12 +73,12 @@ SYSTEMS = {
     "eplb": System(EPLB(every=1), replica_slots=2),
     "eplb_plus": System(EPLBPlus(), replica_slots=2),
     "lplb": System(LPLB(), replica_slots=1),
-    "host": System(BALANCERS[HostBalancer], replica_slots=1),
+    "host": System(BALANCERS[HostCallback], replica_slots=1),
     "chain": System(BALANCERS[Chain], replica_slots=3),
     "rails": rails(0.6),
     "hybridep": hybridep(),
     "exact inside expert domains, sprayed": System(
-        Chain((HybridEP(2), Exact(), RailS())), dispatch=Spray(), replica_slots=4
+        Chain((HybridEP(2), Exact(), RailS())), dispatch=MultiRailDispatch(), replica_slots=4
     ),
     "peer copies": System(Greedy(), replicate=PeerCopy(), replica_slots=2),
     # Two phases whose plan no native planner makes beside the first: `start` and `join` with work between them.
@@ -111,7 +97,7 @@ SHAPES = [(8, 8, 16, 4), (8, 4, 16, 3), (8, 2, 8, 3), (1, 1, 4, 4), (6, 3, 18, 4
 def test_every_exported_balancer_is_here():
     exported = {
         value
-        for value in (getattr(jax_moe_lb, name) for name in jax_moe_lb.__all__)
+        for value in (getattr(balancers, name) for name in balancers.__all__)
         if inspect.isclass(value) and issubclass(value, Balancer) and not inspect.isabstract(value)
     }
     assert exported == set(BALANCERS)

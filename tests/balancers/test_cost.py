@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_moe_lb import Chain, Cost, Exact, Greedy, Level, Plan, Topology, check_plan, load, plain_plan
+from jax_moe_lb import Chain, Cost, Plan, Topology
+from jax_moe_lb.balancers import Exact, Greedy
 from jax_moe_lb.balancers.cost import busiest, lowest_max_load, min_saved, slowest_bytes_per_s
-from tests.layer import make_mesh
+from jax_moe_lb.core import Level, check_plan, load, plain_plan
+from tests.layer_cases import make_mesh
 
 # The example of docs/systems/exact.md. Rank 1 goes from 15 token copies to the mean, 10, and sends two replicas, the
 # most of any rank. At 100 bytes and 1000 operations a second, a replica takes `expert_bytes / 100` seconds and a

@@ -6,24 +6,11 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import (
-    EPLB,
-    LPLB,
-    Chain,
-    EPLBPlus,
-    HostBalancer,
-    Plan,
-    System,
-    TopK,
-    Topology,
-    check_plan,
-    load,
-    plain,
-    plain_plan,
-)
-from jax_moe_lb.balancers.history import History, mean, no_history, observe
-from jax_moe_lb.nn import MoE
-from tests.layer import make_mesh
+from jax_moe_lb import Chain, HostCallback, MoE, Plan, System, TopK, Topology, plain
+from jax_moe_lb.balancers import EPLB, LPLB, EPLBPlus
+from jax_moe_lb.balancers.eplb import History, mean, no_history, observe
+from jax_moe_lb.core import check_plan, load, plain_plan
+from tests.layer_cases import make_mesh
 
 TOPOLOGY, SLOTS = Topology.flat(8, 4), 4
 
@@ -115,7 +102,7 @@ def test_a_slot_that_is_taken_is_passed_over():
         placement[1, 2] = [1, 6][int(counts.sum()) % 2]
         return Plan(placement, plan.quota, domain=plan.domain)
 
-    plans = replay(Chain((HostBalancer(put), EPLB(every=1))), steps)
+    plans = replay(Chain((HostCallback(put), EPLB(every=1))), steps)
     assert all(plan.placement[1, 2] in (1, 6) for plan in plans)
 
 

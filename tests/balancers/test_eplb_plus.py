@@ -4,7 +4,9 @@ import pytest
 
 from benchmarks import popular_ranks
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import EPLBPlus, Greedy, Plan, Topology, check_plan, imbalance, load, plain_plan
+from jax_moe_lb import Plan, Topology
+from jax_moe_lb.balancers import EPLBPlus, Greedy
+from jax_moe_lb.core import check_plan, imbalance, load, plain_plan
 
 
 def plan_for(counts, domain=None, slots=None):

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Chain, Exact, Greedy, Plan, Topology, UltraEP, check_plan, imbalance, load, plain_plan, traffic
+from jax_moe_lb import Chain, Plan, Topology
+from jax_moe_lb.balancers import Exact, Greedy, UltraEP
+from jax_moe_lb.core import check_plan, imbalance, load, plain_plan, traffic
 
 
 def plan_for(counts, domain=None, slots=None, balancer=None, **options):

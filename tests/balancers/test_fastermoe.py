@@ -5,7 +5,9 @@ import pytest
 
 from benchmarks.bench_feplb import fastermoe, plain, reduction
 from benchmarks.stragglers import CASES, counts
-from jax_moe_lb import FasterMoE, LayerFacts, Level, Topology, check_plan, nearest_first, plain_plan
+from jax_moe_lb import Topology
+from jax_moe_lb.balancers import FasterMoE, LayerCost
+from jax_moe_lb.core import Level, check_plan, nearest_first, plain_plan
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.num_ranks} ranks")
@@ -41,7 +43,7 @@ def test_what_a_copy_must_save():
 
 
 def test_what_is_left_out_is_that_of_the_layer_and_the_topology():
-    sizes = LayerFacts(num_copies=8, expert_bytes=10**6, gradient_bytes=2 * 10**6, token_bytes=1000, token_flops=10**6)
+    sizes = LayerCost(num_copies=8, expert_bytes=10**6, gradient_bytes=2 * 10**6, token_bytes=1000, token_flops=10**6)
     topology = Topology((Level("gpu", 4, bytes_per_s=1e9),), ranks_per_domain=4, flops_per_s=1e12)
     balancer = FasterMoE().sized(sizes)
     assert balancer.copy_s(topology, 4) == 3e6 / 1e9

@@ -7,7 +7,9 @@ import pytest
 
 from benchmarks.bench_feplb import fastermoe, feplb, plain, reduction, straggler
 from benchmarks.stragglers import CASES, counts
-from jax_moe_lb import FEPLB, Chain, Greedy, Plan, Topology, check_plan, load, plain_plan
+from jax_moe_lb import Chain, Plan, Topology
+from jax_moe_lb.balancers import FEPLB, Greedy
+from jax_moe_lb.core import check_plan, load, plain_plan
 
 MICROBATCHES = 2000
 LOADS = {case.num_ranks: counts(case, 0, MICROBATCHES) for case in CASES}

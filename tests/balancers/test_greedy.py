@@ -3,7 +3,9 @@ import numpy as np
 import pytest
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Greedy, Plan, Topology, check_plan, imbalance, load, plain_plan, traffic
+from jax_moe_lb import Plan, Topology
+from jax_moe_lb.balancers import Greedy
+from jax_moe_lb.core import check_plan, imbalance, load, plain_plan, traffic
 
 
 def plan_for(counts, domain=None, slots=None, **options):

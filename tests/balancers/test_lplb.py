@@ -6,20 +6,10 @@ import numpy as np
 import pytest
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import (
-    LPLB,
-    Chain,
-    EPLBPlus,
-    HostBalancer,
-    Plan,
-    Topology,
-    check_plan,
-    imbalance,
-    load,
-    plain_plan,
-    traffic,
-)
+from jax_moe_lb import Chain, HostCallback, Plan, Topology
+from jax_moe_lb.balancers import LPLB, EPLBPlus
 from jax_moe_lb.balancers.lplb import spread
+from jax_moe_lb.core import check_plan, imbalance, load, plain_plan, traffic
 from tests.planners.planner_cases import draw_placement, draw_tokens
 
 
@@ -126,7 +116,7 @@ def test_replicas_of_another_balancer_are_used():
     assert load(replay(LPLB(), [counts], slots=2)[0]).max() == 400
     plan = replay(Chain((EPLBPlus(), LPLB())), [counts], slots=2)[0]
     assert load(plan).tolist() == [100] * 8
-    alone = HostBalancer(spread).rebalance(counts, plan, Topology.flat(8), ())[0]
+    alone = HostCallback(spread).rebalance(counts, plan, Topology.flat(8), ())[0]
     np.testing.assert_array_equal(alone.quota, plan.quota)
 
 

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import RailS, Topology, check_plan, plain_plan
+from jax_moe_lb import Topology
+from jax_moe_lb.balancers import RailS
 from jax_moe_lb.balancers.rails import best_chunks, ticks_of
-from jax_moe_lb.plan import rows_between
+from jax_moe_lb.core import check_plan, plain_plan
+from jax_moe_lb.core.plan import rows_between
 from jax_moe_lb.planners.spray import spray
 from tests.planners.planner_cases import STOPPED
 

@@ -7,17 +7,9 @@ import pytest
 
 from benchmarks import popular_ranks
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import (
-    Plan,
-    Split,
-    Topology,
-    UltraEP,
-    check_plan,
-    imbalance,
-    load,
-    plain_plan,
-    traffic,
-)
+from jax_moe_lb import Plan, Topology
+from jax_moe_lb.balancers import UltraEP
+from jax_moe_lb.core import Split, check_plan, imbalance, load, plain_plan, traffic
 
 # Rank loads of layer 12, microbatch 684, of the authors' run; the hottest expert of each overloaded rank is
 # recorded, the others are filled in. 8 ranks, 4 home experts, 2 replica slots, 8192 tokens per rank, top-4.

@@ -8,8 +8,9 @@ import pytest
 from benchmarks.fabric.flows import Flows, max_min_rates, simulate
 from benchmarks.fabric.paths import Fabric, rail_paths, spine_paths
 from benchmarks.fabric.policies import MinRtt, Recycle, Rehash, hashed_flows, planned_flows
-from jax_moe_lb import RailS, plain_plan
-from jax_moe_lb.plan import rows_between
+from jax_moe_lb.balancers import RailS
+from jax_moe_lb.core import plain_plan
+from jax_moe_lb.core.plan import rows_between
 
 ROW_BYTES = 8192
 ROUND_S = 4e-6

@@ -7,7 +7,7 @@ from benchmarks.bench_feplb import feplb, straggler
 from benchmarks.bench_feplb_readings import KINDS, Loads, error_over
 from benchmarks.feplb_readings import Reading, of_history, readings, straggler_after
 from benchmarks.stragglers import CASES, counts, zipf
-from jax_moe_lb import FEPLB
+from jax_moe_lb.balancers import FEPLB
 
 # Of four ranks; the mean load is 5.75.
 WORKED = np.zeros((1, 4, 12), np.int32)

@@ -12,7 +12,7 @@ from benchmarks.loglog import exponents
 from benchmarks.peer_layers import dense_one_hot, gshard, over_ranks, ragged_dot_ring
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import TopK
-from tests.layer import Case, make_mesh
+from tests.layer_cases import Case, make_mesh
 from tests.oracle import dense_moe
 
 CASE = Case()

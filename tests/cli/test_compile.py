@@ -5,9 +5,9 @@ import os
 
 import pytest
 
+from jax_moe_lb.aot import quiet_stderr
+from jax_moe_lb.aot.targets import EXTRAS
 from jax_moe_lb.cli import main
-from jax_moe_lb.compiled import quiet_stderr
-from jax_moe_lb.compiled.targets import EXTRAS
 from tests.cli.test_refusals import refusal
 
 BAD = {

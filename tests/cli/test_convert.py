@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jax_moe_lb.cli import main
-from jax_moe_lb.cli.files import read_trace
-from jax_moe_lb.cli.torch_file import read_torch
+from jax_moe_lb.recordings.counts_files import read_trace
+from jax_moe_lb.recordings.torch_file import read_torch
 
 RECORDED = Path(__file__).parent / "recorded"
 PLACES = [0, 1, 2, 0, 3, 3]

@@ -12,17 +12,16 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_moe_lb import Experts, Gather, Plan, Topology, _custom_calls, _ffi
+from jax_moe_lb import Experts, Plan, Topology, _ffi
 from jax_moe_lb.cli import main
-from jax_moe_lb.cli.build import build_states, newest_api_version
-from jax_moe_lb.cli.doctor import HOW_TO_BUILD, implementations, version
-from jax_moe_lb.ops import grouped_kernels
-from jax_moe_lb.ops._peer import Route
-from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join
-from jax_moe_lb.ops.grouped_ffn import grouped_ffn
-from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
-from jax_moe_lb.ops.ragged_all_to_all import ragged_all_to_all
-from jax_moe_lb.planners.eplb_plus import eplb_plus
+from jax_moe_lb.cli.doctor import HOW_TO_BUILD, build_states, implementations, newest_api_version, version
+from jax_moe_lb.collectives.peer_copy import Route, copy_expert_weights, join
+from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
+from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
+from jax_moe_lb.core import custom_calls as _custom_calls
+from jax_moe_lb.kernels import backends as grouped_kernels
+from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
+from jax_moe_lb.planners.eplb import eplb_plus
 from jax_moe_lb.planners.exact import exact
 from jax_moe_lb.planners.fastermoe import fastermoe
 from jax_moe_lb.planners.feplb import feplb
@@ -30,6 +29,7 @@ from jax_moe_lb.planners.greedy import greedy, greedy_planner
 from jax_moe_lb.planners.relay import relay
 from jax_moe_lb.planners.spray import spray
 from jax_moe_lb.planners.ultraep import ultraep
+from jax_moe_lb.transport import Gather
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 RANKS = 8
@@ -214,7 +214,7 @@ def test_what_the_driver_lacks_is_named(monkeypatch):
 def test_a_build_against_newer_headers_is_named(monkeypatch):
     assert "build it again" not in build_states()["jax_moe_lb._ffi"]
     assert _ffi.registrations()["api_version"] <= newest_api_version()
-    monkeypatch.setattr("jax_moe_lb.cli.build.newest_api_version", lambda: (0, 1))
+    monkeypatch.setattr("jax_moe_lb.cli.doctor.newest_api_version", lambda: (0, 1))
     assert build_states()["jax_moe_lb._ffi"].endswith("this jaxlib takes at most 0.1: build it again")
 
 

@@ -14,14 +14,15 @@ import pytest
 import yaml
 
 from jax_moe_lb import Plan
+from jax_moe_lb.advise.advise import Candidate, pays_from
+from jax_moe_lb.advise.evaluate import Workload
 from jax_moe_lb.cli import main
-from jax_moe_lb.cli.errors import print_error
-from jax_moe_lb.sim import Cluster, Links, ModelShape, Step, simulate, simulate_uniform, skewed_counts, units
-from jax_moe_lb.sim.advise import Candidate, pays_from
+from jax_moe_lb.cli.output import print_error
+from jax_moe_lb.layer.systems import plain
+from jax_moe_lb.recordings.yaml_file import shown
+from jax_moe_lb.sim import Cluster, Links, ModelShape, Step, simulate, simulate_uniform, skewed_counts
+from jax_moe_lb.sim import config as units
 from jax_moe_lb.sim.config import load_config, preset_names
-from jax_moe_lb.sim.limits import shown
-from jax_moe_lb.sim.workloads import Workload
-from jax_moe_lb.systems import plain
 
 MOST_S = 5.0
 MOST_CHARACTERS = 300
@@ -329,10 +330,10 @@ def inputs(folder):
 @pytest.fixture
 def measured(monkeypatch):
     """A measurement that takes no time."""
-    from jax_moe_lb.cli import calibrate
-    from jax_moe_lb.cli.measured import Exchange, Measured
+    from jax_moe_lb.calibrate import measure as calibrate
+    from jax_moe_lb.calibrate.machine_profile import Measured, MeasuredExchange
 
-    level, curve = Exchange("gpu", 2, 1e9, 1e-5), ((1.0, 2.0), (1e9, 2e9))
+    level, curve = MeasuredExchange("gpu", 2, 1e9, 1e-5), ((1.0, 2.0), (1e9, 2e9))
     found = Measured("machine", "gpu", "2026-01-31", 0.0, 2, 2, (level,), *curve, 1e10, 1e9, 1e-4, 1e10)
     monkeypatch.setattr(calibrate, "measure", lambda ranks: found)
 

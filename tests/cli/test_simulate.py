@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from jax_moe_lb.cli import main
-from jax_moe_lb.cli.compose import compose
-from jax_moe_lb.cli.report import note
+from jax_moe_lb.cli.compile import compose
+from jax_moe_lb.cli.output import note
+from jax_moe_lb.layer.systems import system_names
+from jax_moe_lb.recordings.yaml_file import forecast
 from jax_moe_lb.sim import Cluster, Links, Migration, ModelShape, Step, skewed_counts
 from jax_moe_lb.sim.config import load_config
-from jax_moe_lb.sim.limits import forecast
-from jax_moe_lb.sim.sample import sample_of
-from jax_moe_lb.systems import system_names
+from jax_moe_lb.sim.uniform import sample_of
 
 CONFIG = """
 version: 1
@@ -200,7 +200,8 @@ def test_large_simulations_say_what_they_need(capsys):
 @pytest.mark.slow
 def test_calibrate_writes_what_simulate_reads(capsys, tmp_path, monkeypatch):
     # The shape of the file, not the machine: small sizes.
-    from jax_moe_lb.cli import calibrate, measured
+    from jax_moe_lb.calibrate import machine_profile as measured
+    from jax_moe_lb.calibrate import measure as calibrate
 
     for name, value in {"HIDDEN": 16, "INNER": 32, "ROWS": (4, 16), "MANY_ROWS": 64, "REPEATS": 1}.items():
         monkeypatch.setattr(calibrate, name, value)

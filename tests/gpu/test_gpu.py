@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb._custom_calls import is_built
-from jax_moe_lb.ops._peer import Route
-from jax_moe_lb.ops.copy_expert_weights import copy_expert_weights, join, start
-from jax_moe_lb.ops.plan_and_copy import plan_and_copy, post
-from jax_moe_lb.planners.eplb_plus import eplb_plus, eplb_plus_reference
+from jax_moe_lb.collectives.peer_copy import Route, copy_expert_weights, join, start
+from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
+from jax_moe_lb.core.custom_calls import is_built
+from jax_moe_lb.planners.eplb import eplb_plus, eplb_plus_reference
 from jax_moe_lb.planners.greedy import greedy, greedy_planner, greedy_reference
-from tests.layer import make_mesh
-from tests.ops.test_copy_expert_weights import expected, expected_sums
-from tests.ops.test_plan_and_copy import GREEDY, HOME, OPTIONS, RANKS, assert_equal, load
+from tests.collectives.test_peer_copy import expected, expected_sums
+from tests.collectives.test_plan_and_copy import GREEDY, HOME, OPTIONS, RANKS, assert_equal, load
+from tests.layer_cases import make_mesh
 
 pytestmark = pytest.mark.gpu
 

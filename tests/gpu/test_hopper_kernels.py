@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_moe_lb.ops.grouped_blocks import matmul_by_blocks, outer_by_blocks
-from jax_moe_lb.ops.grouped_kernels import hopper_matmul, hopper_outer
+from jax_moe_lb.kernels.backends import hopper_matmul, hopper_outer
+from jax_moe_lb.kernels.grouped_matmul import matmul_by_blocks, outer_by_blocks
 
 pytestmark = pytest.mark.gpu
 

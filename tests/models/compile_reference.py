@@ -7,10 +7,9 @@ import dataclasses
 import math
 import sys
 
-from jax_moe_lb.compiled import Report, Target, quiet_stderr
-from models.dry_run import dry_run
-from models.presets import preset
-from models.published_runs import PublishedRun
+from jax_moe_lb.aot import ProgramReport, Target, quiet_stderr
+from models.config import preset
+from models.dry_run.step import PublishedRun, dry_run
 
 SYSTEMS = {"h100:1x8": "exact", "v5e:2x4": "greedy"}
 """By target; on a TPU the plans of `exact` are made by a program that takes longer to compile."""
@@ -50,7 +49,7 @@ def main() -> int:
 
 
 def _is_broken(
-    what: str, report: Report, most_bytes: float, most_flops: float = math.inf, most_hbm: float = math.inf
+    what: str, report: ProgramReport, most_bytes: float, most_flops: float = math.inf, most_hbm: float = math.inf
 ) -> bool:
     broken = report.temp_bytes > most_bytes or report.compile_s > MOST_COMPILE_S or not report.fits
     broken |= report.hbm_bytes > most_hbm

@@ -4,9 +4,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 from typer.testing import CliRunner
 
-from models import presets
-from models.loop import execute, prepare
+from models import config as presets
 from models.train import app
+from models.training.loop import execute, prepare
 from tests.models.small import CONFIG, CORPUS
 
 

@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 
-from models.checkpoint import steps_in
-from models.recording import RunFolder
+from models.run_folder.checkpoints import steps_in
+from models.run_folder.metrics import RunFolder
 
 ROOT = Path(__file__).parents[2]
 STEPS_PER_KILL = 30

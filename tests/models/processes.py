@@ -12,10 +12,8 @@ from pathlib import Path
 
 from jax._src.lib import _jax
 
-from models.distributed import join
-from models.peers import Peers
-from models.place import Place
-from models.store import Store
+from models.multi_process.peer_monitor import PeerMonitor, Store
+from models.multi_process.rendezvous import Place, join
 
 ROOT = Path(__file__).parents[2]
 JOIN_TIMEOUT_S = 120
@@ -63,7 +61,7 @@ def end(processes: list[subprocess.Popen], within_s: float) -> list[tuple[int, s
 def main(port: str, num_processes: str, process_id: str, what: str) -> None:
     place = Place("127.0.0.1", int(port), int(num_processes), int(process_id))
     join(place, JOIN_TIMEOUT_S)
-    with Peers(place, Store()):
+    with PeerMonitor(place, Store()):
         print("joined", flush=True)
         if what == "fail":
             raise OSError("no space left")

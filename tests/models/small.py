@@ -5,9 +5,9 @@ from unittest import mock
 
 from rich.console import Console
 
-from models.data import Corpus
-from models.loop import execute, prepare
-from models.presets import ModelConfig, ParallelConfig, TrainConfig
+from models.config import ModelConfig, ParallelConfig, TrainConfig
+from models.data.corpus import Corpus
+from models.training.loop import execute, prepare
 
 CONFIG = TrainConfig(
     model=ModelConfig(num_layers=2, embed_dim=16, num_heads=2, mlp_dim=16, num_experts=16),
@@ -30,5 +30,5 @@ def on(data_parallel: int, expert_parallel: int, system: str) -> TrainConfig:
 
 def run(config, run_dir, *, resume=False):
     """Trains, and writes all but the report, whose figures take a second."""
-    with mock.patch("models.loop.write_report"):
+    with mock.patch("models.training.loop.write_report"):
         return execute(prepare(config, CORPUS, run_dir, resume=resume), Console(quiet=True))

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention import attention_in_blocks, has_cudnn_kernel
-from models.common import rope
-from models.decoder import scores
-from models.parallel import batch_sharding, make_mesh, make_system
-from models.presets import preset
-from models.training import make_programs
+from models.config import preset
+from models.decoder import attention as scores
+from models.decoder.attention import attention_in_blocks, has_cudnn_kernel
+from models.decoder.tiny import rope
+from models.mesh import batch_sharding, make_mesh, make_system
+from models.training.step import make_programs
 
 
 def inputs(length, dtype):

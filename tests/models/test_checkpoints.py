@@ -11,19 +11,18 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from jax_moe_lb import System
-from jax_moe_lb.nn import relocate
-from jax_moe_lb.systems import system_named
+from jax_moe_lb import System, relocate
+from jax_moe_lb.layer.systems import system_named
 from models import finetune, generate
-from models.architectures.catalogue import configured
-from models.architectures.fields import Fields
+from models.architectures.config_json import Fields
+from models.architectures.published import PUBLISHED, num_params, published_config
+from models.architectures.registry import configured
+from models.config import ParallelConfig
 from models.decoder.model import Decoder
-from models.parallel import make_mesh
-from models.presets import ParallelConfig
-from models.pretrained.header import read_header
+from models.mesh import make_mesh
 from models.pretrained.loading import by_path, from_pretrained
+from models.pretrained.safetensors import read_header
 from models.pretrained.saving import save_pretrained
-from models.published import PUBLISHED, num_params, published_config
 from models.tiny_checkpoint import tiny_config, write_tiny
 
 NAME = "model.layers.1.block_sparse_moe.experts.3.w1.weight"

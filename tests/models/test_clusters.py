@@ -5,16 +5,16 @@ import dataclasses
 import pytest
 from typer.testing import CliRunner
 
-from jax_moe_lb.compiled import Report
-from jax_moe_lb.compiled.collectives import Collective
-from models import clusters
-from models.published_runs import PublishedRun
+from jax_moe_lb.aot import ProgramReport
+from jax_moe_lb.aot.collectives import ProgramCollective
+from models.dry_run import smallest_cluster as clusters
+from models.dry_run.step import PublishedRun
 
 GB = 10**9
 STATE_BYTES = 512 * GB
 """Of all devices."""
 
-REPORT = Report(
+REPORT = ProgramReport(
     target="h100:1x8",
     devices=8,
     argument_bytes=35 * GB,
@@ -28,7 +28,7 @@ REPORT = Report(
     hbm_bytes=0,
     operations=(),
     collectives=tuple(
-        Collective(kind, axes, 1, 2 * GB, 0, ())
+        ProgramCollective(kind, axes, 1, 2 * GB, 0, ())
         for kind, axes in (("all-gather", ("data",)), ("reduce-scatter", ("data",)), ("all-reduce", None))
     ),
     custom_calls={},

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
-from models import presets
-from models.presets import ParallelConfig
-from models.recording import RunFolder
+from models import config as presets
+from models.config import ParallelConfig
+from models.run_folder.metrics import RunFolder
 from models.train import app
 from tests.models.small import CONFIG
 

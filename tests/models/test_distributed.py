@@ -9,13 +9,11 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from models.arrival import arrive, gather
-from models.checkpoint import steps_in
-from models.link import KEEPALIVE, Link, listen
-from models.place import Place, find_place
-from models.recording import RunFolder
-from models.refusal import Refused
-from models.store import agree
+from models.config import UserError
+from models.multi_process.peer_monitor import agree
+from models.multi_process.rendezvous import KEEPALIVE, Link, Place, detect_process, gather, listen, wait_for_processes
+from models.run_folder.checkpoints import steps_in
+from models.run_folder.metrics import RunFolder
 from models.train import app
 from tests.models.kill_training import MAX_WAIT_S, wait_for_steps
 from tests.models.processes import end, free_port, start
@@ -81,9 +79,9 @@ def test_a_process_that_is_none_is_refused(num_processes, process_id, message):
 def test_what_the_environment_says_is_read_where_nothing_is_given(monkeypatch):
     for option, value in {"coordinator": "[::1]:9911", "num_processes": "4", "process_id": "3"}.items():
         monkeypatch.setenv(VARIABLES[option], value)
-    assert find_place(None, None, None, 1) == Place("::1", 9911, 4, 3)
-    assert find_place(None, None, None, 1).coordinator == "[::1]:9911"
-    assert find_place("a:1", 5, 0, 1) == Place("a", 1, 5, 0)
+    assert detect_process(None, None, None, 1) == Place("::1", 9911, 4, 3)
+    assert detect_process(None, None, None, 1).coordinator == "[::1]:9911"
+    assert detect_process("a:1", 5, 0, 1) == Place("a", 1, 5, 0)
     monkeypatch.setenv("JAX_PROCESS_ID", "first")
     assert refusal("--distributed") == "JAX_PROCESS_ID is 'first'; expected a whole number"
 
@@ -133,13 +131,13 @@ class Shelf:
 def test_options_that_differ_are_named_with_their_values():
     shelf = Shelf()
     shelf.values |= {"options/1": '{"steps": 9, "seed": 0}', "options/2": '{"steps": 8, "seed": 0, "new": 1}'}
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UserError) as refused:
         agree(Place("a", 1, 3, 0), shelf, {"model": {"steps": 8}, "seed": 0})
     assert str(refused.value) == (
         "steps is 8 on processes 0, 2 and 9 on process 1; new is None on processes 0, 1 and 1 on process 2; "
         "expected the same on all processes"
     )
-    with pytest.raises(Refused, match="steps is 8"):
+    with pytest.raises(UserError, match="steps is 8"):
         agree(Place("a", 1, 3, 1), shelf, {})
     agree(Place("a", 1, 1, 0), Shelf(), {"steps": 8})
 
@@ -173,12 +171,14 @@ def test_a_process_id_that_comes_twice_is_refused_by_all():
     lines = []
 
     def meet(place, how):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(UserError) as refused:
             how(place, until, 60)
         lines.append(str(refused.value))
 
     first = threading.Thread(target=meet, args=(Place("127.0.0.1", port, 3, 0), gather))
-    others = [threading.Thread(target=meet, args=(Place("127.0.0.1", port, 3, 1), arrive)) for _ in range(2)]
+    others = [
+        threading.Thread(target=meet, args=(Place("127.0.0.1", port, 3, 1), wait_for_processes)) for _ in range(2)
+    ]
     for thread in (first, *others):
         thread.start()
     for thread in (first, *others):
@@ -209,7 +209,7 @@ OPEN_MPI = {
 def test_schedulers_say_which_process_this_is(monkeypatch, variables, host, num_processes, process_id):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    found = find_place(None, None, None, 1)
+    found = detect_process(None, None, None, 1)
     assert (found.host, found.num_processes, found.process_id) == (host, num_processes, process_id)
 
 

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jax_moe_lb.compiled import Target, targets
-from jax_moe_lb.compiled.executed import total
-from jax_moe_lb.compiled.flops import products
-from jax_moe_lb.compiled.hlo import parse_module
-from models import dry_run as module
-from models.parallel import make_mesh, make_system
-from models.presets import ModelConfig, ParallelConfig, TrainConfig, preset
-from models.published import published_config
-from models.published_runs import PublishedRun, ideal_flops_per_token
+from jax_moe_lb.aot import Target, targets
+from jax_moe_lb.aot.execution_counts import total
+from jax_moe_lb.aot.flops import products
+from jax_moe_lb.aot.hlo import parse_module
+from models.architectures.published import published_config
+from models.config import ModelConfig, ParallelConfig, TrainConfig, preset
+from models.dry_run import step as module
+from models.dry_run.step import PublishedRun, published_flops_per_token
+from models.mesh import make_mesh, make_system
 from models.train import app
-from models.training import make_programs
+from models.training.step import make_programs
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_the_ideal_of_a_published_model():
     keys = [(128 * 129 / 2 + (4096 - 128) * 128) / 4096, 4097 / 2]
     attention = sum(18 * seen * 64 * 2 * 64 for seen in keys)
     products = 36 * layer + 2880 + 201_088 * 2880
-    assert ideal_flops_per_token(config, 4096) == pytest.approx(6 * (products + attention), rel=1e-3)
+    assert published_flops_per_token(config, 4096) == pytest.approx(6 * (products + attention), rel=1e-3)
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from models.files import FolderLock, free_sibling, part, write_whole
-from models.recording import PER_STEP, Recorder, RunFolder
-from models.stopping import StopRequest
+from models.run_folder.files import FolderLock, free_sibling, part, write_whole
+from models.run_folder.metrics import PER_STEP, Recorder, RunFolder
+from models.training.faults import StopRequest
 
 
 def test_a_killed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
@@ -62,7 +62,7 @@ def test_a_file_that_was_about_to_be_written_is_no_run(tmp_path):
 
 def test_lock_goes_with_the_process(tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from models.files import FolderLock\n"
+        "import sys, time; from pathlib import Path; from models.run_folder.files import FolderLock\n"
         "lock = FolderLock(Path(sys.argv[1])); print('locked', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
@@ -126,7 +126,7 @@ def test_first_signal_asks_for_an_end(number, code):
 @pytest.mark.slow
 def test_second_signal_ends_at_once_whatever_the_main_thread_does():
     code = (
-        "import hashlib\nfrom models.stopping import StopRequest\n"
+        "import hashlib\nfrom models.training.faults import StopRequest\n"
         "with StopRequest():\n"
         "    print('ready', flush=True)\n"
         # A minute in C, where no handler of Python's runs, as in a compilation.

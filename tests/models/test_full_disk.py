@@ -13,9 +13,9 @@ import jax
 import pytest
 from flax import nnx
 
-from models.checkpoint import Checkpoints, restore_newest, steps_in
-from models.files import RESUMING, in_words, write_whole
-from models.recording import Recorder, RunFolder
+from models.run_folder.checkpoints import Checkpoints, restore_newest, steps_in
+from models.run_folder.files import RESUMING, in_words, write_whole
+from models.run_folder.metrics import Recorder, RunFolder
 
 ROOM = 4096
 
@@ -88,7 +88,7 @@ def test_the_checkpoint_before_stays_whole(tmp_path, capfd):
 
 FULL_AT_STEP_4 = f"""
 import resource
-from models.checkpoint import Checkpoints
+from models.run_folder.checkpoints import Checkpoints
 from tests.models import tiny_training
 
 save = Checkpoints.save

@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 
 from jax_moe_lb import System
 from models import finetune
-from models.architectures.catalogue import configured
-from models.architectures.fields import Fields, read_fields
+from models.architectures.config_json import Fields, read_fields
+from models.architectures.registry import configured
+from models.config import ParallelConfig
 from models.decoder.model import Decoder
-from models.gradients import further_loss
-from models.parallel import make_mesh
-from models.presets import ParallelConfig
+from models.mesh import make_mesh
 from models.pretrained.loading import by_path, from_pretrained
 from models.pretrained.saving import save_pretrained
 from models.tiny_checkpoint import byte_tokenizer, tiny_config, write_tiny
+from models.training.step import further_loss
 from tests.models.further_reference import ahead
 
 LAYER = "model.layers.2"

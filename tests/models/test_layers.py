@@ -11,12 +11,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_moe_lb import Topology
-from jax_moe_lb.systems import system_named
-from models.common import LanguageModel
-from models.layers import one_by_one, scanned
-from models.parallel import batch_sharding, make_mesh
-from models.presets import ModelConfig, ParallelConfig
-from models.training import make_programs
+from jax_moe_lb.layer.systems import system_named
+from models.config import ModelConfig, ParallelConfig
+from models.decoder.layers import one_by_one, scanned
+from models.decoder.tiny import LanguageModel
+from models.mesh import batch_sharding, make_mesh
+from models.training.step import make_programs
 from tests.models.small import CONFIG
 
 PARALLEL = ParallelConfig(data_parallel=2, expert_parallel=2)

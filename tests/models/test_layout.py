@@ -12,13 +12,20 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from jax_moe_lb.cli.app import app as tools
-from models.checkpoint import Checkpoints, Keeping, Kept, parts, restore_newest, steps_in
-from models.layout import as_before, layout_of
-from models.loop import Run, _restored
-from models.parallel import make_mesh, make_system
-from models.presets import ParallelConfig
-from models.recording import RunFolder
-from models.training import make_programs
+from models.config import ParallelConfig
+from models.mesh import make_mesh, make_system
+from models.run_folder.checkpoints import (
+    CheckpointMetadata,
+    Checkpoints,
+    RetentionPolicy,
+    parts,
+    restore_newest,
+    steps_in,
+)
+from models.run_folder.metrics import RunFolder
+from models.training.loop import Run, _restored
+from models.training.resume import as_before, layout_of
+from models.training.step import make_programs
 from tests.models.small import CONFIG, CORPUS, on, run
 
 pytestmark = pytest.mark.slow
@@ -39,7 +46,7 @@ def test_a_checkpoint_fits_any_mesh(trained_run, mesh, all_devices):
     folder = RunFolder(trained_run).checkpoints
     step, state, kept = restore_newest(folder, made.state_shapes, lines.append, made.init, layout)
     assert (step, lines) == (8, [])
-    assert kept == Kept(layout_of(CONFIG.parallel), {"sequences": 8 * CONFIG.batch_size})
+    assert kept == CheckpointMetadata(layout_of(CONFIG.parallel), {"sequences": 8 * CONFIG.batch_size})
     assert jax.tree.structure(state) == jax.tree.structure(made.state_shapes)
     with Checkpoints(folder) as checkpoints:
         before = parts(checkpoints.restore(8, programs(CONFIG).state_shapes))
@@ -67,7 +74,7 @@ def test_a_run_goes_on_with_half_the_ranks_and_eplb(trained_run, command_line, t
 
     # Two steps more of the run as it was laid out.
     with monkeypatch.context() as patched:
-        patched.setattr("models.loop._finish", lambda *arguments: {})
+        patched.setattr("models.training.loop._finish", lambda *arguments: {})
         assert command_line(*["--resume", "--run-dir", "straight", "--steps", "10"]).exit_code == 0
     np.testing.assert_allclose(losses(folder.path), losses(straight), rtol=2e-5)
 
@@ -92,7 +99,7 @@ def test_a_run_goes_on_with_half_the_ranks_and_eplb(trained_run, command_line, t
     ]
     shutil.rmtree(folder.checkpoints / "10")
     with monkeypatch.context() as patched:
-        patched.setattr("models.loop._finish", lambda *arguments: {})
+        patched.setattr("models.training.loop._finish", lambda *arguments: {})
         run(dataclasses.replace(CONFIG, steps=10), folder.path, resume=True)
     assert folder.segments == [1]
     assert folder.read_counts()["steps"].tolist() == list(range(1, 11))
@@ -115,7 +122,7 @@ def test_experts_that_moved_come_home_for_a_system_that_remembers_loads(tmp_path
     moved = made.move(began, np.stack([np.random.default_rng(i).permutation(16) for i in range(2)]))
     assert (np.asarray(moved[0]["blocks"][0]["moe"]["up"].get_value()) != before["0.blocks.0.moe.up.value"]).any()
     with Checkpoints(folder.checkpoints) as checkpoints:
-        checkpoints.save(4, moved, Kept(layout_of(moving.parallel), {"steps": 4}))
+        checkpoints.save(4, moved, CheckpointMetadata(layout_of(moving.parallel), {"steps": 4}))
     folder.config.write_text(json.dumps({"config": dataclasses.asdict(moving)}))
 
     given = {"system": "eplb", "expert_parallel": 4, "replica_slots": None}
@@ -123,7 +130,7 @@ def test_experts_that_moved_come_home_for_a_system_that_remembers_loads(tmp_path
     assert (parallel["system"], parallel["expert_parallel"], moves) == ("eplb", 4, {})
     config = dataclasses.replace(CONFIG, parallel=ParallelConfig(1, 4, "eplb"))
     found = programs(config)
-    run = Run(config, CORPUS, folder, None, make_mesh(config.parallel), found, None, 0, None, Keeping(), {})
+    run = Run(config, CORPUS, folder, None, make_mesh(config.parallel), found, None, 0, None, RetentionPolicy(), {})
     step, state, _ = _restored(run, layout_of(config.parallel), print)
     assert step == 4
     after = parts(state)
@@ -139,10 +146,13 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path):
     state = nnx.State({f"layer{i}": nnx.Param(jnp.full((512, 512), i, jnp.float32)) for i in range(8)})
     step = jax.jit(lambda state: jax.tree.map(lambda a: a + 1.0, state), donate_argnums=0)
     shapes, told = jax.eval_shape(lambda: state), []
-    with Checkpoints(tmp_path, Keeping(number=2, every_s=1000)) as checkpoints:
+    with Checkpoints(tmp_path, RetentionPolicy(number=2, every_s=1000)) as checkpoints:
         for number in range(1, 7):
             checkpoints.save(
-                number, state, Kept({}, {"steps": number}), lambda n=number: told.append((n, steps_in(tmp_path)))
+                number,
+                state,
+                CheckpointMetadata({}, {"steps": number}),
+                lambda n=number: told.append((n, steps_in(tmp_path))),
             )
             for _ in range(10):
                 state = step(state)
@@ -154,7 +164,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path):
             restored = checkpoints.restore(number, shapes)
             for i in range(8):
                 assert (np.asarray(restored[f"layer{i}"].get_value()) == i + 10 * (number - 1)).all()
-            assert checkpoints.read_kept(number) == Kept({}, {"steps": number})
+            assert checkpoints.read_kept(number) == CheckpointMetadata({}, {"steps": number})
     assert [number for number, _ in told] == [1, 2, 3, 4, 5, 6]
     # What is told comes after the checkpoint is there.
     assert all(number in steps for number, steps in told)
@@ -162,9 +172,9 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path):
 
 def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="keep is 0; expected at least 1"):
-        Keeping(0)
+        RetentionPolicy(0)
     with pytest.raises(ValueError, match="keep_every_s is 0; expected at least 1"):
-        Keeping(1, 0)
+        RetentionPolicy(1, 0)
     (tmp_path / "4").mkdir()
     with (
         pytest.raises(ValueError, match=r"checkpoint of step 4 in .* is of an older version"),

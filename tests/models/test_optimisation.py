@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.gradients import next_token_loss
-from models.optimizer import make_optimizer, make_schedule
-from models.parallel import batch_sharding, make_mesh, make_system, place_batch
-from models.presets import ModelConfig, ParallelConfig, TrainConfig
-from models.training import make_programs
+from models.config import ModelConfig, ParallelConfig, TrainConfig
+from models.mesh import batch_sharding, make_mesh, make_system, place_batch
+from models.training.step import make_optimizer, make_programs, make_schedule, next_token_loss
 from tests.models.small import CONFIG, CORPUS
 
 LAYER = dataclasses.replace(CONFIG.model, num_layers=1)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models.architectures.catalogue import configured, pieces_of
-from models.architectures.fields import read_fields
-from models.parallel import make_mesh
-from models.presets import ParallelConfig
-from models.pretrained.folder import TensorFolder
+from models.architectures.config_json import read_fields
+from models.architectures.registry import configured, pieces_of
+from models.config import ParallelConfig
+from models.mesh import make_mesh
 from models.pretrained.loading import from_pretrained
 from models.pretrained.quantized import Weights
+from models.pretrained.safetensors import TensorFolder
 from models.pretrained.saving import save_pretrained
 from models.tiny_checkpoint import write_tiny
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from models.loop import execute, prepare
-from models.presets import ParallelConfig, TrainConfig
-from models.recording import RunFolder
+from models.config import ParallelConfig, TrainConfig
+from models.run_folder.metrics import RunFolder
+from models.training.loop import execute, prepare
 from tests.models.small import CONFIG, CORPUS, run
 
 pytestmark = pytest.mark.slow

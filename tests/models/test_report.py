@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from models.recording import FIGURES, RunFolder
+from models.run_folder.metrics import FIGURES, RunFolder
 
 pytestmark = pytest.mark.slow
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.parallel import make_mesh, make_system, place_batch
-from models.presets import ParallelConfig
-from models.steps import Steps
-from models.training import make_programs
+from models.config import ParallelConfig
+from models.mesh import make_mesh, make_system, place_batch
+from models.training.faults import StepRunner
+from models.training.step import make_programs
 from tests.models.small import CONFIG, CORPUS
 
 HEADROOM = 2.1
@@ -31,7 +31,7 @@ def trained(config):
     mesh = make_mesh(config.parallel)
     programs = make_programs(config, mesh, make_system(config.parallel))
     told: list[str] = []
-    do = Steps(programs.step, programs.step_again, told.append)
+    do = StepRunner(programs.step, programs.step_again, told.append)
     state, losses, counts, again = programs.init(), [], [], []
     for step in range(1, config.steps + 1):
         batch = CORPUS.batch(0, step, config.batch_size, config.sequence_length)
@@ -106,7 +106,7 @@ def test_only_a_lack_of_rounds_is_done_again():
 
     broken = jax.tree.map(no_numbers, programs.init())
     tokens = place_batch(CORPUS.batch(0, 1, config.batch_size, config.sequence_length), mesh)
-    do = Steps(programs.step, programs.step_again, lambda text: None)
+    do = StepRunner(programs.step, programs.step_again, lambda text: None)
     _, _, stats = do(1, broken, tokens)
     assert (stats.fault.code > 0).all()
     assert do.num_again == 0

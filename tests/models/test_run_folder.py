@@ -9,11 +9,11 @@ import jax
 import pytest
 from rich.console import Console
 
-from models.checkpoint import Checkpoints, steps_in
-from models.checksums import CHECKSUMS
-from models.loop import execute, prepare
-from models.presets import ParallelConfig
-from models.recording import RunFolder
+from models.config import ParallelConfig
+from models.run_folder.checkpoints import Checkpoints, steps_in
+from models.run_folder.files import CHECKSUMS
+from models.run_folder.metrics import RunFolder
+from models.training.loop import execute, prepare
 from tests.models.kill_training import STEPS_PER_KILL, finish, kill_and_compare, start, wait_for_steps
 from tests.models.small import CONFIG, CORPUS
 
@@ -55,7 +55,7 @@ def test_what_only_tracing_finds_touches_nothing(copied, monkeypatch):
     def refuses(*arguments):
         raise ValueError("found by tracing")
 
-    monkeypatch.setattr("models.gradients._share_of_loss", refuses)
+    monkeypatch.setattr("models.training.step._share_of_loss", refuses)
     before = contents(copied)
     with pytest.raises(ValueError, match="found by tracing"):
         prepare(CONFIG, CORPUS, copied, overwrite=True)

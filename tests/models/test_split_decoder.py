@@ -7,17 +7,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_moe_lb.systems import system_named
-from models.architectures.catalogue import configured
-from models.architectures.fields import Fields
+from jax_moe_lb.layer.systems import system_named
+from models.architectures.config_json import Fields
+from models.architectures.registry import configured
+from models.config import ParallelConfig, TrainConfig
 from models.decoder import stacked
 from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
-from models.decoder.training import make_split_programs
-from models.gradients import next_token_loss
-from models.parallel import make_mesh, place_batch
-from models.presets import ParallelConfig, TrainConfig
+from models.mesh import make_mesh, place_batch
 from models.tiny_checkpoint import tiny_config
+from models.training.step import make_split_programs, next_token_loss
 
 TRAIN = TrainConfig(parallel=ParallelConfig(2, 4, "exact"), batch_size=8, steps=5, learning_rate=1e-2)
 

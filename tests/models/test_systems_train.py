@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_moe_lb.systems import system_named, system_names
-from models.parallel import make_mesh, place_batch
-from models.presets import ParallelConfig
-from models.training import make_programs
+from jax_moe_lb.layer.systems import system_named, system_names
+from models.config import ParallelConfig
+from models.mesh import make_mesh, place_batch
+from models.training.step import make_programs
 from tests.models.small import CONFIG, CORPUS
 
 pytestmark = pytest.mark.slow

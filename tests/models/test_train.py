@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jax_moe_lb.systems import system_names
-from models import presets
-from models.checkpoint import Checkpoints
-from models.loop import prepare
-from models.parallel import make_mesh, make_system
-from models.recording import RunFolder
+from jax_moe_lb.layer.systems import system_names
+from models import config as presets
+from models.mesh import make_mesh, make_system
+from models.run_folder.checkpoints import Checkpoints
+from models.run_folder.metrics import RunFolder
 from models.train import app
-from models.training import make_programs
+from models.training.loop import prepare
+from models.training.step import make_programs
 from tests.models.small import CONFIG, CORPUS, on, run
 
 pytestmark = pytest.mark.slow

@@ -13,21 +13,21 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from models.checkpoint import steps_in
-from models.health import check_state, check_step
-from models.loop import execute, prepare
-from models.pace import slow_hosts
-from models.recording import RunFolder
-from models.refusal import Refused
-from models.watching import Watching, scalars
+from models.config import UserError
+from models.multi_process.stragglers import straggler_hosts
+from models.run_folder.checkpoints import steps_in
+from models.run_folder.metrics import RunFolder
+from models.run_folder.trackers import MetricLoggerConfig, scalars
+from models.training.faults import check_state, check_step
+from models.training.loop import execute, prepare
 from tests.models.small import CONFIG, CORPUS
 
 
 def test_hosts_that_take_longer_than_the_median_are_slow():
-    assert slow_hosts(np.array([1.0, 1.1, 1.0, 2.0]), 0.1) == [3]
-    assert slow_hosts(np.array([1.0, 2.0]), 0.1) == [1]
-    assert slow_hosts(np.array([1.0, 2.0]), 1.5) == []
-    assert slow_hosts(np.array([1.0, 1.4, 1.2]), 0.0) == []
+    assert straggler_hosts(np.array([1.0, 1.1, 1.0, 2.0]), 0.1) == [3]
+    assert straggler_hosts(np.array([1.0, 2.0]), 0.1) == [1]
+    assert straggler_hosts(np.array([1.0, 2.0]), 1.5) == []
+    assert straggler_hosts(np.array([1.0, 1.4, 1.2]), 0.0) == []
 
 
 def test_numbers_of_lines_have_names():
@@ -38,23 +38,23 @@ def test_numbers_of_lines_have_names():
 
 def test_what_is_not_installed_or_no_number_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="profile is -1; expected a number of steps, at least 0"):
-        Watching(profile=-1)
+        MetricLoggerConfig(profile=-1)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"wandb is not installed; expected pip install '.\[wandb\]'"):
-        Watching(wandb="project")
+        MetricLoggerConfig(wandb="project")
 
 
 def test_a_loss_that_is_not_finite_ends_the_run():
     fine = SimpleNamespace(fault=SimpleNamespace(code=np.zeros((2, 1), np.int32)))
     check_step(3, 1.0, fine, None)
-    with pytest.raises(Refused, match=r"step 3: loss is nan, .*; --resume goes on from the checkpoint of step 2"):
+    with pytest.raises(UserError, match=r"step 3: loss is nan, .*; --resume goes on from the checkpoint of step 2"):
         check_step(3, float("nan"), fine, 2)
 
 
 def test_no_checkpoint_is_made_of_what_is_not_finite():
     leaves = {"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf]), "n": jnp.arange(2)}
     state = nnx.State({name: nnx.Param(leaf) for name, leaf in leaves.items()})
-    with pytest.raises(Refused, match=r"step 3: b is not finite, of which no checkpoint is made; there is no"):
+    with pytest.raises(UserError, match=r"step 3: b is not finite, of which no checkpoint is made; there is no"):
         check_state(3, state, None)
 
 
@@ -73,9 +73,9 @@ def test_a_run_is_watched_and_ends_with_a_nan(tmp_path, monkeypatch):
         return (jax.tree.map(nan, state) if len(steps) == 5 else state), loss, stats
 
     steps, program = [], run.step.lower().compile()
-    monkeypatch.setattr("models.loop._compiled", lambda run: (broken, 0.0))
-    with pytest.raises(Refused) as refused:
-        execute(run, Console(quiet=True), watching=Watching(tensorboard=True, profile=1))
+    monkeypatch.setattr("models.training.loop._compiled", lambda run: (broken, 0.0))
+    with pytest.raises(UserError) as refused:
+        execute(run, Console(quiet=True), watching=MetricLoggerConfig(tensorboard=True, profile=1))
     assert re.match(
         r"step 6, layer 1: router logits of rank 0 give weights that are not finite; expected finite logits; "
         r"--resume goes on from the checkpoint of step 4",

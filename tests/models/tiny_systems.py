@@ -10,15 +10,13 @@ import sys
 
 import jax
 
-from jax_moe_lb import raise_fault
-from jax_moe_lb.virtual_devices import SCHEDULER_FLAG
-from models.distributed import join
-from models.parallel import make_mesh, make_system, offer_cpu_devices, place_batch
-from models.peers import Peers
-from models.place import Place
-from models.presets import ModelConfig, ParallelConfig
-from models.store import Store
-from models.training import make_programs
+from jax_moe_lb import raise_on_fault
+from jax_moe_lb.core.virtual_devices import SCHEDULER_FLAG
+from models.config import ModelConfig, ParallelConfig
+from models.mesh import make_mesh, make_system, offer_cpu_devices, place_batch
+from models.multi_process.peer_monitor import PeerMonitor, Store
+from models.multi_process.rendezvous import Place, join
+from models.training.step import make_programs
 from tests.models.processes import JOIN_TIMEOUT_S, bind_gloo
 from tests.models.small import CONFIG, CORPUS
 
@@ -48,7 +46,7 @@ def losses(systems: list[str]) -> dict[str, list[float]]:
         for step in range(1, STEPS + 1):
             batch = CORPUS.batch(config.seed, step, config.batch_size, config.sequence_length)
             state, loss, stats = programs.step(state, place_batch(batch, mesh))
-            raise_fault(stats)
+            raise_on_fault(stats)
             found[name].append(float(loss))
     return found
 
@@ -58,7 +56,7 @@ def main(port: str, num_processes: str, process_id: str, *systems: str) -> None:
     bind_gloo()
     join(place, JOIN_TIMEOUT_S)
     offer_cpu_devices(DEVICES // place.num_processes)
-    with Peers(place, Store()):
+    with PeerMonitor(place, Store()):
         found = losses(list(systems))
         assert len(jax.devices()) == DEVICES
         # XLA reads it when devices come up, which is after the processes have joined.

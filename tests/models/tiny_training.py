@@ -3,8 +3,8 @@
 import dataclasses
 
 import models.train
-from models import presets
-from models.presets import ModelConfig, ParallelConfig, TrainConfig
+from models import config as presets
+from models.config import ModelConfig, ParallelConfig, TrainConfig
 from tests.models.small import CONFIG, CORPUS
 
 TINY: TrainConfig = dataclasses.replace(

@@ -6,10 +6,11 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from jax_moe_lb import Codec, CodecBase, ExpertDomains, Migrate, TopK, Topology, hybrid_mesh
-from jax_moe_lb.nn import MoE, SharedMix, adopt, portable
-from jax_moe_lb.systems import system_names
-from tests.layer import make_mesh
+from jax_moe_lb import MoE, TopK, Topology
+from jax_moe_lb.layer.systems import system_names
+from jax_moe_lb.nn import SharedMix, mesh_independent_state, restore_mesh_independent_state
+from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
+from tests.layer_cases import make_mesh
 
 OPTIONS = {
     "biases": {"expert_bias": True, "kernel_bias": True, "use_bias": True},
@@ -28,19 +29,21 @@ def migrating(num_ranks):
     devices = make_mesh((num_ranks,), ("gpu",))
     mesh = hybrid_mesh(devices, {"gpu": 2})
     domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(devices, "gpu"))
-    migrate = Migrate(domains, Codec(2.0, CodecBase.REMEMBERED))
+    migrate = GatherExpertDomain(domains, Codec(2.0, CodecBase.REMEMBERED))
     return MoE(8, 12, 16, TopK(2), mesh=mesh, migrate=migrate, rngs=nnx.Rngs(num_ranks))
 
 
 def carry_over(layer, other, folder):
-    saved, target = portable(layer), portable(other)
+    saved, target = mesh_independent_state(layer), mesh_independent_state(other)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), target)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "checkpoint", saved)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(folder / "checkpoint", shapes)
-    adopt(other, restored)
-    for (path, got), want in zip(jax.tree.leaves_with_path(portable(other)), jax.tree.leaves(saved), strict=True):
+    restore_mesh_independent_state(other, restored)
+    for (path, got), want in zip(
+        jax.tree.leaves_with_path(mesh_independent_state(other)), jax.tree.leaves(saved), strict=True
+    ):
         np.testing.assert_array_equal(got, want, err_msg=jax.tree_util.keystr(path))
         assert len(got.sharding.device_set) == other.mesh.size, jax.tree_util.keystr(path)
 

@@ -6,9 +6,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_moe_lb import Codec, CodecBase, ExpertDomains, Migrate, TopK, Topology, greedy, hybrid_mesh
-from jax_moe_lb.nn import MoE
-from tests.layer import assert_close, make_mesh
+from jax_moe_lb import MoE, TopK, Topology, greedy
+from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
+from tests.layer_cases import assert_close, make_mesh
 
 
 @pytest.mark.slow
@@ -19,7 +19,7 @@ def test_a_layer_with_domains_equals_one_without():
     mesh = hybrid_mesh(base, {"expert": 2})
     domains = ExpertDomains.from_mesh(mesh, topology)
     options = {"system": greedy(), "rngs": nnx.Rngs(0)}
-    layer = MoE(16, 24, 8, TopK(2), mesh=mesh, topology=domains.between, migrate=Migrate(domains), **options)
+    layer = MoE(16, 24, 8, TopK(2), mesh=mesh, topology=domains.between, migrate=GatherExpertDomain(domains), **options)
     options["rngs"] = nnx.Rngs(0)
     reference = MoE(16, 24, 8, TopK(2), mesh=base, topology=topology, **options)
     x = jax.random.normal(jax.random.key(1), (16, 4, 16))
@@ -42,7 +42,7 @@ def test_a_codec_that_remembers_begins_exact_and_catches_up():
     domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(base))
 
     def layer(codec):
-        options = {"topology": domains.between, "migrate": Migrate(domains, codec), "rngs": nnx.Rngs(0)}
+        options = {"topology": domains.between, "migrate": GatherExpertDomain(domains, codec), "rngs": nnx.Rngs(0)}
         return MoE(16, 24, 8, TopK(2), mesh=mesh, **options)
 
     exact, encoded = layer(Codec()), layer(Codec(8.0, CodecBase.REMEMBERED))
@@ -70,7 +70,7 @@ def test_a_codec_that_remembers_begins_exact_and_catches_up():
 def test_the_topology_of_another_mesh_is_refused():
     base = make_mesh((4,), ("expert",))
     mesh = hybrid_mesh(base, {"expert": 2})
-    migrate = Migrate(ExpertDomains.from_mesh(mesh, Topology.from_mesh(base)), Codec(2.0))
+    migrate = GatherExpertDomain(ExpertDomains.from_mesh(mesh, Topology.from_mesh(base)), Codec(2.0))
     with pytest.raises(ValueError, match=r"topology is not migrate.domains.between"):
         MoE(16, 24, 8, TopK(2), mesh=mesh, topology=Topology.from_mesh(base), migrate=migrate, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="num_experts is 6; expected a positive multiple of the 4 ranks"):

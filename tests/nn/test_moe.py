@@ -9,26 +9,26 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_moe_lb import (
-    CHECKPOINT_NAMES,
     Balancer,
-    ClampedSwiGLU,
     Experts,
     Losses,
+    MoE,
     Plan,
     System,
     TopK,
     Topology,
-    eplb,
+    as_linen,
     exact,
     greedy,
     plain,
-    relu_squared,
     router_loss,
 )
-from jax_moe_lb.nn import MoE, as_linen, logical_axis_rules
+from jax_moe_lb.kernels import ClampedSwiGLU, relu_squared
+from jax_moe_lb.kernels.grouped_ffn import dense_ffn
+from jax_moe_lb.layer import CHECKPOINT_NAMES, eplb
+from jax_moe_lb.nn import logical_axis_rules
 from jax_moe_lb.nn.moe import BalancerState, RouterBias
-from jax_moe_lb.ops.grouped_ffn import dense_ffn
-from tests.layer import assert_close, make_mesh
+from tests.layer_cases import assert_close, make_mesh
 from tests.oracle import dense_moe
 
 WIDTH, INNER, NUM_EXPERTS = 16, 24, 8
@@ -423,9 +423,7 @@ def test_the_linen_form_says_what_it_takes():
 
 
 def test_a_narrow_dtype_is_refused_when_the_layer_is_made():
-    with pytest.raises(
-        ValueError, match=r"dtype is float8_e4m3fn; expected bfloat16.*Rows travel in 8 bits with a Wire"
-    ):
+    with pytest.raises(ValueError, match=r"dtype is float8_e4m3fn; expected bfloat16.*use QuantizedTransfer"):
         make(make_mesh((1,), ("expert",)), dtype=jnp.float8_e4m3fn)
 
 

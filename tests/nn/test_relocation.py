@@ -7,11 +7,12 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_moe_lb import GroupLimit, Losses, TopK, Topology, plain, router_loss
+from jax_moe_lb import Losses, MoE, TopK, Topology, plain, relocate, router_loss
 from jax_moe_lb.balancers.eplb import EPLB
-from jax_moe_lb.nn import MoE, expert_bytes, relocate
-from jax_moe_lb.systems import System
-from tests.layer import make_mesh
+from jax_moe_lb.layer.systems import System
+from jax_moe_lb.nn import expert_bytes
+from jax_moe_lb.routing import GroupLimit
+from tests.layer_cases import make_mesh
 
 WIDTH, INNER, NUM_EXPERTS = 16, 24, 16
 

@@ -6,12 +6,12 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_moe_lb import Experts, Shards, TopK, Topology, exact, feplb, scan_prefetched
-from jax_moe_lb.compiled.collectives import collectives
-from jax_moe_lb.compiled.hlo import parse_module
-from jax_moe_lb.nn import MoE
-from jax_moe_lb.ops.grouped_ffn import dense_ffn
-from tests.layer import assert_close, make_mesh
+from jax_moe_lb import Experts, MoE, TopK, Topology, exact, feplb
+from jax_moe_lb.aot.collectives import collectives
+from jax_moe_lb.aot.hlo import parse_module
+from jax_moe_lb.kernels.grouped_ffn import dense_ffn
+from jax_moe_lb.transport import FsdpExperts, scan_prefetched
+from tests.layer_cases import assert_close, make_mesh
 from tests.oracle import dense_moe
 
 WIDTH, INNER, NUM_EXPERTS = 16, 24, 8
@@ -106,7 +106,7 @@ def check_collectives(text, axes):
 @pytest.mark.parametrize("gather_again", [False, True])
 def test_split_experts_are_gathered_a_layer_ahead(gather_again):
     mesh = make_mesh((2,), ("fsdp",))
-    shards = Shards(embed_axes=("fsdp",))
+    shards = FsdpExperts(embed_axes=("fsdp",))
     up, gate = jax.random.normal(jax.random.key(0), (2, 3, 2, WIDTH, INNER)) / 4
     experts = Experts(up, jax.random.normal(jax.random.key(1), (3, 2, INNER, WIDTH)) / 4, gate)
 

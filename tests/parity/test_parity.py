@@ -12,15 +12,15 @@ from flax import nnx
 from safetensors.numpy import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from jax_moe_lb import raise_fault
-from jax_moe_lb.systems import system_named, system_names
-from models.architectures.fields import Fields
-from models.generation import generate
-from models.parallel import make_mesh
-from models.presets import ParallelConfig
-from models.pretrained.folder import TensorFolder
+from jax_moe_lb import raise_on_fault
+from jax_moe_lb.layer.systems import system_named, system_names
+from models.architectures.config_json import Fields
+from models.config import ParallelConfig
+from models.mesh import make_mesh
+from models.pretrained.generation import generate
 from models.pretrained.loading import from_pretrained
 from models.pretrained.quantized import Weights
+from models.pretrained.safetensors import TensorFolder
 from models.pretrained.saving import named_tensors, save_pretrained
 from models.upcycle import upcycle
 from tests.parity.references import CONFIGS, NEW_TOKENS, PROMPT, logits_of, make_dense, read_tensors
@@ -43,7 +43,7 @@ def loss_of(graph, tokens, params, rest):
 def compare_logits(reference, mesh, system, **options):
     model = loaded(reference, mesh, system, **options)
     logits, stats = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(reference.tokens, jnp.int32))
-    raise_fault(stats)
+    raise_on_fault(stats)
     np.testing.assert_allclose(logits, reference.logits, rtol=0, atol=LOGITS)
 
 
@@ -53,7 +53,7 @@ def compare(reference, mesh, system, **options):
     tokens = jnp.asarray(reference.tokens, jnp.int32)
     step = jax.jit(jax.value_and_grad(partial(loss_of, graph, tokens), has_aux=True))
     (_, (logits, stats)), gradients = step(params, rest)
-    raise_fault(stats)
+    raise_on_fault(stats)
     np.testing.assert_allclose(logits, reference.logits, rtol=0, atol=LOGITS)
     compared = dict(named_tensors(model.config, gradients))
     expected = {name: value for name, value in reference.gradients.items() if "e_score_correction_bias" not in name}

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jax_moe_lb import _planning
-from jax_moe_lb.planners.eplb_plus import eplb_plus, eplb_plus_reference
+from jax_moe_lb.planners.eplb import eplb_plus, eplb_plus_reference
 from jax_moe_lb.planners.exact import exact
 from jax_moe_lb.planners.fastermoe import fastermoe, fastermoe_reference
 from jax_moe_lb.planners.feplb import feplb, feplb_reference

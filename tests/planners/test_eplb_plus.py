@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_moe_lb import Plan, _planning, check_plan
-from jax_moe_lb.planners.eplb_plus import eplb_plus, eplb_plus_reference, round_robin
+from jax_moe_lb import Plan, _planning
+from jax_moe_lb.core import check_plan
+from jax_moe_lb.planners.eplb import eplb_plus, eplb_plus_reference, round_robin
 from tests.planners.planner_cases import STOPPED, assert_same, draw_placement, draw_tokens
 
 RUN = jax.jit(eplb_plus, static_argnums=2)

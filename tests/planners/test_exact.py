@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_moe_lb import Plan, _planning, check_plan
+from jax_moe_lb import Plan, _planning
+from jax_moe_lb.core import check_plan
 from jax_moe_lb.planners.exact import check_shapes, exact
 from tests import exact_reference
 from tests.planners.planner_cases import STOPPED, assert_same

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Exact, Plan, System, TopK, Topology, _custom_calls, _planning, check_plan
+from jax_moe_lb import Plan, System, TopK, Topology, _planning
+from jax_moe_lb.balancers import Exact
+from jax_moe_lb.core import check_plan
+from jax_moe_lb.core import custom_calls as _custom_calls
+from jax_moe_lb.planners.base import plan_on_host
 from jax_moe_lb.planners.exact import exact
-from jax_moe_lb.planners.exact_fill import fill
-from jax_moe_lb.planners.exact_in_jax import exact_in_jax
-from jax_moe_lb.planners.exact_ways import usual_way
-from jax_moe_lb.planners.native import plan_on_host
-from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+from jax_moe_lb.planners.exact_packing import fill
+from jax_moe_lb.planners.exact_search import exact_in_jax, usual_way
+from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 from tests.planners.planner_cases import STOPPED, assert_same
 
 ANY = 2**63 - 1

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_moe_lb import Topology, plain_plan
-from jax_moe_lb._custom_calls import is_built
-from jax_moe_lb.legality import ensure_legal
-from jax_moe_lb.plan import Plan
+from jax_moe_lb import Topology
+from jax_moe_lb.core import plain_plan
+from jax_moe_lb.core.custom_calls import is_built
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.validation import ensure_legal
+from jax_moe_lb.planners.base import illegal_if_failed
 from jax_moe_lb.planners.greedy import greedy
-from jax_moe_lb.planners.native import illegal_if_failed
-from tests.layer import make_mesh
+from tests.layer_cases import make_mesh
 from tests.planners.planner_cases import PLANNERS, STOPPED, as_tuple, assert_same
 
 EACH_PLANNER = pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)

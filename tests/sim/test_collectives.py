@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jax_moe_lb import Codec, systems
+from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import Cluster, Collective, Communication, Links, Migration, ModelShape, simulate
-from jax_moe_lb.sim.collectives import all_gather, all_reduce, pair_hops, reduce_scatter
-from jax_moe_lb.sim.network import latency_s, level_bytes, seconds
+from jax_moe_lb.sim.network import all_gather, all_reduce, latency_s, level_bytes, pair_hops, reduce_scatter, seconds
+from jax_moe_lb.transport import Codec
 
 FAR = Cluster((Links("dc", 32, 1e9, latency_s=5e-3),))
 NODES = Cluster((Links("node", 4, 50e9, links=8, latency_s=10e-6), Links("gpu", 8, 400e9, latency_s=3e-6)))

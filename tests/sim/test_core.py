@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_moe_lb import Codec, CodecBase, Direct, Level, Topology, Work, choose_expert_domains, systems
+from jax_moe_lb import Topology
 from jax_moe_lb.balancers.hybridep import HybridEP
-from jax_moe_lb.plan import load, rows_between, traffic
+from jax_moe_lb.core import Level
+from jax_moe_lb.core.plan import load, rows_between, traffic
+from jax_moe_lb.core.split import nearest_first
+from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import (
     AnalyticGemm,
     Cluster,
@@ -21,16 +24,16 @@ from jax_moe_lb.sim import (
     Migration,
     ModelShape,
     Step,
+    Work,
+    choose_expert_domains,
     simulate,
     simulate_uniform,
 )
-from jax_moe_lb.sim.collectives import all_reduce
-from jax_moe_lb.sim.network import flow, level_bytes, seconds
-from jax_moe_lb.sim.planning import groups, plan_layer
-from jax_moe_lb.sim.traffic import gradients_between, replicas_between, rows_per_slot
+from jax_moe_lb.sim.network import all_reduce, flow, level_bytes, seconds
+from jax_moe_lb.sim.stream_model import latency
+from jax_moe_lb.sim.traffic import gradients_between, groups, plan_layer, replicas_between, rows_per_slot
 from jax_moe_lb.sim.work import layer_work, shared_work
-from jax_moe_lb.split import nearest_first
-from jax_moe_lb.streams import latency
+from jax_moe_lb.transport import Codec, CodecBase, Direct
 
 SYSTEMS = {
     "plain": systems.plain(),

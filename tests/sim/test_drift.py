@@ -3,17 +3,16 @@
 import numpy as np
 import pytest
 
-from jax_moe_lb import systems
+from jax_moe_lb.advise.choice import Choice
+from jax_moe_lb.advise.evaluate import Evaluator, drawn_workloads
+from jax_moe_lb.advise.search import Space
 from jax_moe_lb.cli import main
+from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import Cluster, Drift, Links, ModelShape, drifting_counts, fitted_drift, replay
-from jax_moe_lb.sim.choice import Choice
 from jax_moe_lb.sim.config import load_config
 from jax_moe_lb.sim.drift import moments
-from jax_moe_lb.sim.judge import Judge
 from jax_moe_lb.sim.loads import LoadShape
-from jax_moe_lb.sim.schedule import Step
-from jax_moe_lb.sim.space import Space
-from jax_moe_lb.sim.workloads import drawn_workloads
+from jax_moe_lb.sim.model import Step
 
 MODEL = ModelShape(1, 256, 512, 64, 4, 1024)
 CLUSTER = Cluster((Links("gpu", 8, 50e9),), planner_s=1e-5)
@@ -61,7 +60,7 @@ def test_stale_plans_lose_by_drift():
 def test_advice_knows_what_was_before():
     drift = Drift(0.9, 0.1, 10.0)
     (load,) = drawn_workloads(MODEL, 8, 2.0, 1, [LoadShape.LOGNORMAL], 1, 0, drift)
-    judge = Judge(MODEL, CLUSTER, Step())
+    judge = Evaluator(MODEL, CLUSTER, Step())
     # Its three first steps are of a plan, so the judged one has replicas.
     assert judge.report(Choice("eplb", 2), load).imbalance_after < 1.6 < judge.report(Choice(), load).imbalance_after
     assert Choice("eplb", 2) in Space(CLUSTER, 2, with_history=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jax_moe_lb import systems
+from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import Cluster, Communication, Links, Migration, ModelShape, Step, simulate, simulate_uniform
 from jax_moe_lb.sim.events import Timeline, Transfer
 

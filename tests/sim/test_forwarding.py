@@ -5,11 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jax_moe_lb import System, Wire, systems
+from jax_moe_lb import System
+from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import Cluster, Communication, Links, Migration, ModelShape, Step, simulate, simulate_uniform
-from jax_moe_lb.sim.forwarding import copies_to, forwarded, share_in_member, tokens_to
 from jax_moe_lb.sim.network import latency_s
+from jax_moe_lb.sim.traffic import copies_to, forwarded, share_in_member, tokens_to
 from jax_moe_lb.sim.work import layer_work
+from jax_moe_lb.transport import QuantizedTransfer
 
 THREE = Cluster(
     (
@@ -118,7 +120,7 @@ def test_dispatch_in_fp8_and_combine_in_bfloat16():
 
 def test_a_wire_is_for_rows_forward_and_gradients_travel_as_they_are():
     cluster, even = Cluster((Links("gpu", 8, 1e9),)), np.full((8, 16), 16, np.int32)
-    system = systems.plain().with_wire(Wire(block=32))
+    system = systems.plain().with_wire(QuantizedTransfer(block=32))
     stages = simulate(system, model(), cluster, even).stages
     # 64 numbers of a byte and two scales of 4, beside 64 numbers of 2.
     wire, plainly = 8 * 256 * 7 / 8 * (64 + 8), 8 * 256 * 7 / 8 * 128

@@ -5,9 +5,10 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from jax_moe_lb import feplb, systems
+from jax_moe_lb import feplb
+from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import Cluster, Links, ModelShape, Step, simulate
-from jax_moe_lb.sim.hbm import traffic_of
+from jax_moe_lb.sim.memory import traffic_of
 
 MODEL = ModelShape(layers=2, hidden=64, inner=128, experts=8, per_token=2, tokens=256)
 CLUSTER = Cluster((Links("gpu", 4, 1e9),))

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from jax_moe_lb.advise.evaluate import BEFORE, drawn_workloads, recorded_workloads
 from jax_moe_lb.sim import ModelShape, skewed_counts
 from jax_moe_lb.sim.loads import LoadShape
-from jax_moe_lb.sim.workloads import BEFORE, drawn_workloads, recorded_workloads
 
 
 def shape(experts, per_token, tokens):

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from jax_moe_lb import Balancer, Direct, Gather, Greedy, HybridEP, PeerCopy, Plain, Relay, System
+from jax_moe_lb import Balancer, System
+from jax_moe_lb.balancers import Greedy, HybridEP, Plain
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Step, simulate, skewed_counts
+from jax_moe_lb.transport import Direct, Gather, PeerCopy, Relay
 
 SHAPE = ModelShape(layers=2, hidden=256, inner=512, experts=16, per_token=2, tokens=512, pre_expert_s=1e-4)
 CLUSTER = Cluster(

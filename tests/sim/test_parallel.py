@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jax_moe_lb import systems
+from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Parallel, Peers, Step, simulate
 from jax_moe_lb.sim.config import load_config
 from jax_moe_lb.sim.memory import memory_of
-from jax_moe_lb.sim.stages import BUBBLE
+from jax_moe_lb.sim.run import BUBBLE
 
 MODEL = ModelShape(layers=4, hidden=64, inner=128, experts=8, per_token=2, tokens=256, other_s=0.5)
 CLUSTER = Cluster((Links("gpu", 4, 1e9, latency_s=1e-5),), AnalyticGemm(1e10, launch_s=0.0), flops_per_s=1e9)

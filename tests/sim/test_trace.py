@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jax_moe_lb import systems
+from jax_moe_lb.layer import systems
 from jax_moe_lb.sim import Cluster, Links, ModelShape, simulate
 from jax_moe_lb.sim.trace import LINKS, SHOWN_RANKS, write_png, write_trace
 

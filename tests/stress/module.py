@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jax_moe_lb.nn import MoE
+from jax_moe_lb import MoE
 from tests.stress.draws import WIDE_DTYPES
 from tests.stress.float64_experts import Weights
 from tests.stress.programs import Program

@@ -8,38 +8,19 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jax_moe_lb import (
-    EPLB,
-    FEPLB,
-    LPLB,
-    Chain,
-    EPLBPlus,
-    Exact,
+from jax_moe_lb import Chain, HostCallback, Losses, Plan, System, TopK, Topology, exact, greedy, hybridep, plain, rails
+from jax_moe_lb.balancers import EPLB, FEPLB, LPLB, EPLBPlus, Exact, FasterMoE, RailS, UltraEP
+from jax_moe_lb.routing import ForceBalanced, GroupLimit
+from jax_moe_lb.transport import (
     ExpertDomains,
-    FasterMoE,
-    ForceBalanced,
-    GroupLimit,
-    HostBalancer,
-    Losses,
-    Migrate,
+    GatherExpertDomain,
+    MultiRailDispatch,
     PeerCopy,
-    Plan,
-    RailS,
     Relay,
-    Spray,
-    System,
-    TopK,
-    Topology,
     TwoPhase,
-    UltraEP,
-    exact,
-    greedy,
     hybrid_mesh,
-    hybridep,
-    plain,
-    rails,
 )
-from tests.layer import make_mesh
+from tests.layer_cases import make_mesh
 from tests.oracle import random_plan
 from tests.stress.float64_router import Rules
 from tests.stress.layouts import LAYOUTS
@@ -51,7 +32,7 @@ class Strategies(NamedTuple):
 
     mesh: Mesh
     topology: Topology
-    migrate: Migrate | None
+    migrate: GatherExpertDomain | None
     system: System
     router: TopK | ForceBalanced
     losses: Losses
@@ -63,7 +44,7 @@ def strategies_of(program: Program) -> Strategies:
     return Strategies(*make_topology(program), make_system(program), make_router(rules), losses)
 
 
-def make_topology(program: Program) -> tuple[Mesh, Topology, Migrate | None]:
+def make_topology(program: Program) -> tuple[Mesh, Topology, GatherExpertDomain | None]:
     layout = LAYOUTS[program.layout]
     mesh = make_mesh(layout.sizes, layout.names, AxisType.Explicit if program.explicit else AxisType.Auto)
     topology = Topology.from_mesh(
@@ -73,7 +54,7 @@ def make_topology(program: Program) -> tuple[Mesh, Topology, Migrate | None]:
         return mesh, topology, None
     mesh = hybrid_mesh(mesh, dict(layout.split))
     domains = ExpertDomains.from_mesh(mesh, topology)
-    return mesh, domains.between, Migrate(domains)
+    return mesh, domains.between, GatherExpertDomain(domains)
 
 
 def any_legal_plan(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
@@ -88,7 +69,7 @@ def make_system(program: Program) -> System:
     home = program.num_experts // program.num_ranks
     slots = min(2, program.num_experts - home)
     more = min(home + 1, program.num_experts - home)
-    relay, any_plan = Relay(min_replicas=2, min_gain=1), HostBalancer(any_legal_plan)
+    relay, any_plan = Relay(min_replicas=2, min_gain=1), HostCallback(any_legal_plan)
     # Copies are cheap and thresholds low, as the loads of these programs are small.
     shadows = FasterMoE(expert_bytes=1.0, gradient_bytes=1.0, token_bytes=1.0, token_flops=1.0)
     systems = {
@@ -105,9 +86,9 @@ def make_system(program: Program) -> System:
         "eplb_plus in two phases, along relays": System(EPLBPlus(), relay, TwoPhase(), slots),
         "any plan in two phases": System(any_plan, PeerCopy(), TwoPhase(), slots),
         "any plan, along relays": System(any_plan, relay, replica_slots=more),
-        "any plan, sprayed": System(Chain((any_plan, RailS())), dispatch=Spray(), replica_slots=slots),
+        "any plan, sprayed": System(Chain((any_plan, RailS())), dispatch=MultiRailDispatch(), replica_slots=slots),
         "experts gathered, exact": exact(slots),
-        "experts gathered, exact, sprayed": System(Chain((Exact(), RailS())), PeerCopy(), Spray(), slots),
+        "experts gathered, exact, sprayed": System(Chain((Exact(), RailS())), PeerCopy(), MultiRailDispatch(), slots),
     }
     system = systems[program.system]
     rounds = {"headroom": program.headroom, "max_rounds": program.max_rounds}

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_moe_lb import CHECKPOINT_NAMES, Experts, moe
+from jax_moe_lb import Experts, moe
+from jax_moe_lb.layer import CHECKPOINT_NAMES
 from tests.stress.draws import residual
 from tests.stress.float64_experts import Weights
 from tests.stress.programs import Program

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb import Codec, CodecBase, ExpertDomains, Experts, Migrate, Topology, hybrid_mesh
-from jax_moe_lb.transport.codec import average
-from tests.layer import make_mesh
+from jax_moe_lb import Experts, Topology
+from jax_moe_lb.transport import Codec, CodecBase, ExpertDomains, GatherExpertDomain, hybrid_mesh
+from jax_moe_lb.transport.compression import average
+from tests.layer_cases import make_mesh
 
 
 def alike(num_experts=4, seed=0, spread=0.1):
@@ -133,9 +134,9 @@ def test_own_experts_stay_exact_and_all_gradients_come_home():
     def loss_gradients(codec):
         def run(home, target):
             def loss(home):
-                return product(Migrate(domains, codec)(home), target)
+                return product(GatherExpertDomain(domains, codec)(home), target)
 
-            return jax.grad(loss)(home), Migrate(domains, codec)(home)
+            return jax.grad(loss)(home), GatherExpertDomain(domains, codec)(home)
 
         return on_mesh(mesh, domains, run, experts, target)
 
@@ -156,7 +157,7 @@ def test_own_experts_stay_exact_and_all_gradients_come_home():
 def test_domains_remember_the_same_and_gradients_come_home():
     """Two datacenters of two nodes, domains across datacenters; home experts in bfloat16, remembered in float32."""
     mesh, domains = domains_on(make_mesh((2, 2), ("dc", "node")), dc=2, node=1)
-    migrate = Migrate(domains, Codec(5.0, CodecBase.REMEMBERED))
+    migrate = GatherExpertDomain(domains, Codec(5.0, CodecBase.REMEMBERED))
     before, after = (jax.tree.map(lambda w: w.astype("bfloat16"), alike(8, seed)) for seed in (0, 1))
     target = jax.tree.map(lambda w: jnp.tile(w, (2, 1, 1)), alike(8, 2))
 
@@ -167,9 +168,9 @@ def test_domains_remember_the_same_and_gradients_come_home():
 
         known = jax.tree.map(lambda leaf: leaf.astype("float32"), migrate.known(before))
         gradients, (held, known) = jax.grad(loss, has_aux=True)(after, known)
-        exact = jax.grad(lambda home: product(Migrate(domains)(home), target))(after)
+        exact = jax.grad(lambda home: product(GatherExpertDomain(domains)(home), target))(after)
         last = jax.lax.fori_loop(0, 20, lambda _, known: migrate.update(after, known)[1], known)
-        return gradients, exact, held, known, Migrate(domains)(after), last
+        return gradients, exact, held, known, GatherExpertDomain(domains)(after), last
 
     gradients, exact, held, known, whole, last = on_mesh(mesh, domains, run, before, after, target)
     jax.tree.map(np.testing.assert_array_equal, gradients, exact)
@@ -191,7 +192,7 @@ def test_domains_remember_the_same_and_gradients_come_home():
 @pytest.mark.slow
 def test_packing_ahead_is_packing_on_the_way():
     mesh, domains = domains_on(make_mesh((4,), ("gpu",)), gpu=2)
-    migrate = Migrate(domains, Codec(5.0))
+    migrate = GatherExpertDomain(domains, Codec(5.0))
 
     def ahead(home):
         return migrate(home, migrate.pack(home))
@@ -211,7 +212,7 @@ def test_packing_ahead_is_packing_on_the_way():
 def test_an_older_mean_does():
     """The all-reduce of the mean may run beside the backward pass: the mean is that of the weights before the step."""
     mesh, domains = domains_on(make_mesh((4,), ("gpu",)), gpu=2)
-    migrate = Migrate(domains, Codec(2.0))
+    migrate = GatherExpertDomain(domains, Codec(2.0))
     before, after = alike(8), jax.tree.map(lambda w: w + 0.01, alike(8))
 
     def run(before, after):
@@ -228,12 +229,12 @@ def test_an_older_mean_does():
 def test_a_codec_that_remembers_needs_a_state():
     domains = domains_on(make_mesh((4,), ("gpu",)), gpu=2)[1]
     with pytest.raises(ValueError, match=r"codec.base is CodecBase.REMEMBERED; expected another"):
-        Migrate(domains, Codec(2.0, CodecBase.REMEMBERED))(alike())
+        GatherExpertDomain(domains, Codec(2.0, CodecBase.REMEMBERED))(alike())
     assert not Codec(1.0, CodecBase.REMEMBERED).remembers
     with pytest.raises(ValueError, match=r"codec is Codec\(ratio=2.0, .*; expected a ratio above 1 and"):
-        Migrate(domains, Codec(2.0)).update(alike(), alike())
+        GatherExpertDomain(domains, Codec(2.0)).update(alike(), alike())
     with pytest.raises(ValueError, match="known has 4 experts; expected the domain's 8"):
-        Migrate(domains, Codec(2.0, CodecBase.REMEMBERED)).update(alike(), alike())
+        GatherExpertDomain(domains, Codec(2.0, CodecBase.REMEMBERED)).update(alike(), alike())
 
 
 def test_impossible_ratios_are_named():

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_moe_lb.ops.ragged_all_to_all import as_rows, as_words
-from jax_moe_lb.transport.copies import rows_by_words
+from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words
+from jax_moe_lb.transport.exchange import rows_by_words
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb import Experts, Gather, Plan, Topology
-from jax_moe_lb.ops import fetch as gather
-from jax_moe_lb.ops.arrivals import zero_sums
-from tests.layer import make_mesh
+from jax_moe_lb import Experts, Plan, Topology
+from jax_moe_lb.collectives import expert_gather as gather
+from jax_moe_lb.collectives.expert_gather import zero_sums
+from jax_moe_lb.transport import Gather
+from tests.layer_cases import make_mesh
 from tests.oracle import random_plan
 
 RANKS, HOME, SLOTS = 8, 3, 6

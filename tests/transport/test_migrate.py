@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb import ExpertDomains, Experts, Migrate, TopK, Topology, hybrid_mesh, moe, plain, scan_prefetched
-from tests.layer import assert_close, make_mesh
+from jax_moe_lb import Experts, TopK, Topology, moe, plain
+from jax_moe_lb.transport import ExpertDomains, GatherExpertDomain, hybrid_mesh, scan_prefetched
+from tests.layer_cases import assert_close, make_mesh
 from tests.oracle import dense_moe
 
 pytestmark = pytest.mark.slow
@@ -40,7 +41,7 @@ def training_step(mesh, domains, gather_again):
         return x + y, stats.load_after
 
     def run(x, kernels, experts):
-        x, loads = scan_prefetched(block, x, kernels, experts, Migrate(domains), gather_again=gather_again)
+        x, loads = scan_prefetched(block, x, kernels, experts, GatherExpertDomain(domains), gather_again=gather_again)
         return x, loads[None]
 
     by_rank, stacked = PartitionSpec(domains.expert_axes), PartitionSpec(None, domains.expert_axes)

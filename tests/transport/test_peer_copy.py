@@ -7,9 +7,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Experts, Gather, Plan, System, Topology, greedy
-from jax_moe_lb.transport.peer_copy import PeerCopy
-from tests.layer import Case, make_mesh, sharded_moe, with_gradients
+from jax_moe_lb import Experts, Plan, System, Topology, greedy
+from jax_moe_lb.transport import Gather
+from jax_moe_lb.transport.replicate import PeerCopy
+from tests.layer_cases import Case, make_mesh, sharded_moe, with_gradients
 from tests.oracle import random_plan
 
 RANKS, HOME, SLOTS = 8, 3, 6

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_moe_lb import Gather, PeerCopy, Plan, Relay, check_plan, traffic
+from jax_moe_lb import Plan
+from jax_moe_lb.core import check_plan, traffic
+from jax_moe_lb.transport import Gather, PeerCopy, Relay
 from tests.transport.test_peer_copy import HOME, MESH, RANKS, SLOTS, SPEC, TOPOLOGY, experts, slots_and_gradients
 
 START = np.arange(RANKS * HOME, dtype=np.int32).reshape(RANKS, HOME)

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import WORKLOADS, Workload
-from jax_moe_lb import Direct, Experts, HostBalancer, Plan, System, TopK, Topology, feplb, greedy, plain, ultraep
-from jax_moe_lb.ops import grouped_ffn
-from jax_moe_lb.transport import rounds
-from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+from jax_moe_lb import Experts, HostCallback, Plan, System, TopK, Topology, feplb, greedy, plain, ultraep
+from jax_moe_lb.kernels import grouped_ffn
+from jax_moe_lb.transport import Direct, rounds
+from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 from tests.oracle import random_plan
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ def any_plan(counts, plan, topology):
 def compiled(per_tok, headroom, domain):
     mesh = make_mesh((8,), ("expert",))
     topology = Topology.from_mesh(mesh, ranks_per_domain=domain)
-    system = System(HostBalancer(any_plan), dispatch=Direct(headroom), replica_slots=2)
+    system = System(HostCallback(any_plan), dispatch=Direct(headroom), replica_slots=2)
     router = TopK(per_tok, renormalise=False)
     return with_gradients(sharded_moe(mesh, topology, system, router)), dense_with_gradients(router)
 
@@ -101,7 +101,7 @@ def test_gate_goes_in_up_where_less_is_moved(num_rows, are_joined, goes, monkeyp
     """Two kinds of 128 words would be read and written, and five times rows of 4 words are not."""
     experts = Experts(up=jnp.zeros((2, 4, 16)), down=jnp.zeros((2, 16, 4)), gate=jnp.zeros((2, 4, 16)))
     rows = jnp.zeros((num_rows, 4))
-    assert not rounds.gate_goes_in_up(experts, rows, are_joined=are_joined)
+    assert not rounds.fuse_gate_up(experts, rows, are_joined=are_joined)
     monkeypatch.setattr(rounds, "_platform", lambda: "tpu")
-    assert rounds.gate_goes_in_up(experts, rows, are_joined=are_joined) == goes
-    assert not rounds.gate_goes_in_up(experts.fused(), rows, are_joined=are_joined)
+    assert rounds.fuse_gate_up(experts, rows, are_joined=are_joined) == goes
+    assert not rounds.fuse_gate_up(experts.fused(), rows, are_joined=are_joined)

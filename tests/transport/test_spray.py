@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Chain, Direct, Greedy, Plan, RailS, Spray, System, Topology, plain_plan
-from jax_moe_lb.ops import ragged_all_to_all as exchange_module
-from jax_moe_lb.plan import rows_between
-from jax_moe_lb.transport.copies import to_sending_order
+from jax_moe_lb import Chain, Plan, System, Topology
+from jax_moe_lb.balancers import Greedy, RailS
+from jax_moe_lb.collectives import ragged_all_to_all as exchange_module
+from jax_moe_lb.core import plain_plan
+from jax_moe_lb.core.plan import rows_between
+from jax_moe_lb.transport import Direct, MultiRailDispatch
+from jax_moe_lb.transport.exchange import to_sending_order
 from jax_moe_lb.transport.rail_hops import by_own_rail, by_rail_rank
-from tests.layer import Case, assert_close, make_mesh, sharded_moe, with_gradients
+from tests.layer_cases import Case, assert_close, make_mesh, sharded_moe, with_gradients
 from tests.oracle import random_plan
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
@@ -77,7 +80,7 @@ def direct():
 
 @functools.cache
 def spray(name):
-    return exchange(Spray(HEADROOM), *layout(name))
+    return exchange(MultiRailDispatch(HEADROOM), *layout(name))
 
 
 def draw(rng, skew):
@@ -119,7 +122,8 @@ def test_every_row_is_where_direct_dispatch_puts_it(name, seed, skew, how):
     else:
         sprayed = replace(plan, rails=any_rails(rng, rows_between(counts, plan), topology.rails_per_node, how))
     got = run(x, experts, counts, sprayed)
-    # A stream of `Spray` stands by source, one of `Direct` by slot: of several rounds each serves other rows.
+    # A stream of `MultiRailDispatch` stands by source, one of `Direct` by slot: of several rounds each serves other
+    # rows.
     for a, b in zip(by_slot(got), by_slot(want), strict=True):
         np.testing.assert_array_equal(a, b)
     for a, b in zip(got[2:4], want[2:4], strict=True):
@@ -159,7 +163,7 @@ def test_a_balanced_plan_takes_one_step_and_a_single_rail_more():
     whole = PartitionSpec()
 
     def one_rank(experts, counts, plan):
-        receipt = Spray(1.05).address(experts, counts, plan, topology)
+        receipt = MultiRailDispatch(1.05).address(experts, counts, plan, topology)
         return receipt.rounds, receipt.steps
 
     specs = (PartitionSpec(("node", "gpu")), whole, whole)
@@ -189,7 +193,7 @@ def test_the_layer_equals_that_of_direct_dispatch():
     target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
     systems = (
         System(Greedy(), dispatch=Direct(HEADROOM), replica_slots=2),
-        System(Chain((Greedy(), RailS())), dispatch=Spray(HEADROOM), replica_slots=2),
+        System(Chain((Greedy(), RailS())), dispatch=MultiRailDispatch(HEADROOM), replica_slots=2),
     )
     want, got = (
         with_gradients(sharded_moe(mesh, topology, system))(x, mask, kernel, experts, target) for system in systems
@@ -239,7 +243,7 @@ def test_no_row_leaves_its_rail_between_nodes_in_a_compiled_program(monkeypatch)
     mesh, topology = layout("two ranks at each rail")
     x, experts, counts, plan = draw(np.random.default_rng(1), 1.0)
     sprayed = RailS().rebalance(counts, plan, topology, ())[0]
-    program = exchange(Spray(HEADROOM), mesh, topology).lower(x, experts, counts, sprayed).compile()
+    program = exchange(MultiRailDispatch(HEADROOM), mesh, topology).lower(x, experts, counts, sprayed).compile()
     found = []
     for line in program.as_text().splitlines():
         collective = re.search(r" = (.*?) (all-[a-z-]+|collective-[a-z-]+|reduce-scatter)\(", line)
@@ -257,7 +261,7 @@ def test_no_row_leaves_its_rail_between_nodes_on_a_gpu():
     """A whole layer, forward and backward, as it is lowered for one: all exact-size exchanges."""
     mesh, topology = layout("two ranks at each rail")
     case = Case()
-    system = System(RailS(), dispatch=Spray(max_rounds=1))
+    system = System(RailS(), dispatch=MultiRailDispatch(max_rounds=1))
     layer = with_gradients(sharded_moe(mesh, topology, system, checks="deferred"))
     x, mask = case.tokens(BY_NAME["zipf"], 8, "float32")
     text = layer.trace(x, mask, *case.params("float32"), x).lower(lowering_platforms=("cuda",)).as_text()
@@ -274,21 +278,25 @@ def test_axes_that_make_up_no_node_are_refused():
     mesh = make_mesh((8,), ("expert",))
     topology = Topology.from_mesh(mesh, ranks_per_domain=4, rails_per_node=4)
     with pytest.raises(ValueError, match=r"ranks_per_node is 4 on mesh axes \('expert',\) of sizes \(8,\); expected"):
-        exchange(Spray(), mesh, topology)(*all_to_the_other_node())
+        exchange(MultiRailDispatch(), mesh, topology)(*all_to_the_other_node())
     mesh, topology = layout("two ranks at each rail")
     with pytest.raises(ValueError, match=r"ranks_per_node is 1 on mesh axes .* of at least 2 ranks"):
-        exchange(Spray(), mesh, replace(topology, ranks_per_domain=1, rails_per_node=1))(*all_to_the_other_node())
+        exchange(MultiRailDispatch(), mesh, replace(topology, ranks_per_domain=1, rails_per_node=1))(
+            *all_to_the_other_node()
+        )
 
 
 def test_rails_that_do_not_fit_are_refused():
     mesh, topology = layout("two ranks at each rail")
     x, experts, counts, plan = all_to_the_other_node()
     with pytest.raises(ValueError, match=r"plan.rails has 4 rails; expected the 2 of Topology.rails_per_node"):
-        exchange(Spray(), mesh, topology)(x, experts, counts, replace(plan, rails=np.zeros((8, 8, 4), np.int32)))
+        exchange(MultiRailDispatch(), mesh, topology)(
+            x, experts, counts, replace(plan, rails=np.zeros((8, 8, 4), np.int32))
+        )
     with pytest.raises(ValueError, match=r"rails_per_node is 3; expected a divisor of the 4 ranks of a node"):
-        exchange(Spray(), mesh, replace(topology, rails_per_node=3))(x, experts, counts, plan)
+        exchange(MultiRailDispatch(), mesh, replace(topology, rails_per_node=3))(x, experts, counts, plan)
     with pytest.raises(ValueError, match=r"headroom is 0.0; expected a finite number above 0"):
-        Spray(0.0)
+        MultiRailDispatch(0.0)
 
 
 @pytest.mark.slow

@@ -11,27 +11,16 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import (
-    FEPLB,
-    Chain,
-    Experts,
-    Greedy,
-    PeerCopy,
-    RailS,
-    System,
-    TopK,
-    Topology,
-    TwoPhase,
-    _custom_calls,
-    check_plan,
-    moe,
-    plain_plan,
-)
-from jax_moe_lb.legality import ensure_legal
-from jax_moe_lb.ops.moved_rows import moved_rows, served_quota
-from jax_moe_lb.plan import load, rows_between
+from jax_moe_lb import Chain, Experts, System, TopK, Topology, moe
+from jax_moe_lb.balancers import FEPLB, Greedy, RailS
+from jax_moe_lb.collectives.peer_copy_rows import moved_rows, served_quota
+from jax_moe_lb.core import check_plan, plain_plan
+from jax_moe_lb.core import custom_calls as _custom_calls
+from jax_moe_lb.core.plan import load, rows_between
+from jax_moe_lb.core.validation import ensure_legal
+from jax_moe_lb.transport import PeerCopy, TwoPhase
 from tests.dependencies import of_compiled, of_lowered
-from tests.layer import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 
 CASE, MESH = Case(), make_mesh((8,), ("expert",))
 TOPOLOGY = Topology.from_mesh(MESH, ranks_per_domain=4)

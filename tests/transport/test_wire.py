@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from benchmarks.workloads import WORKLOADS
-from jax_moe_lb import Direct, Greedy, RailS, Spray, System, Topology, TwoPhase, Wire, greedy
-from tests.layer import Case, make_mesh, sharded_moe
+from jax_moe_lb import System, Topology, greedy
+from jax_moe_lb.balancers import Greedy, RailS
+from jax_moe_lb.transport import Direct, MultiRailDispatch, QuantizedTransfer, TwoPhase
+from tests.layer_cases import Case, make_mesh, sharded_moe
 
 E4M3, INT8 = jnp.float8_e4m3fn, jnp.int8
 
@@ -16,7 +18,7 @@ def test_a_number_is_off_by_a_rounding_of_its_block(dtype, error, rows_dtype):
     """fp8 has 3 bits after the first: half of the last is a 16th of the number. int8 is even over the block's range."""
     rows = jax.random.normal(jax.random.key(0), (64, 256)) * jnp.exp(jax.random.normal(jax.random.key(1), (64, 1)) * 8)
     rows = rows.at[3].set(0).astype(rows_dtype)
-    wire = Wire(dtype, block=64)
+    wire = QuantizedTransfer(dtype, block=64)
     words = jax.jit(wire.encode)(rows)
     assert words.dtype == jnp.float32
     assert words.size * 4 == 64 * wire.row_bytes(256)
@@ -30,7 +32,7 @@ def test_a_number_is_off_by_a_rounding_of_its_block(dtype, error, rows_dtype):
 
 def test_numbers_that_are_not_finite_stay_so():
     rows = jnp.ones((2, 64)).at[0, 5].set(jnp.nan).at[1, 7].set(jnp.inf)
-    got = Wire(E4M3, block=32).decode(Wire(E4M3, block=32).encode(rows), jnp.float32)
+    got = QuantizedTransfer(E4M3, block=32).decode(QuantizedTransfer(E4M3, block=32).encode(rows), jnp.float32)
     assert jnp.isnan(got[0, :32]).any()
     assert not jnp.isfinite(got[1, 7])
     np.testing.assert_array_equal(got[:, 32:], 1)
@@ -39,7 +41,7 @@ def test_numbers_that_are_not_finite_stay_so():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dispatch",
-    [Direct(0.6, wire=Wire(E4M3, 4)), Spray(3.0, wire=Wire(INT8, 4))],
+    [Direct(0.6, wire=QuantizedTransfer(E4M3, 4)), MultiRailDispatch(3.0, wire=QuantizedTransfer(INT8, 4))],
     ids=repr,
 )
 def test_a_layer_with_it_is_one_whose_tokens_and_outputs_are_rounded(dispatch):
@@ -49,7 +51,7 @@ def test_a_layer_with_it_is_one_whose_tokens_and_outputs_are_rounded(dispatch):
     case = Case(num_tokens=24, num_experts=8)
     kernel, experts = case.params(jnp.float32)
     x, mask = case.tokens(WORKLOADS[1], 4, jnp.float32)
-    if isinstance(dispatch, Spray):
+    if isinstance(dispatch, MultiRailDispatch):
         system = System(RailS(), dispatch=dispatch)
     else:
         system = System(Greedy(min_tokens=2), dispatch=dispatch, replica_slots=1)
@@ -73,11 +75,11 @@ def test_a_layer_with_it_is_one_whose_tokens_and_outputs_are_rounded(dispatch):
 
 
 def test_what_cannot_travel_so_is_refused():
-    with pytest.raises(ValueError, match=r"Wire.dtype is float16; expected float8_e4m3fn or int8"):
-        Wire(jnp.float16)
-    with pytest.raises(ValueError, match=r"Wire.block is 6; expected a multiple of 4"):
-        Wire(block=6)
-    with pytest.raises(ValueError, match=r"Wire.block is 128; expected a divisor of the width, 64"):
-        Wire().encode(jnp.ones((2, 64)))
+    with pytest.raises(ValueError, match=r"QuantizedTransfer.dtype is float16; expected float8_e4m3fn or int8"):
+        QuantizedTransfer(jnp.float16)
+    with pytest.raises(ValueError, match=r"QuantizedTransfer.block is 6; expected a multiple of 4"):
+        QuantizedTransfer(block=6)
+    with pytest.raises(ValueError, match=r"QuantizedTransfer.block is 128; expected a divisor of the width, 64"):
+        QuantizedTransfer().encode(jnp.ones((2, 64)))
     with pytest.raises(ValueError, match="expected None: peer copies carry rows as they are"):
-        TwoPhase(wire=Wire())
+        TwoPhase(wire=QuantizedTransfer())

@@ -1,0 +1,1 @@
+"""Search for the fastest system of a model on a cluster."""

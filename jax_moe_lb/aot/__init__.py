@@ -1,0 +1,28 @@
+"""Ahead-of-time compilation for absent accelerators, and reports on the compiled programs."""
+
+from jax_moe_lb.aot.collectives import ProgramCollective
+from jax_moe_lb.aot.compile import compile_for, quiet_stderr
+from jax_moe_lb.aot.compiler_options import compiler_options
+from jax_moe_lb.aot.layer import LayerSizes, compile_layer
+from jax_moe_lb.aot.memory import Buffer
+from jax_moe_lb.aot.report import Operation, ProgramReport, print_report
+from jax_moe_lb.aot.targets import Target, use_no_accelerators
+
+__all__ = [
+    "Buffer",
+    "ProgramCollective",
+    "compile_for",
+    "compile_layer",
+    "compiler_options",
+    "LayerSizes",
+    "Operation",
+    "print_report",
+    "quiet_stderr",
+    "ProgramReport",
+    "Target",
+    "use_no_accelerators",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,213 @@
+"""Collectives of a compiled program: mesh axes, bytes, and the work that overlaps with them.
+
+The axes follow from the groups of devices that an instruction lists.
+"""
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jax_moe_lb.aot.execution_counts import CONTROL_FLOW, CostOf, OperationCost, executed, total
+from jax_moe_lb.aot.hlo import Computation, Instruction, Module
+
+LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
+NUMBERED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^{}:]*)\}")
+
+Groups = frozenset[frozenset[int]]
+
+
+def axes_of(instruction: Instruction, axes: Mapping[str, int]) -> tuple[str, ...] | None:
+    """Names the mesh axes that a collective goes over: none if every device is alone, `None` if no axes match.
+
+    Args:
+        instruction: a collective.
+        axes: names and sizes of the mesh, outermost first; devices are numbered row-major.
+    """
+    attributes = instruction.attributes
+    if "source_target_pairs" in attributes:
+        return _axes_of_pairs(_listed(attributes), axes)
+    groups = _listed(attributes) or _numbered(attributes) or _named(attributes)
+    # No groups at all are one, of all devices.
+    everyone = "replica_groups={}" in attributes or "replica_groups=" not in attributes
+    return tuple(axes) if everyone else _axes_of_groups(frozenset(map(frozenset, groups)), axes)
+
+
+def _listed(attributes: str) -> list[tuple[int, ...]]:
+    found = LISTED.search(attributes)
+    groups = re.findall(r"\{([\d,]+)\}", found[1]) if found else []
+    return [tuple(map(int, group.split(","))) for group in groups]
+
+
+def _numbered(attributes: str) -> list[tuple[int, ...]]:
+    """Reads `[2,8]<=[8,2]T(1,0)`: devices counted up, transposed, and cut into groups."""
+    found = NUMBERED.search(attributes)
+    if found is None:
+        return []
+    shape, sizes = ([int(size) for size in part.split(",")] for part in (found[1], found[2]))
+    order = [int(axis) for axis in found[3].split(",")] if found[3] else list(range(len(sizes)))
+    devices = np.arange(np.prod(sizes)).reshape(sizes).transpose(order)
+    return [tuple(group) for group in devices.reshape(shape[0], -1).tolist()]
+
+
+def _named(attributes: str) -> list[tuple[int, ...]]:
+    """Reads `mesh['a'=2,'b'=8] {'b'}`, groups over axes of a mesh of XLA's own, whose names may be others."""
+    found = NAMED.search(attributes)
+    if found is None:
+        return []
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
+    chosen = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", found[2])]
+    devices = np.arange(np.prod(list(sizes.values()), dtype=int)).reshape(tuple(sizes.values()))
+    return [tuple(group) for group in _groups_over(devices, tuple(chosen)).tolist()]
+
+
+def _groups_over(devices: np.ndarray, chosen: tuple[int, ...]) -> np.ndarray:
+    """Cuts devices into groups of those that differ only along the chosen axes."""
+    last = np.moveaxis(devices, chosen, range(devices.ndim - len(chosen), devices.ndim))
+    return last.reshape(-1, int(np.prod([devices.shape[axis] for axis in chosen], dtype=int)))
+
+
+def _axes_of_groups(groups: Groups, axes: Mapping[str, int]) -> tuple[str, ...] | None:
+    names = list(axes)
+    devices = np.arange(np.prod(list(axes.values()), dtype=int)).reshape(tuple(axes.values()))
+    for size in range(len(names) + 1):
+        for chosen in itertools.combinations(range(len(names)), size):
+            if frozenset(map(frozenset, _groups_over(devices, chosen).tolist())) == groups:
+                return tuple(names[axis] for axis in chosen)
+    return None
+
+
+def _axes_of_pairs(pairs: list[tuple[int, ...]], axes: Mapping[str, int]) -> tuple[str, ...]:
+    """Names the axes along which a sender differs from its receiver."""
+    places = [np.array(np.unravel_index(pair, tuple(axes.values()))) for pair in pairs]
+    moved = {axis for place in places for axis in np.flatnonzero(place[:, 0] != place[:, 1])}
+    return tuple(name for axis, name in enumerate(axes) if axis in moved)
+
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+
+REAL_WORK_BYTES = 10**6
+"""An operation that moves less is no work that could hide a collective."""
+
+
+@dataclass(frozen=True)
+class ProgramCollective:
+    """These are the collectives of one kind over the same axes.
+
+    Args:
+        kind: as XLA names it, such as `all-gather`.
+        axes: the mesh axes; empty if every device is alone in its group, `None` if the groups fit no axes.
+        count: how many run.
+        nbytes: what one device gives or gets in all of them, the larger of the two, in bytes. Of a ragged all-to-all it
+            is the whole buffer, of which the rows that there are travel.
+        asynchronous: how many of them run beside other work.
+        over: the work that runs beside them: the largest operations by name, of a loop its own.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    count: int
+    nbytes: int
+    asynchronous: int
+    over: tuple[str, ...]
+
+
+def collectives(module: Module, axes: Mapping[str, int], moved: CostOf) -> list[ProgramCollective]:
+    """Lists the collectives of a program, the largest first.
+
+    Args:
+        module: the scheduled program.
+        axes: names and sizes of the mesh.
+        moved: the HBM bytes of an instruction, by which work is told from bookkeeping.
+    """
+    found: dict[tuple[str, tuple[str, ...] | None], list[tuple[OperationCost, list[str]]]] = {}
+    for cost in executed(module, lambda computation, one: _nbytes(module, computation, one)):
+        beside = _beside(module, cost.computation, cost.instruction, moved)
+        for _, inner in _exchanges(module, cost.computation, cost.instruction):
+            found.setdefault((_kind(inner), axes_of(inner, axes)), []).append((cost, beside))
+    merged = [_merged(*key, members) for key, members in found.items()]
+    return sorted(merged, key=lambda one: one.nbytes, reverse=True)
+
+
+def _merged(
+    kind: str, axes: tuple[str, ...] | None, members: list[tuple[OperationCost, list[str]]]
+) -> ProgramCollective:
+    return ProgramCollective(
+        kind=kind,
+        axes=axes,
+        count=sum(cost.times for cost, _ in members),
+        nbytes=total([cost for cost, _ in members]),
+        asynchronous=sum(cost.times for cost, beside in members if beside),
+        over=tuple(dict.fromkeys(name for _, beside in members for name in beside)),
+    )
+
+
+def _kind(instruction: Instruction) -> str:
+    return instruction.opcode.removesuffix("-start")
+
+
+def _exchanges(
+    module: Module, computation: Computation, instruction: Instruction
+) -> list[tuple[Computation, Instruction]]:
+    """Finds the collectives that an instruction is or, as a fusion or an asynchronous call, contains."""
+    if _kind(instruction) in KINDS:
+        return [(computation, instruction)]
+    if instruction.opcode not in ("fusion", "async-start"):
+        return []
+    return [
+        found for called in module.called(instruction) for one in called for found in _exchanges(module, called, one)
+    ]
+
+
+def _nbytes(module: Module, computation: Computation, instruction: Instruction) -> int:
+    return sum(_own_nbytes(*found) for found in _exchanges(module, computation, instruction))
+
+
+def _own_nbytes(computation: Computation, instruction: Instruction) -> int:
+    given = computation.operands(instruction)
+    if _kind(instruction) == "ragged-all-to-all":
+        # The others are the buffer that it writes into, offsets and sizes.
+        return given[0].nbytes
+    # The result of a start holds the operands too, and what the transfer needs.
+    got = _end(computation, instruction) if instruction.opcode.endswith("-start") else instruction
+    return max(sum(one.nbytes for one in given), got.nbytes if got else 0)
+
+
+def _end(computation: Computation, instruction: Instruction) -> Instruction | None:
+    """Finds where an asynchronous operation is waited for."""
+    for user, _ in computation.users[instruction.name]:
+        if user.opcode.endswith("-done"):
+            return user
+        if user.opcode.endswith("-update"):
+            return _end(computation, user)
+    return None
+
+
+def _beside(module: Module, computation: Computation, instruction: Instruction, moved: CostOf) -> list[str]:
+    """Names the real work between start and end of a collective, the largest first; none if it is synchronous."""
+    end = _end(computation, instruction)
+    if end is None or not instruction.opcode.endswith("-start"):
+        return []
+    names = list(computation.instructions)
+    between = names[names.index(instruction.name) + 1 : names.index(end.name)]
+    work = [(_work(module, computation, computation.instructions[name], moved), name) for name in between]
+    return [name for size, name in sorted(work, reverse=True) if size >= REAL_WORK_BYTES]
+
+
+def _work(module: Module, computation: Computation, instruction: Instruction, moved: CostOf) -> int:
+    if instruction.opcode in CONTROL_FLOW:
+        return sum(total(executed(module, moved, called.name)) for called in module.called(instruction))
+    # Another transfer takes the same links, and hides nothing.
+    is_transfer = _kind(instruction) in KINDS or instruction.opcode.endswith(("-start", "-done", "-update"))
+    return 0 if is_transfer else moved(computation, instruction)

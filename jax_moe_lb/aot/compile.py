@@ -1,0 +1,198 @@
+"""Compilation of a program for a target, and the report on the result.
+
+`quiet_stderr` keeps the logs of compilers off stderr.
+"""
+
+import os
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.stages import Compiled, Lowered, Wrapped
+
+from jax_moe_lb.aot.collectives import collectives
+from jax_moe_lb.aot.compiler_options import compiler_options
+from jax_moe_lb.aot.execution_counts import answers_from_host, executed, host_waits, total, with_counted_loops
+from jax_moe_lb.aot.flops import products
+from jax_moe_lb.aot.hlo import Module, parse_module
+from jax_moe_lb.aot.memory import MemoryTraffic, peak_buffers, temporary_bytes
+from jax_moe_lb.aot.report import Operation, ProgramReport
+from jax_moe_lb.aot.targets import Target
+
+
+@contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """Keeps off stderr what compilers log, which is no part of an answer; after an error it comes out.
+
+    A `ValueError` says itself what is wrong, so after one it stays away, too.
+
+    Examples:
+        >>> from jax_moe_lb.aot import quiet_stderr
+        >>> with quiet_stderr():
+        ...     answer = 42  # a compiler may warn here
+    """
+    sys.stderr.flush()
+    # Compilers are no Python: they write to the file itself.
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as log:
+        os.dup2(log.fileno(), 2)
+        try:
+            yield
+        except ValueError:
+            raise
+        except BaseException:
+            log.seek(0)
+            os.write(stderr, log.read())
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
+
+MOST_ROWS = 40
+"""So many buffers and operations are listed, the largest."""
+
+
+def compile_for(
+    target: Target,
+    program: Wrapped,
+    args: tuple[Any, ...],
+    mesh: Mesh,
+    *,
+    ideal_flops: int | None = None,
+    options: Mapping[str, str | bool] | None = None,
+) -> ProgramReport:
+    """Compiles a program for a target, which need not be there, and reports what one device holds and does.
+
+    Call `use_no_accelerators` first. The program must not call the host: `moe` and `nn.MoE` do not with
+    `checks="deferred"`, and balancers do not but for `HostCallback`.
+
+    Args:
+        target: the machine.
+        program: what `jax.jit` returned.
+        args: its arguments as `jax.ShapeDtypeStruct`s with a `NamedSharding` on `mesh`.
+        mesh: of the target's devices, such as `target.mesh()`.
+        ideal_flops: the floating-point operations of a device that the program is for, if they are known.
+        options: options of XLA's compiler for this program, by their names without dashes, over those of
+            `compiler_options(mesh)`. What it dumps is kept if `xla_dump_to` names a folder, which should be empty.
+
+    Raises:
+        ValueError: the program calls the host, or the compiler refuses it: it does not fit, for example.
+
+    Examples:
+        Where `jax_moe_lb[cuda]` is installed:
+
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.sharding import NamedSharding, PartitionSpec
+        >>> from jax_moe_lb.aot import Target, compile_for, use_no_accelerators
+        >>> use_no_accelerators()  # doctest: +SKIP
+        >>> target = Target.parse("h100:1x8")
+        >>> mesh = target.mesh()  # doctest: +SKIP
+        >>> x = jax.ShapeDtypeStruct(
+        ...     (4096, 4096), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())
+        ... )  # doctest: +SKIP
+        >>> compile_for(target, jax.jit(jnp.dot), (x, x), mesh).hbm_bytes  # doctest: +SKIP
+        100663296
+    """
+    start_s = time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        given = {**compiler_options(mesh), "xla_dump_to": temporary, **(options or {}), "xla_dump_hlo_as_text": True}
+        compiled = _compile(target, _lower(target, program, args), given)
+        seconds = time.perf_counter() - start_s
+        return read_report(target, compiled, mesh, Path(str(given["xla_dump_to"])), ideal_flops, seconds)
+
+
+def _lower(target: Target, program: Wrapped, args: tuple[Any, ...]) -> Lowered:
+    # Kernels of others ask the default device which architecture they are for.
+    with jax.default_device(target.devices()[0]):
+        traced = program.trace(*args)
+        try:
+            return traced.lower(lowering_platforms=(target.platform,))
+        except (RuntimeError, ValueError) as error:
+            message = str(error)
+            # Every platform has its own words for it.
+            if "callback" in message or "Unknown backend" in message:
+                message = "it calls the host, which needs the device; expected checks='deferred' and no HostCallback"
+            raise ValueError(f"the program has no form for {target.name}: {message}") from error
+
+
+def _compile(target: Target, lowered: Lowered, options: dict[str, str | bool]) -> Compiled:
+    try:
+        return lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"the compiler refuses the program for {target.name}: {error}") from error
+
+
+def read_report(
+    target: Target, compiled: Compiled, mesh: Mesh, folder: Path, ideal_flops: int | None, compile_s: float
+) -> ProgramReport:
+    """Reads everything off a compiled program.
+
+    Args:
+        target: the machine that it was compiled for.
+        compiled: the program.
+        mesh: the mesh that it runs on.
+        folder: what the compiler was told to dump to; what it does not dump is missing in the report.
+        ideal_flops: the floating-point operations of a device that the program is for, if they are known.
+        compile_s: the seconds that tracing and compiling took.
+    """
+    module = with_counted_loops(parse_module(compiled.as_text() or ""))
+    memory: Any = compiled.memory_analysis()
+    traffic = MemoryTraffic(module, target.fast_spaces)
+    moved = traffic.costs()
+    # Afterwards some operations get other names.
+    text = _dump(folder, "after_optimizations")
+    assignment = _dump(folder, "buffer-assignment")
+    buffers = peak_buffers(
+        parse_module(text) if text else module, _dump(folder, "live-range"), assignment, target.fast_spaces
+    )
+    moved.sort(key=lambda cost: cost.total, reverse=True)
+    return ProgramReport(
+        target=target.name,
+        devices=mesh.size,
+        argument_bytes=memory.argument_size_in_bytes,
+        # What is written over an argument takes no room of its own.
+        output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        temp_bytes=temporary_bytes(assignment, target.fast_spaces) or memory.temp_size_in_bytes,
+        peak_bytes=sum(buffer.nbytes for buffer in buffers),
+        memory_bytes=target.device.memory_bytes if target.device else None,
+        buffers=tuple(buffers[:MOST_ROWS]),
+        flops=total(products(module)),
+        ideal_flops=ideal_flops,
+        hbm_bytes=total(moved),
+        operations=tuple(Operation.of(module, cost) for cost in moved[:MOST_ROWS]),
+        collectives=tuple(collectives(module, dict(mesh.shape), traffic.nbytes)),
+        custom_calls=_custom_calls(module),
+        host_waits=_waits(module, target, folder),
+        compile_s=compile_s,
+    )
+
+
+def _waits(module: Module, target: Target, folder: Path) -> int | None:
+    if target.platform != "cuda":
+        return answers_from_host(module)
+    # The first is not written where XLA's last passes change nothing.
+    sequence = _dump(folder, "thunk_sequence_after_thunk_passes") or _dump(folder, "thunk_sequence")
+    return host_waits(module, sequence, _dump(folder, "thunk_metadata")) if sequence else None
+
+
+def _custom_calls(module: Module) -> dict[str, int]:
+    found = executed(module, lambda _, one: int(one.opcode == "custom-call"))
+    counted: Counter[str] = Counter()
+    for cost in found:
+        counted[cost.instruction.target] += cost.times
+    return dict(counted)
+
+
+def _dump(folder: Path, name: str) -> str:
+    """Reads the dump of that name of the largest program, empty if this compiler writes none."""
+    files = [path for path in folder.iterdir() if re.search(rf"[._\-]{name}\.txt$", path.name)]
+    return max((path.read_text() for path in files), key=len, default="")

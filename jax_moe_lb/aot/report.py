@@ -1,0 +1,208 @@
+"""The report on one device's share of a compiled program, and its printed form."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
+
+from jax_moe_lb.aot.collectives import ProgramCollective
+from jax_moe_lb.aot.execution_counts import OperationCost
+from jax_moe_lb.aot.hlo import Module
+from jax_moe_lb.aot.memory import Buffer
+
+
+@dataclass(frozen=True)
+class Operation:
+    """This is one operation of a program, with what it moves.
+
+    Args:
+        name: its name in the compiled program.
+        nbytes: what all of its runs read from and write to the device's memory.
+        times: how often it runs.
+        shape: its result, the first of several.
+        holds: what of the traced program it is.
+        source: the line of Python that it comes from.
+    """
+
+    name: str
+    nbytes: int
+    times: int
+    shape: str
+    holds: str
+    source: str
+
+    @classmethod
+    def of(cls, module: Module, cost: OperationCost) -> "Operation":
+        """Describes the operation of a cost in bytes."""
+        one = cost.instruction
+        shape = str(one.shapes[0]) if one.shapes else ""
+        return cls(one.name, cost.total, cost.times, shape, module.op_name(one), module.source(one))
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """A report says what one device of a target holds and does in one run of a program.
+
+    `compile_for` and `compile_layer` make one. All of it is read off the compiled program: nothing has run. Loops of
+    unknown length count one round.
+
+    Args:
+        target: the name of the machine.
+        devices: how many it has.
+        argument_bytes: what the arguments take.
+        output_bytes: what the results take that are not written over arguments.
+        temp_bytes: what everything else takes.
+        peak_bytes: what of that is in use at the peak; the rest is gaps that no buffer fits into.
+        memory_bytes: what the device has, `None` if that is not known.
+        buffers: the temporaries that live at the peak, the largest first.
+        flops: the floating-point operations of all products.
+        ideal_flops: those that the program is for, `None` if that is not known.
+        hbm_bytes: what all operations read from and write to the device's memory.
+        operations: those that move most, the largest first.
+        collectives: by kind and mesh axes.
+        custom_calls: how often each custom call runs, by its target.
+        host_waits: how often a GPU's host waits for it, or a TPU for its host; `None` if the compiler does not say.
+        compile_s: the seconds that tracing and compiling took.
+    """
+
+    target: str
+    devices: int
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    peak_bytes: int
+    memory_bytes: int | None
+    buffers: tuple[Buffer, ...]
+    flops: int
+    ideal_flops: int | None
+    hbm_bytes: int
+    operations: tuple[Operation, ...]
+    collectives: tuple[ProgramCollective, ...]
+    custom_calls: dict[str, int]
+    host_waits: int | None
+    compile_s: float
+
+    @property
+    def total_bytes(self) -> int:
+        """Sums what the program takes on a device."""
+        return self.argument_bytes + self.output_bytes + self.temp_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Says whether the device has as much memory, `None` if that is not known."""
+        return None if self.memory_bytes is None else self.total_bytes <= self.memory_bytes
+
+    @property
+    def flops_over_ideal(self) -> float | None:
+        """Tells how many times the ideal operations run, `None` if the ideal is not known."""
+        return self.flops / self.ideal_flops if self.ideal_flops else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Collects everything, as JSON holds it."""
+        return asdict(self) | {"fits": self.fits, "flops_over_ideal": self.flops_over_ideal}
+
+
+MOST_ROWS = 12
+"""A table shows so many of the largest; JSON has more."""
+
+LEAST_COLUMNS = 140
+"""The widest row needs so many."""
+
+LEAST_SHARE = 0.001
+"""What takes less than this share of the whole is left out of a table."""
+
+
+def print_report(report: ProgramReport, title: str, console: Console | None = None) -> None:
+    """Prints a report as tables: sums, temporaries, operations and collectives of one device.
+
+    Args:
+        report: what was compiled.
+        title: what it was, in words.
+        console: where to print; stdout by default, in at least 140 columns, so that no number is cut.
+
+    Examples:
+        >>> from jax_moe_lb import exact
+        >>> from jax_moe_lb.aot import Target, compile_layer, print_report, use_no_accelerators
+        >>> use_no_accelerators()  # doctest: +SKIP
+        >>> print_report(compile_layer(exact(), Target.parse("h100:1x8")), "exact")  # doctest: +SKIP
+    """
+    if console is None:
+        console = Console()
+        console.width = max(console.width, LEAST_COLUMNS)
+    for table in (_sums(report, title), _buffers(report), _operations(report), _collectives(report)):
+        console.print(table)
+
+
+def _sums(report: ProgramReport, title: str) -> Table:
+    table = Table(title=escape(title), title_justify="left", show_header=False, box=SIMPLE_HEAD)
+    table.caption = f"of each of {report.devices} devices, compiled in {report.compile_s:.0f} s, not run"
+    table.caption_justify = "left"
+    for name, value in _facts(report):
+        table.add_row(name, escape(value))
+    return table
+
+
+def _facts(report: ProgramReport) -> Iterator[tuple[str, str]]:
+    yield "arguments", decimal(report.argument_bytes)
+    yield "results", decimal(report.output_bytes)
+    yield "temporaries", decimal(report.temp_bytes)
+    if report.memory_bytes is not None:
+        parts = f"{decimal(report.total_bytes)} of {decimal(report.memory_bytes)}"
+        yield "fits", f"{'yes' if report.fits else 'NO'}: {parts}"
+    over = report.flops_over_ideal
+    yield "FLOPs", f"{report.flops / 1e12:.3f} T" + (f", {over:.3f} of the ideal" if over is not None else "")
+    yield "memory traffic", decimal(report.hbm_bytes)
+    waits = report.host_waits
+    yield "host waits", "the compiler does not say" if waits is None else str(waits)
+    calls = ", ".join(f"{name} x {count}" for name, count in sorted(report.custom_calls.items()))
+    yield "custom calls", calls or "none"
+
+
+def _buffers(report: ProgramReport) -> Table:
+    table = _table(f"temporaries at the peak, {decimal(report.peak_bytes)}", ("size", "array", "holds", "line", "name"))
+    for one in report.buffers[:MOST_ROWS]:
+        if one.nbytes >= LEAST_SHARE * report.temp_bytes:
+            table.add_row(decimal(one.nbytes), *map(escape, (one.shape, _short(one.holds), one.source, one.name)))
+    return table
+
+
+def _operations(report: ProgramReport) -> Table:
+    table = _table("operations that move most", ("moved", "runs", "result", "does", "line", "name"))
+    for one in report.operations[:MOST_ROWS]:
+        if one.nbytes >= LEAST_SHARE * report.hbm_bytes:
+            row = (str(one.times), one.shape, _short(one.holds), one.source, one.name)
+            table.add_row(decimal(one.nbytes), *map(escape, row))
+    return table
+
+
+def _collectives(report: ProgramReport) -> Table:
+    table = _table("collectives", ("moved", "runs", "collective", "mesh axes", "asynchronous", "over"))
+    for one in report.collectives:
+        beside = ", ".join(one.over[:3]) + (" ..." if len(one.over) > 3 else "")
+        row = (str(one.count), one.kind, _axes(one), str(one.asynchronous or "none"), beside)
+        table.add_row(decimal(one.nbytes), *map(escape, row))
+    return table
+
+
+def _axes(one: ProgramCollective) -> str:
+    if one.axes is None:
+        return "other groups"
+    return ", ".join(one.axes) or "none: local"
+
+
+def _table(title: str, headers: tuple[str, ...]) -> Table:
+    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for header in headers:
+        table.add_column(header, justify="right" if header in ("size", "moved", "runs") else "left", overflow="fold")
+    return table
+
+
+def _short(name: str) -> str:
+    """Leaves the end of a name, where the operation stands."""
+    parts = [part for part in name.split("/") if part not in ("shard_map", "eval_jaxpr", "cond", "branch_0_fun")]
+    return "/".join(parts[-3:])

@@ -1,0 +1,158 @@
+"""What `calibrate` measured: as a file for the simulator, and what of it should not be trusted."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from jax_moe_lb.sim.cluster import Cluster
+from jax_moe_lb.sim.config import load_config
+
+FAR = 3.0
+"""A figure so many times above or below that of a preset is worth a second look."""
+
+BUSY = 0.5
+"""More than this part of the cores busy with other work is load."""
+
+PRESETS = {"H100": "h100_node", "H200": "h100_node", "B200": "nvl72", "cpu": "cpu_2_cores"}
+"""Presets by what the name of a device, or its platform, contains. Others have none to be compared with."""
+
+
+@dataclass(frozen=True)
+class MeasuredExchange:
+    """These are the measurements of one level.
+
+    Args:
+        level: "node" or "gpu".
+        size: members inside one member of the next outer level.
+        bytes_per_s: what one rank sends in an exchange, each way, while all do.
+        latency_s: the seconds of an exchange of few rows.
+    """
+
+    level: str
+    size: int
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """These are the measurements of one machine.
+
+    Args:
+        machine: its name and its devices, in words.
+        platform: "cpu", "gpu" or "tpu".
+        date: the day of the measurement, as `2026-01-31`.
+        busy: the load average of the last minute, before anything was measured.
+        cores: the cores of the host.
+        ranks: the devices that took part.
+        exchanges: every level that JAX can see, outermost first.
+        rows: the points of the GEMM curve, rows of an expert.
+        flops_per_s: the rate of one rank at each point, all ranks computing at once, in operations per second.
+        dense_flops_per_s: the rate of one large product on every rank, in operations per second.
+        copy_bytes_per_s: what copies of weights bring into one rank, in bytes per second.
+        planner_s: the seconds of `Greedy` on the host.
+        hbm_bytes_per_s: what a rank reads and writes, together, in a permutation of rows.
+        memory_bytes: what a device may allocate; `None` if it does not say, and of CPUs.
+    """
+
+    machine: str
+    platform: str
+    date: str
+    busy: float
+    cores: int
+    ranks: int
+    exchanges: tuple[MeasuredExchange, ...]
+    rows: tuple[float, ...]
+    flops_per_s: tuple[float, ...]
+    dense_flops_per_s: float
+    copy_bytes_per_s: float
+    planner_s: float
+    hbm_bytes_per_s: float
+    memory_bytes: int | None = None
+
+    @property
+    def preset(self) -> str | None:
+        """Returns the preset of such machines, if there is one."""
+        return next((name for part, name in PRESETS.items() if part in self.machine or part == self.platform), None)
+
+
+def warnings(found: Measured) -> Iterator[str]:
+    """Says why the measurements may be wrong: other work on the host, or figures far from those of a preset.
+
+    Args:
+        found: what was measured.
+    """
+    if found.busy > BUSY * found.cores:
+        yield (
+            f"the load average was {found.busy:.1f} on {found.cores} cores before anything was measured; rates may be "
+            "lower, and times longer, than what the machine can do"
+        )
+    if found.preset is not None:
+        cluster = load_config("preset", found.preset).cluster
+        yield from _far(found, found.preset, cluster.build()) if cluster else ()
+
+
+def _far(found: Measured, preset: str, cluster: Cluster) -> Iterator[str]:
+    level = cluster.levels[-1]
+    inner = found.exchanges[-1]
+    pairs: dict[str, tuple[float, float | None, str]] = {
+        f"the rate of level {inner.level}": (inner.bytes_per_s, level.bytes_per_s, "B/s"),
+        f"the latency of level {inner.level}": (inner.latency_s, level.latency_s, "s"),
+        "the experts' best rate": (max(found.flops_per_s), cluster.gemm.peak_flops_per_s, "FLOP/s"),
+        "compute": (found.dense_flops_per_s, cluster.flops_per_s, "FLOP/s"),
+        "copy_engines": (found.copy_bytes_per_s, cluster.copy_bytes_per_s, "B/s"),
+        "planner": (found.planner_s, cluster.planner_s, "s"),
+        "hbm": (found.hbm_bytes_per_s, cluster.hbm_bytes_per_s, "B/s"),
+    }
+    for name, (mine, its, unit) in pairs.items():
+        # A preset without the figure says nothing about it.
+        if its and not its / FAR <= mine <= its * FAR:
+            times = mine / its if mine > its else its / max(mine, 1e-300)
+            side = "above" if mine > its else "below"
+            yield f"{name} is {mine:.3g} {unit}, {times:.1f} times {side} the {its:.3g} of {preset}"
+
+
+def to_yaml(found: Measured, hidden: int, inner: int) -> str:
+    """Writes a file for `simulate`: this machine as a cluster, and a small model as an example.
+
+    Args:
+        found: what was measured.
+        hidden: `H` of the example.
+        inner: `F` of the example.
+    """
+    cluster: dict[str, Any] = {
+        "levels": _levels(found),
+        "gemm": {
+            "rows": list(found.rows),
+            "speeds": [f"{speed / 1e9:.4g} GFLOP/s" for speed in found.flops_per_s],
+        },
+        "compute": f"{found.dense_flops_per_s / 1e9:.4g} GFLOP/s",
+        "copy_engines": f"{found.copy_bytes_per_s / 1e9:.4g} GB/s",
+        "planner": f"{found.planner_s * 1e6:.4g} us",
+        "hbm": f"{found.hbm_bytes_per_s / 1e9:.4g} GB/s",
+    }
+    if found.memory_bytes is not None:
+        cluster["memory"] = f"{found.memory_bytes / 1e9:.4g} GB"
+    model = {"layers": 4, "hidden": hidden, "inner": inner, "experts": 8 * found.ranks, "per_token": 2, "tokens": 2048}
+    small: dict[str, Any] = {**model, "itemsize": 4, "sequence": 256}
+    data = {"version": 1, "cluster": cluster, "model": small, "routing": {"imbalance": 1.5}}
+    head = [
+        f"Measured by `jax-moe-lb calibrate` on {found.date}: {found.machine}. The model is an example.",
+        f"The load average before it was {found.busy:.1f} on {found.cores} cores.",
+        *(f"Warning: {line}." for line in warnings(found)),
+    ]
+    body = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
+    return "".join(f"# {line}\n" for line in head) + body
+
+
+def _levels(found: Measured) -> list[dict[str, Any]]:
+    written, inside = [], found.ranks
+    for one in found.exchanges:
+        inside //= one.size
+        rates = {"rate": f"{one.bytes_per_s / 1e9:.4g} GB/s", "latency": f"{one.latency_s * 1e6:.4g} us"}
+        # It was measured for one rank while all sent, which is what a link of its own carries.
+        links = {"links": inside} if inside > 1 else {}
+        written.append({"name": one.level, "size": one.size, **links, **rates})
+    return written

@@ -1,0 +1,245 @@
+"""Measured rates of this machine, through the library's own calls, for the simulator.
+
+Each number is the median of a few calls. Ranks of one CPU share its cores, so the measured times are those of
+concurrent ranks. `benchmark_seconds` times a part of a user's model.
+"""
+
+import contextlib
+import datetime
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from jax_moe_lb.balancers.greedy import Greedy
+from jax_moe_lb.calibrate.machine_profile import Measured, MeasuredExchange
+from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
+from jax_moe_lb.core.plan import Plan, plain_plan
+from jax_moe_lb.core.topology import LEVEL_NAMES, Topology
+from jax_moe_lb.core.virtual_devices import use_virtual_cpu_devices
+from jax_moe_lb.kernels.experts import Experts
+from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
+from jax_moe_lb.transport.replicate import PeerCopy
+
+
+def benchmark_seconds(function: Callable[..., Any], *args: Any, repeats: int = 5) -> float:
+    """Measures the median seconds of a call once it is compiled, until its results are there.
+
+    Use it for `Work.pre_expert_s`: give what the model computes between one layer's experts and the next one's, and its
+    arguments as they lie on the devices. In a program of several processes all of them call this.
+
+    Args:
+        function: what is timed, jitted or not.
+        *args: its arguments, which are not donated.
+        repeats: the calls that count, usually 5; two more go before, to warm up.
+
+    Raises:
+        ValueError: `repeats` is below 1.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from jax_moe_lb.calibrate import benchmark_seconds
+        >>> benchmark_seconds(jnp.sin, jnp.zeros(8)) > 0
+        True
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}; expected at least 1")
+    program = jax.jit(function)
+    return median_s(lambda: program(*args), repeats)
+
+
+def median_s(call: Callable[[], Any], repeats: int) -> float:
+    """Measures the median seconds of a call until its results are there, after two calls that do not count.
+
+    Args:
+        call: what is timed, without arguments.
+        repeats: the calls that count, at least 1.
+    """
+    times_s = []
+    for _ in range(2 + repeats):
+        start_s = time.perf_counter()
+        # JAX returns before the devices are done: without it this would time the dispatch.
+        jax.block_until_ready(call())
+        times_s.append(time.perf_counter() - start_s)
+    return statistics.median(times_s[2:])
+
+
+HIDDEN, INNER, GROUPS = 256, 512, 4
+ROWS = (1, 4, 16, 64, 256, 1024)
+"""The curve is measured at so many rows of each expert."""
+
+FEW_ROWS, MANY_ROWS = 8, 8192
+"""Of exchanges of so many rows for each rank the first shows latency, the second bandwidth."""
+
+REPEATS = 7
+
+MOST_RANKS = 256
+"""So many virtual devices at most share the cores of a CPU: each of them takes tens of MB."""
+
+
+def measure(ranks: int) -> Measured:
+    """Measures everything, on all accelerators or on virtual CPU devices.
+
+    In a program of several processes, which `jax.distributed` has joined before, all of them call it, and nodes are a
+    level of their own.
+
+    Args:
+        ranks: virtual devices of this process to make where there is only a CPU, at least 2.
+
+    Raises:
+        ValueError: there are fewer than two ranks, so there is nothing to exchange; or nodes have different devices.
+    """
+    if ranks < 2:
+        raise ValueError(f"--ranks is {ranks}; expected at least 2, as there is nothing to exchange otherwise")
+    # Before anything is measured: what it is afterwards this program has made itself.
+    busy, cores = os.getloadavg()[0], os.cpu_count() or 1
+    # Where devices are up already it is too late to make more, and those have to do.
+    with contextlib.suppress(RuntimeError):
+        use_virtual_cpu_devices(ranks)
+    alone_on_cpu = jax.default_backend() == "cpu" and jax.process_count() == 1
+    mesh = mesh_of(jax.devices()[:ranks] if alone_on_cpu else jax.devices())
+    device = mesh.devices.flat[0]
+    return Measured(
+        machine=f"{platform.node()}, {mesh.size} x {device.device_kind}",
+        platform=device.platform,
+        date=datetime.date.today().isoformat(),
+        busy=busy,
+        cores=cores,
+        ranks=mesh.size,
+        exchanges=tuple(_exchange(mesh, level) for level in mesh.axis_names),
+        rows=tuple(map(float, ROWS)),
+        # Three matrices of a gated expert, with two operations for each of their numbers.
+        flops_per_s=tuple(GROUPS * rows * 6.0 * HIDDEN * INNER / _ffn_s(mesh, rows) for rows in ROWS),
+        dense_flops_per_s=2.0 * 1024 * 1024 * 1024 / _product_s(mesh),
+        copy_bytes_per_s=3.0 * HIDDEN * INNER * 4 * GROUPS / _copy_s(mesh),
+        planner_s=_planner_s(mesh.size),
+        # Each row is read once and written once.
+        hbm_bytes_per_s=2.0 * MANY_ROWS * HIDDEN * 4 / _permutation_s(mesh),
+        memory_bytes=(device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None,
+    )
+
+
+def mesh_of(devices: Sequence[Any]) -> Mesh:
+    """Makes a mesh with an axis for every level that JAX can see: the devices of a node, and the nodes.
+
+    Args:
+        devices: all that take part.
+    """
+    grid = by_node(devices)
+    # A level of one member has no links; without a level inside them nodes are the innermost, which copies weights.
+    grid = grid.reshape([size for size in grid.shape if size > 1] or [1])
+    return Mesh(grid, LEVEL_NAMES[-grid.ndim :], axis_types=(AxisType.Auto,) * grid.ndim)
+
+
+def by_node(devices: Sequence[Any]) -> np.ndarray:
+    """Returns the devices with a line for each node.
+
+    A node is what JAX calls a slice: GPUs that reach each other over NVLink, TPUs over their own links. Of CPUs it is a
+    process. What is behind a router is not seen; datacenters you write into the file.
+
+    Args:
+        devices: all that take part.
+
+    Raises:
+        ValueError: nodes have different numbers of devices.
+    """
+    nodes: dict[int, list[Any]] = {}
+    for device in devices:
+        nodes.setdefault(_node(device), []).append(device)
+    sizes = sorted({len(node) for node in nodes.values()})
+    if len(sizes) > 1:
+        raise ValueError(f"nodes have {' and '.join(map(str, sizes))} devices; expected equally many in all of them")
+    return np.array([nodes[number] for number in sorted(nodes)])
+
+
+def _node(device: Any) -> int:
+    found = None if device.platform == "cpu" else getattr(device, "slice_index", None)
+    return int(device.process_index if found is None else found)
+
+
+def _on_ranks(mesh: Mesh, one_rank: Callable, *arrays: np.ndarray) -> Callable[[], Any]:
+    """Compiles a call of `one_rank` on all ranks, each with the same arrays."""
+    spec = PartitionSpec(mesh.axis_names)
+    run = jax.jit(jax.shard_map(one_rank, mesh=mesh, in_specs=(spec,) * len(arrays), out_specs=spec))
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    placed = [jax.device_put(np.concatenate([array] * mesh.size), sharding) for array in arrays]
+    return lambda: run(*placed)
+
+
+def _weights() -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(0)
+    shapes = ((GROUPS, HIDDEN, INNER), (GROUPS, INNER, HIDDEN), (GROUPS, HIDDEN, INNER))
+    return tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
+
+
+def _ffn_s(mesh: Mesh, rows: int) -> float:
+    def one_rank(x: jax.Array, up: jax.Array, down: jax.Array, gate: jax.Array) -> jax.Array:
+        sizes = jnp.full(GROUPS, rows, jnp.int32)
+        return grouped_ffn(x, Experts(up, down, gate), jax.lax.pcast(sizes, mesh.axis_names, to="varying"))
+
+    call = _on_ranks(mesh, one_rank, np.ones((GROUPS * rows, HIDDEN), np.float32), *_weights())
+    return median_s(call, REPEATS)
+
+
+def _product_s(mesh: Mesh) -> float:
+    square = np.ones((1024, 1024), np.float32)
+    return median_s(_on_ranks(mesh, jnp.matmul, square, square), REPEATS)
+
+
+def _exchange(mesh: Mesh, level: str) -> MeasuredExchange:
+    """Measures one level: every rank sends to those that differ from it there alone, all groups of them at once."""
+    size = mesh.shape[level]
+    few_s, many_s = (_exchange_s(mesh, level, rows) for rows in (FEW_ROWS, MANY_ROWS))
+    # What a rank sends to itself passes no link.
+    travelling = MANY_ROWS * HIDDEN * 4 * (size - 1) / size
+    # The difference of both times leaves latency out; on a noisy machine it may be 0.
+    return MeasuredExchange(level, size, travelling / max(many_s - few_s, 1e-9), few_s)
+
+
+def _exchange_s(mesh: Mesh, level: str, rows: int) -> float:
+    # At least one row for each member.
+    size = mesh.shape[level]
+    each = max(1, rows // size)
+
+    def one_rank(x: jax.Array, starts: jax.Array, sizes: jax.Array) -> jax.Array:
+        lands = jax.lax.axis_index(level).astype(jnp.int32) * each + jnp.zeros_like(starts)
+        return ragged_all_to_all(x, jnp.zeros_like(x), starts, sizes, lands, sizes, axis_name=(level,))
+
+    starts = np.arange(size, dtype=np.int32) * each
+    sizes = np.full(size, each, np.int32)
+    return median_s(_on_ranks(mesh, one_rank, np.ones((size * each, HIDDEN), np.float32), starts, sizes), REPEATS)
+
+
+def _permutation_s(mesh: Mesh) -> float:
+    order = np.random.default_rng(0).permutation(MANY_ROWS).astype(np.int32)
+    rows = np.ones((MANY_ROWS, HIDDEN), np.float32)
+    return median_s(_on_ranks(mesh, lambda rows, order: rows[order], rows, order), REPEATS)
+
+
+def _copy_s(mesh: Mesh) -> float:
+    """Times copies in which every rank takes the experts of the next one, inside the innermost level."""
+    size = mesh.shape[mesh.axis_names[-1]]
+    experts = np.arange(GROUPS * size, dtype=np.int32).reshape(size, GROUPS)
+    # Each rank sends and receives equally much, so the time of all is that of one.
+    placement = np.concatenate([experts, np.roll(experts, -1, 0)], 1)
+    topology = Topology.from_mesh(mesh, mesh.axis_names[-1])
+
+    def one_rank(up: jax.Array, down: jax.Array, gate: jax.Array) -> Experts:
+        plan = Plan(jnp.asarray(placement), jnp.zeros((experts.size, size), jnp.int32), domain=size)
+        return PeerCopy()(Experts(up, down, gate), plan, topology)
+
+    return median_s(_on_ranks(mesh, one_rank, *_weights()), REPEATS)
+
+
+def _planner_s(ranks: int) -> float:
+    counts = np.random.default_rng(0).integers(0, 1000, (ranks, 8 * ranks), np.int32)
+    topology = Topology.flat(ranks)
+    start = plain_plan(counts, topology, 10)
+    return median_s(lambda: Greedy().rebalance(counts, start, topology, ()), REPEATS)

@@ -1,0 +1,1 @@
+"""Exchanges of rows and expert weights between ranks."""

@@ -1,0 +1,346 @@
+"""Biases of groups of rows: spread over the rows, and summed back over them.
+
+Both are products with a matrix of zeros and ones, `[A, S]`. It has a small part of the entries that an expert has, and
+unlike a scatter it adds in the same order every time.
+
+The experts' feed-forward network over rows sorted by slot, out of products of groups of rows.
+
+On accelerators a product is one of all rows. Experts may be in several parts, such as home experts and replicas, which
+our own kernels multiply with where they are. On CPUs rows go window by window through the whole network, forward and
+backward, and results are written over them: hidden activations, which are wider than rows, take the memory of a window.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from jax_moe_lb.core.manual_axes import vary_like
+from jax_moe_lb.core.types import DType, GroupSizes, Rows, iota, wide_dtype
+from jax_moe_lb.kernels.backends import clear_tail, usual_layout
+from jax_moe_lb.kernels.experts import Experts, swiglu
+from jax_moe_lb.kernels.grouped_matmul import grouped_matmul, grouped_outer, products_are_by_group
+from jax_moe_lb.kernels.row_windows import Window, each_window, num_windows
+
+
+def bias_rows(bias: Float[Array, "S O"], group_sizes: GroupSizes, num_rows: int) -> Float[Array, "A O"]:
+    """Returns the bias of each row's group; 0 for rows beyond the groups.
+
+    Args:
+        bias: `[S, O]`, one for each group.
+        group_sizes: `[S]` int32, the rows of each group.
+        num_rows: `A`.
+    """
+    member = _members(group_sizes, num_rows).astype(bias.dtype)
+    # Full precision: by default a TPU would round a float32 bias to bfloat16, for a product that adds nothing up.
+    return jnp.matmul(member, bias, precision=jax.lax.Precision.HIGHEST)
+
+
+def bias_sums(of_rows: Float[Array, "A O"], group_sizes: GroupSizes, dtype: DType) -> Float[Array, "S O"]:
+    """Sums the gradients of the rows of each group, in float32 at least: the transpose of `bias_rows`.
+
+    Args:
+        of_rows: `[A, O]`, which may hold anything beyond the groups, even NaN.
+        group_sizes: `[S]` int32, the rows of each group.
+        dtype: that of the result.
+    """
+    member = _members(group_sizes, of_rows.shape[0])
+    written = jnp.where(member.any(1, keepdims=True), of_rows, 0)
+    sums = jnp.matmul(
+        member.T.astype(of_rows.dtype),
+        written,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=wide_dtype(of_rows),
+    )
+    return sums.astype(dtype)
+
+
+def _members(group_sizes: GroupSizes, num_rows: int) -> Bool[Array, "A S"]:
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    row = iota(num_rows)[:, None]
+    return (row >= (ends - group_sizes)[None]) & (row < ends[None])
+
+
+Parts = tuple[Experts, ...]
+"""Experts in several parts, whose groups follow one another."""
+
+
+@jax.custom_vjp
+def grouped_ffn(rows: Rows, experts: Experts | Parts, group_sizes: GroupSizes) -> Rows:
+    """Sends each row through the expert of its group.
+
+    `moe` calls it for the rows that a rank has received; call it yourself in a transport of your own.
+
+    Args:
+        rows: `[A, H]`, sorted by group. Rows beyond `group_sizes.sum()` may hold anything, even NaN.
+        experts: the weights of the `S` groups, in the dtype of `rows`; or a tuple of parts of them, of one form, which
+            `grouped_matmul` says how it multiplies with.
+        group_sizes: `[S]` int32, the rows of each group. It may be 0, and then the expert's gradient is exactly 0.
+
+    Returns:
+        The outputs, `[A, H]`, in which rows beyond `group_sizes.sum()` hold anything. Only `rows` and `experts` are
+        kept for the backward pass, which computes the hidden activations again.
+    """
+    return _by_platform(_at_once, _in_windows, rows, experts, group_sizes)
+
+
+def _by_platform(at_once: Callable[..., Any], in_windows: Callable[..., Any], rows: Rows, *args: Any) -> Any:
+    in_parts = any(isinstance(arg, tuple) for arg in args)
+    if in_parts or (num_windows(rows.shape[0]) == 1 and not products_are_by_group()):
+        return at_once(rows, *args)
+    # Both forms return values of one type.
+    alike = vary_like((rows, *args), rows, *args)
+    return jax.lax.platform_dependent(*alike, cpu=in_windows, default=at_once)
+
+
+def _in_windows(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
+    def step(window: Window, rows: Rows) -> Rows:
+        return window.put(_at_once(window.take(rows), window.of_groups(experts), window.group_sizes), rows)
+
+    return each_window(step, rows, rows.shape[0], group_sizes, of_one_group=products_are_by_group())
+
+
+def _at_once(rows: Rows, experts: Experts | Parts, group_sizes: GroupSizes) -> Rows:
+    experts = jax.tree.map(usual_layout, experts)
+    # A row meets no other, so what stands beyond the groups reaches nothing, and nothing is masked.
+    hidden = activate(_first(experts), _inner_products(rows, experts, group_sizes))
+    return _product(hidden, _kind(experts, "down"), _kind(experts, "down_bias"), group_sizes)
+
+
+def _first(experts: Experts | Parts) -> Experts:
+    return experts[0] if isinstance(experts, tuple) else experts
+
+
+def _kind(experts: Experts | Parts, name: str) -> Any:
+    """One kind of weights; of experts in parts, a tuple of it."""
+    return tuple(getattr(part, name) for part in experts) if isinstance(experts, tuple) else getattr(experts, name)
+
+
+def _inner_kinds(experts: Experts | Parts) -> tuple[str, ...]:
+    """The kinds that rows are multiplied with first; those that are added then have `_bias` behind their names."""
+    return ("up",) if _first(experts).gate is None else ("up", "gate")
+
+
+def _inner_products(rows: Rows, experts: Experts | Parts, group_sizes: GroupSizes) -> tuple[Array, ...]:
+    return tuple(
+        _product(rows, _kind(experts, name), _kind(experts, f"{name}_bias"), group_sizes)
+        for name in _inner_kinds(experts)
+    )
+
+
+def _product(rows: Rows, matrices: Any, bias: Any, group_sizes: GroupSizes) -> Array:
+    products = grouped_matmul(rows, matrices, group_sizes)
+    return products if (bias := _in_one(bias)) is None else products + bias_rows(bias, group_sizes, rows.shape[0])
+
+
+def _in_one(bias: Any) -> Array | None:
+    if not isinstance(bias, tuple):
+        return bias
+    return None if bias[0] is None else jnp.concatenate(bias)
+
+
+def _save(
+    rows: Rows, experts: Experts | Parts, group_sizes: GroupSizes
+) -> tuple[Rows, tuple[Rows, Experts | Parts, GroupSizes]]:
+    return grouped_ffn(rows, experts, group_sizes), (rows, experts, group_sizes)
+
+
+def grouped_ffn_gradients(
+    rows: Rows,
+    weights: Float[Array, "A 1"],
+    experts: Experts | Parts,
+    group_sizes: GroupSizes,
+    upstream: Rows,
+    sums_dtype: DType,
+    sums: Experts | Parts | None = None,
+    again: Callable[[Array], Experts | Parts] | None = None,
+) -> tuple[Rows, Float[Array, "A 1"], Experts | Parts]:
+    """Computes the gradients of `weights * grouped_ffn(rows, experts, group_sizes)`.
+
+    Use it in a backward pass that is written by hand, as that of the rounds is.
+
+    Args:
+        rows: `[A, H]`, as `grouped_ffn` was given them.
+        weights: `[A, 1]`, what the output of each row is multiplied with, in float32 at least.
+        experts: the weights of the `S` groups, or a tuple of parts of them.
+        group_sizes: `[S]` int32, the rows of each group.
+        upstream: `[A, H]`, the gradients of the weighted outputs, in the dtype of `rows`. Like `rows` and `weights`,
+            they may hold anything beyond `group_sizes.sum()`.
+        sums_dtype: that of the gradients of the experts. They are summed over rows in float32 at least; give that where
+            they are summed on, so that nothing is rounded twice.
+        sums: in that dtype and the form of `experts`, what the gradients of these are added to; `None`, the default:
+            nothing.
+        again: makes the same experts once more, after the array that it is given: the last products take these, so that
+            a copy need not be kept from the first products on, nor one that is turned around. `None`, the default, is
+            right where experts are no copies. Where rows go in windows it is not called.
+
+    Returns:
+        The gradients of the rows and of the weights, in their dtypes, which hold anything beyond `group_sizes.sum()`,
+        and those of the experts, in parts if these are.
+    """
+    return _by_platform(
+        partial(_gradients_at_once, sums_dtype=sums_dtype, again=again),
+        partial(_gradients_in_windows, sums_dtype=sums_dtype),
+        *(rows, weights, experts, group_sizes, upstream, sums),
+    )
+
+
+def _gradients_in_windows(
+    rows: Rows,
+    weights: Float[Array, "A 1"],
+    experts: Experts,
+    group_sizes: GroupSizes,
+    upstream: Rows,
+    sums: Experts | None,
+    *,
+    sums_dtype: DType,
+) -> tuple[Rows, Float[Array, "A 1"], Experts]:
+    wide = wide_dtype(rows)
+    if sums is None:
+        sums = jax.tree.map(jnp.zeros_like, experts)
+    # Rounded when all windows are summed.
+    sums = jax.tree.map(lambda leaf: leaf.astype(wide), sums)
+
+    def step(window: Window, carry: Any) -> Any:
+        rows, weights, sums = carry
+        of_rows, of_weights, of_experts = _gradients_at_once(
+            window.take(rows),
+            window.take(weights),
+            window.of_groups(experts),
+            window.group_sizes,
+            window.take(upstream),
+            window.of_groups(sums),
+            sums_dtype=wide,
+        )
+        return window.put(of_rows, rows), window.put(of_weights, weights), window.put_of_groups(of_experts, sums)
+
+    of_rows, of_weights, sums = each_window(
+        step, (rows, weights, sums), rows.shape[0], group_sizes, of_one_group=products_are_by_group()
+    )
+    return of_rows, of_weights, jax.tree.map(lambda leaf: leaf.astype(sums_dtype), sums)
+
+
+def _gradients_at_once(
+    rows: Rows,
+    weights: Float[Array, "A 1"],
+    experts: Experts | Parts,
+    group_sizes: GroupSizes,
+    upstream: Rows,
+    sums: Experts | Parts | None,
+    *,
+    sums_dtype: DType,
+    again: Callable[[Array], Experts | Parts] | None = None,
+) -> tuple[Rows, Float[Array, "A 1"], Experts | Parts]:
+    experts = jax.tree.map(usual_layout, experts)
+    # Gradients of weights sum over rows, and there what stands beyond the groups would count.
+    rows, upstream = clear_tail(rows, group_sizes), clear_tail(upstream, group_sizes)
+    products = _inner_products(rows, experts, group_sizes)
+    hidden, pull_back = jax.vjp(partial(activate, _first(experts)), products)
+    # With `y = hidden down`, the gradient of the weight, `y upstream`, is `hidden (upstream down^T)`: of the outputs,
+    # which this pass does not have, only what they are made of is needed. The weights are multiplied with hidden
+    # activations for the same reason, and because these are narrower.
+    of_hidden = grouped_matmul(upstream, _kind(experts, "down"), group_sizes, transposed=True).astype(weights.dtype)
+    of_weights = (hidden.astype(weights.dtype) * of_hidden).sum(1, keepdims=True)
+    if (down_bias := _in_one(_kind(experts, "down_bias"))) is not None:
+        bias = bias_rows(down_bias, group_sizes, rows.shape[0]).astype(weights.dtype)
+        of_weights += (bias * upstream.astype(weights.dtype)).sum(1, keepdims=True)
+    (upstreams,) = pull_back((of_hidden * weights).astype(rows.dtype))
+    hidden = (hidden.astype(weights.dtype) * weights).astype(rows.dtype)
+    hidden, *upstreams = (clear_tail(array, group_sizes, are_results=True) for array in (hidden, *upstreams))
+
+    num_groups = tuple(part.up.shape[0] for part in experts) if isinstance(experts, tuple) else None
+
+    def outer(kind: str, left: Array, right: Array) -> Any:
+        before = None if sums is None else _kind(sums, kind)
+        return grouped_outer(left, right, group_sizes, sums_dtype, before, parts=num_groups)
+
+    def bias_sum(kind: str, part: Array) -> Any:
+        total: Any = bias_sums(part, group_sizes, sums_dtype)
+        if num_groups is not None:
+            total = tuple(jnp.split(total, np.cumsum(num_groups)[:-1]))
+        return total if sums is None else jax.tree.map(jnp.add, _kind(sums, kind), total)
+
+    inner = _inner_kinds(experts)
+    of_kinds: dict[str, Any] = {kind: outer(kind, rows, part) for kind, part in zip(inner, upstreams, strict=True)}
+    of_kinds["down"] = outer("down", hidden, upstream)
+    if _first(experts).up_bias is not None:
+        of_kinds |= {
+            f"{kind}_bias": bias_sum(f"{kind}_bias", part) for kind, part in zip(inner, upstreams, strict=True)
+        }
+    if down_bias is not None:
+        of_kinds["down_bias"] = bias_sum("down_bias", upstream.astype(weights.dtype) * weights)
+    upstreams, of_kinds = _in_order(upstreams, of_kinds, rows.nbytes + upstream.nbytes)
+    last = experts if again is None else jax.tree.map(usual_layout, again(upstreams[0]))
+    back = [
+        grouped_matmul(part, _kind(last, kind), group_sizes, transposed=True)
+        for part, kind in zip(upstreams, inner, strict=True)
+    ]
+    return sum(back[1:], start=back[0]), of_weights, _with_kinds(experts, of_kinds)
+
+
+def _with_kinds(experts: Experts | Parts, kinds: dict[str, Any]) -> Experts | Parts:
+    if not isinstance(experts, tuple):
+        return replace(experts, **kinds)
+    return tuple(replace(part, **{name: kind[i] for name, kind in kinds.items()}) for i, part in enumerate(experts))
+
+
+def _in_order(upstreams: Any, of_kinds: dict[str, Any], rows_bytes: int) -> tuple[Any, dict[str, Any]]:
+    """Has GPUs compute the gradients of weights before those of rows: then nothing needs the rows any more, and their
+    gradients lie where they were.
+
+    Not where gradients of weights are by far the larger ones: they would all be there at once. TPUs send the gradients
+    of rows beside the products for those of weights, and CPUs have few rows at a time.
+    """
+    if sum(of_kind.nbytes for of_kind in jax.tree.leaves(of_kinds)) > 2 * rows_bytes:
+        return upstreams, of_kinds
+
+    def weights_first(*both: Any) -> Any:
+        # Leaves of a dict come by name, and XLA computes them in the order of a barrier's operands: `down` first, after
+        # which nothing needs the hidden activations. With `up` first a layer took more; see `LIMITS` of continuous
+        # integration.
+        return jax.lax.optimization_barrier(both)
+
+    def as_they_are(*both: Any) -> Any:
+        return both
+
+    return jax.lax.platform_dependent(upstreams, of_kinds, cuda=weights_first, default=as_they_are)
+
+
+def _backward(saved: tuple[Rows, Experts | Parts, GroupSizes], upstream: Rows) -> tuple[Rows, Experts | Parts, None]:
+    rows, experts, group_sizes = saved
+    ones = vary_like(jnp.ones((rows.shape[0], 1), wide_dtype(rows)), rows)
+    of_rows, _, of_experts = grouped_ffn_gradients(rows, ones, experts, group_sizes, upstream, _first(experts).up.dtype)
+    return of_rows, of_experts, None
+
+
+grouped_ffn.defvjp(_save, _backward)
+
+
+def dense_ffn(rows: Float[Array, "*B H"], expert: Experts) -> Array:
+    """Sends all rows through one expert: the reference that `grouped_ffn` is held against.
+
+    Args:
+        rows: `[..., H]`, none of which is left out.
+        expert: the weights of one expert, without the leading dimension of experts.
+    """
+
+    def product(rows: Array, kind: str) -> Array:
+        out, bias = jnp.matmul(rows, getattr(expert, kind)), getattr(expert, f"{kind}_bias")
+        return out if bias is None else out + jnp.broadcast_to(bias, out.shape)
+
+    return product(activate(expert, tuple(product(rows, kind) for kind in _inner_kinds(expert))), "down")
+
+
+def activate(experts: Experts, products: tuple[Array, ...]) -> Array:
+    """Returns the hidden activations, given the products with `up`, and with `gate` where it is beside that."""
+    if experts.is_fused:
+        products = tuple(jnp.split(products[0], 2, -1))
+    up, *gate = products
+    if gate:
+        return (experts.activation or swiglu)(gate[0], up)
+    return (experts.activation or jax.nn.gelu)(up)

@@ -1,0 +1,259 @@
+"""Products of groups of rows by kernels of our own, for NVIDIA's Hopper.
+
+They are for what the kernels of tokamax do not take: matrices in two arrays, of home experts and of replicas, and
+operands that are not turned around before. They are written in Pallas, and Mosaic compiles them. **They have run in
+Pallas's interpreter, which looks for races, and on no GPU.**
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jax_moe_lb.core.types import DType, GroupSizes, iota
+
+TILE = 128
+"""A block of threads computes so many rows and columns; its 64 KB of sums are in the registers of a warpgroup."""
+
+DEPTH = 64
+"""It takes so many at a time of what it sums over: rows of 128 bytes, the widest that shared memory is swizzled for."""
+
+STAGES = 3
+"""So many times that are there or on their way. At 32 KB each two blocks fit a multiprocessor, and one multiplies while
+the other writes."""
+
+ALIGNED_ROWS = 8
+"""Tiles in shared memory begin at multiples of so many rows."""
+
+AXES = ("of_inner", "of_outer", "of_groups")
+"""The dimensions of a grid. None of them may be called like an axis of a mesh."""
+
+_PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+
+
+def fits(rows: Float[Array, "A _"], others: Float[Array, "..."]) -> bool:
+    """Says whether the kernels take these operands.
+
+    Args:
+        rows: `[A, I]`.
+        others: `[A, O]`, or the matrices of groups, `[G, I, O]` or `[G, O, I]`.
+    """
+    widths = (rows.shape[1], *others.shape[1:])
+    return (
+        # Products of float32 would be rounded to fewer bits.
+        rows.dtype in (jnp.bfloat16, jnp.float16)
+        and rows.dtype == others.dtype
+        and min(rows.size, others.size) > 0
+        and rows.shape[0] % TILE == 0
+        and all(width % TILE == 0 for width in widths)
+    )
+
+
+class RowTiles(NamedTuple):
+    """Says which rows each tile of a product has, all of one group; some tiles have none.
+
+    Args:
+        group: `[N]` int32, the group.
+        first: `[N]` int32, the first row that is read, a multiple of `ALIGNED_ROWS`.
+        skipped: `[N]` int32, how many rows from there on are of the group before.
+        size: `[N]` int32, how many rows behind these are the tile's.
+    """
+
+    group: Int[Array, "N"]
+    first: Int[Array, "N"]
+    skipped: Int[Array, "N"]
+    size: Int[Array, "N"]
+
+    @classmethod
+    def of(cls, group_sizes: GroupSizes, num_rows: int) -> "RowTiles":
+        """Cuts the rows of groups into tiles.
+
+        Args:
+            group_sizes: `[S]` int32.
+            num_rows: `A`.
+        """
+        ends = group_sizes.cumsum(dtype=jnp.int32)
+        starts = ends - group_sizes
+        aligned = starts // ALIGNED_ROWS * ALIGNED_ROWS
+        tiles_of = jnp.where(group_sizes > 0, (ends - aligned + TILE - 1) // TILE, 0)
+        last = tiles_of.cumsum(dtype=jnp.int32)
+        # Enough of them: all tiles of a group but its last are before the aligned start of the next one, so that they
+        # share no rows, and are `A / TILE` at most.
+        tile = iota(num_rows // TILE + group_sizes.shape[0])
+        group = jnp.minimum((last[None] <= tile[:, None]).sum(1, dtype=jnp.int32), group_sizes.shape[0] - 1)
+        first = aligned[group] + (tile - last[group] + tiles_of[group]) * TILE
+        begin, end = jnp.maximum(first, starts[group]), jnp.minimum(first + TILE, ends[group])
+        # A tile behind the last one begins behind all rows.
+        return cls(group, first, begin - first, jnp.maximum(end - begin, 0))
+
+
+def product(
+    rows: Float[Array, "A I"], *parts: Float[Array, "_ _ _"], group_sizes: GroupSizes, transposed: bool
+) -> Float[Array, "A O"]:
+    """Computes `grouped_matmul`. Rows beyond the last group reach nothing, and are not written.
+
+    Args:
+        rows: `[A, I]`, which must pass `fits`.
+        *parts: `[G, I, O]`, or `[G, O, I]` where `transposed`, the matrices of the groups, likewise.
+        group_sizes: `[S]` int32.
+        transposed: whether rows are multiplied with the transposes.
+    """
+    width = parts[0].shape[1 if transposed else 2]
+    tiles = RowTiles.of(group_sizes, rows.shape[0])
+    kernel: Any = plgpu.kernel(
+        partial(_multiply_tile, transposed=transposed),
+        out_type=jax.ShapeDtypeStruct((rows.shape[0], width), rows.dtype),
+        # Blocks side by side read the same rows.
+        grid=(width // TILE, tiles.group.shape[0]),
+        grid_names=AXES[:2],
+        kernel_name="grouped_product",
+        compiler_params=_PARAMETERS,
+    )
+    return kernel(*tiles, rows, *parts)
+
+
+def _multiply_tile(
+    groups: Any, firsts: Any, skipped: Any, sizes: Any, rows: Any, *parts_and_out: Any, transposed: bool
+) -> None:
+    *parts, out = parts_and_out
+    column, tile = (jax.lax.axis_index(axis) for axis in AXES[:2])
+    group, size = groups[tile], sizes[tile]
+    first = pl.multiple_of(firsts[tile], ALIGNED_ROWS)
+
+    def multiply(matrices: Any, at: Array) -> None:
+        def sum_of(total: Any) -> Array:
+            def add(_: Any, left: Any, right: Any) -> None:
+                plgpu.wgmma(total, left, right.transpose((1, 0)) if transposed else right)
+                # What the last product read is free again, and this one goes on.
+                plgpu.wgmma_wait(1)
+
+            def of_weights(step: Array) -> tuple[Array, Array]:
+                return (column, step) if transposed else (step, column)
+
+            weights_shape = (TILE, DEPTH) if transposed else (DEPTH, TILE)
+            plgpu.emit_pipeline(
+                add,
+                grid=(rows.shape[1] // DEPTH,),
+                in_specs=[
+                    plgpu.BlockSpec((pl.Element(TILE), DEPTH), lambda step: (first, step), delay_release=1),
+                    plgpu.BlockSpec(weights_shape, of_weights, delay_release=1),
+                ],
+                max_concurrent_steps=STAGES,
+            )(rows, matrices.at[at])
+            return total[...]
+
+        _write_rows(pl.run_scoped(sum_of, plgpu.ACC((TILE, TILE))), out, first, skipped[tile], size, column)
+
+    before = 0
+    for matrices in parts:
+        inside = (group >= before) & (group < before + matrices.shape[0])
+        pl.when((size > 0) & inside)(partial(multiply, matrices, group - before))
+        before += matrices.shape[0]
+
+
+def _write_rows(total: Array, out: Any, first: Array, skipped: Array, size: Array, column: Array) -> None:
+    """Writes the rows of a tile that are its own."""
+
+    @partial(pl.run_scoped, tile=plgpu.SMEM((TILE, TILE), out.dtype))
+    def _(tile: Any) -> None:
+        tile[...] = total.astype(out.dtype)
+        plgpu.commit_smem()
+        # Copies have sizes that are known when they are compiled: so many rows as the number's bits say.
+        at, num_rows = skipped, TILE
+        while num_rows:
+
+            @pl.when((size & num_rows) != 0)
+            def _(at: Array = at, num_rows: int = num_rows) -> None:
+                to = out.at[pl.ds(first + at, num_rows), pl.ds(column * TILE, TILE)]
+                plgpu.copy_smem_to_gmem(tile.at[pl.ds(at, num_rows)], to)
+
+            at, num_rows = at + (size & num_rows), num_rows // 2
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def outer(
+    rows: Float[Array, "A I"],
+    others: Float[Array, "A O"],
+    group_sizes: GroupSizes,
+    *,
+    parts: tuple[int, ...],
+    dtype: DType,
+) -> tuple[Float[Array, "_ I O"], ...]:
+    """Computes `grouped_outer`. Rows beyond the last group count as 0, whatever they hold.
+
+    Args:
+        rows: `[A, I]`, which must pass `fits`.
+        others: `[A, O]`, likewise.
+        group_sizes: `[S]` int32.
+        parts: in how many groups each array of the result has; their sum is `S`.
+        dtype: that of the result; sums are kept in float32 in any case.
+    """
+    shape = rows.shape[1], others.shape[1]
+    ends = group_sizes.cumsum(dtype=jnp.int32)
+    kernel: Any = plgpu.kernel(
+        _sum_of_tile,
+        out_type=tuple(jax.ShapeDtypeStruct((num_groups, *shape), dtype) for num_groups in parts),
+        # Blocks side by side read the same rows of one group.
+        grid=(shape[0] // TILE, shape[1] // TILE, group_sizes.shape[0]),
+        grid_names=AXES,
+        kernel_name="grouped_outer",
+        compiler_params=_PARAMETERS,
+    )
+    return kernel(ends - group_sizes, ends, rows, others)
+
+
+def _sum_of_tile(starts: Any, ends: Any, rows: Any, others: Any, *outs: Any) -> None:
+    inner, column, group = (jax.lax.axis_index(axis) for axis in AXES)
+    start, end = starts[group], ends[group]
+    first = jax.lax.div(start, DEPTH)
+    num_steps = jnp.where(end > start, pl.cdiv(end, DEPTH) - first, 0)
+
+    def sum_of(total: Any) -> Array:
+        def add(index: tuple[Array], left: Any, right: Any) -> None:
+            at = (first + index[0]) * DEPTH
+
+            # Only at the ends of a group. Both are masked, and not by a product: 0 times NaN would be NaN.
+            @pl.when((at < start) | (at + DEPTH > end))
+            def _() -> None:
+                row = at + plgpu.layout_cast(jax.lax.broadcasted_iota(jnp.int32, (DEPTH, TILE), 0), plgpu.Layout.WGMMA)
+                for part in (left, right):
+                    part[...] = jnp.where((row >= start) & (row < end), part[...], jnp.zeros_like(part))
+                plgpu.commit_smem()
+
+            plgpu.wgmma(total, left.transpose((1, 0)), right)
+            plgpu.wgmma_wait(1)
+
+        @pl.when(num_steps > 0)
+        def _() -> None:
+            plgpu.emit_pipeline(
+                add,
+                grid=(num_steps,),
+                in_specs=[
+                    plgpu.BlockSpec((DEPTH, TILE), lambda step: (first + step, inner), delay_release=1),
+                    plgpu.BlockSpec((DEPTH, TILE), lambda step: (first + step, column), delay_release=1),
+                ],
+                max_concurrent_steps=STAGES,
+            )(rows, others)
+
+        return total[...]
+
+    total = pl.run_scoped(sum_of, plgpu.ACC((TILE, TILE)))
+
+    @partial(pl.run_scoped, tile=plgpu.SMEM((TILE, TILE), outs[0].dtype))
+    def _(tile: Any) -> None:
+        tile[...] = total.astype(tile.dtype)
+        plgpu.commit_smem()
+        before = 0
+        for out in outs:
+
+            @pl.when((group >= before) & (group < before + out.shape[0]))
+            def _(out: Any = out, before: int = before) -> None:
+                to = out.at[group - before, pl.ds(inner * TILE, TILE), pl.ds(column * TILE, TILE)]
+                plgpu.copy_smem_to_gmem(tile, to)
+
+            before += out.shape[0]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

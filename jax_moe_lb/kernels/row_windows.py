@@ -1,0 +1,109 @@
+"""Rows of groups, window by window: what is computed on the way to a result then takes the memory of one window.
+
+It is for CPUs, where a product of a few hundred rows runs as fast as one of all, and what lies in between stays in the
+cache. Kernels of accelerators want all rows at once.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jax_moe_lb.core.manual_axes import vary_like
+from jax_moe_lb.core.types import GroupSizes, iota
+from jax_moe_lb.kernels.grouped_matmul import Block, each_block
+
+Carry = TypeVar("Carry")
+
+WINDOW_ROWS = 512
+"""Fewer rows are never cut: a product reads the weights once for each window."""
+
+MAX_WINDOWS = 16
+"""So what is as wide as a row, or twice as wide, is an eighth of the rows at most."""
+
+
+def num_windows(num_rows: int) -> int:
+    """Computes in how many windows rows are cut.
+
+    Args:
+        num_rows: `A`.
+    """
+    return max(1, min(num_rows // WINDOW_ROWS, MAX_WINDOWS))
+
+
+class Window(NamedTuple):
+    """Says which rows a step reads and writes.
+
+    Args:
+        start: int32, the first row.
+        inside: `[B]`, which of its rows are the window's own; others are those of the window before, or of no group.
+        group_sizes: the rows of each group, from `start` on.
+        group: int32, the group that all of them are of; `None` where they may be of any.
+    """
+
+    start: Int[Array, ""]
+    inside: Bool[Array, "B"]
+    group_sizes: GroupSizes
+    group: Int[Array, ""] | None = None
+
+    def take(self, rows: Array) -> Array:
+        """Reads the rows; 0 for those that are not its own, which may hold anything."""
+        part = jax.lax.dynamic_slice_in_dim(rows, self.start, self.inside.shape[0], 0)
+        return jnp.where(self.inside[:, None], part, 0)
+
+    def put(self, part: Array, rows: Array) -> Array:
+        """Writes the rows in place."""
+        before = jax.lax.dynamic_slice_in_dim(rows, self.start, self.inside.shape[0], 0)
+        return jax.lax.dynamic_update_slice_in_dim(rows, jnp.where(self.inside[:, None], part, before), self.start, 0)
+
+    def of_groups(self, tree: Any) -> Any:
+        """Reads what each of its groups has, out of arrays `[S, ...]`."""
+        group = self.group
+        if group is None:
+            return tree
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, group, 1, 0), tree)
+
+    def put_of_groups(self, part: Any, tree: Any) -> Any:
+        """Writes what each of its groups has, in place."""
+        group = self.group
+        if group is None:
+            return part
+        return jax.tree.map(lambda new, leaf: jax.lax.dynamic_update_slice_in_dim(leaf, new, group, 0), part, tree)
+
+
+def each_window(
+    step: Callable[[Window, Carry], Carry], carry: Carry, num_rows: int, group_sizes: GroupSizes, *, of_one_group: bool
+) -> Carry:
+    """Runs a step for each window of the rows of all groups; each row is inside of one window.
+
+    Args:
+        step: takes a window and the carry, and returns the new carry.
+        carry: what the steps change in place.
+        num_rows: `A`, of which those beyond the groups are in no window.
+        group_sizes: `[S]` int32.
+        of_one_group: whether every window has rows of one group.
+    """
+    if of_one_group:
+
+        def of_block(block: Block, carry: Carry) -> Carry:
+            sizes = vary_like(jnp.full(1, block.inside.shape[0], jnp.int32), block.group)
+            return step(Window(block.start, block.inside, sizes, block.group), carry)
+
+        return each_block(of_block, carry, num_rows, group_sizes)
+    size = -(-num_rows // num_windows(num_rows))
+    ends = group_sizes.cumsum(dtype=jnp.int32)
+    used = group_sizes.sum(dtype=jnp.int32)
+
+    def one(i: Array, carry: Carry) -> Carry:
+        first = i * size
+        # The last window would reach beyond the rows; moved back, it holds some of the window before.
+        start = jnp.minimum(first, num_rows - size)
+        row = start + iota(size)
+        upto = jnp.clip(ends - start, 0, size)
+        sizes = jnp.diff(upto, prepend=0)
+        return step(Window(start, (row >= first) & (row < used), sizes), carry)
+
+    # A program for CPUs may as well stop behind the last row.
+    return jax.lax.fori_loop(0, (used + size - 1) // max(size, 1), one, vary_like(carry, group_sizes))

@@ -1,0 +1,417 @@
+"""`moe` is the one executor: it goes from routing to counts to plan to weights to tokens to experts and back."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jax_moe_lb.balancers.base import LayerCost
+from jax_moe_lb.core.manual_axes import varying_axes
+from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, straggler, traffic
+from jax_moe_lb.core.stats import Checks, Fault, Stats, fault_code
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Counts, State, TokenMask, Tokens, iota, wide_dtype
+from jax_moe_lb.core.validation import check_homes, check_routed, ensure
+from jax_moe_lb.kernels.experts import Experts
+from jax_moe_lb.layer.systems import System
+from jax_moe_lb.routing.losses import Losses
+from jax_moe_lb.routing.more_routers import capacity, within_capacity
+from jax_moe_lb.routing.routers import NO_EXPERT, Router, Routing, TokenInfo, mask_tokens, tokens_per_expert
+from jax_moe_lb.transport.dispatch import Routed, Served
+from jax_moe_lb.transport.exchange import Weights
+
+TOKEN_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float64)
+"""What tokens may be; the custom calls and the kernels of accelerators have no form for others."""
+
+CHECKPOINT_NAMES = ("moe_routing", "moe_plan")
+"""The names of intermediates for `jax.checkpoint_policies`: the routing, and the plan with where each copy goes.
+
+A layer keeps no copies and no outputs of experts, with or without a policy. Give these names to `save_only_these_names`
+to keep a few integers per token, so that a layer inside `jax.checkpoint` neither routes nor plans again.
+"""
+
+
+def moe(
+    x: Tokens,
+    kernel: Float[Array, "H E"],
+    experts: Experts,
+    router: Router,
+    system: System,
+    topology: Topology,
+    *,
+    state: State = (),
+    kernel_bias: Float[Array, "E"] | None = None,
+    bias: Float[Array, "E"] | None = None,
+    homes: Int[Array, "E"] | None = None,
+    mask: TokenMask | None = None,
+    losses: Losses = Losses(),
+    sequence_length: int | None = None,
+    capacity_factor: float | None = None,
+    token_ids: Int[Array, "T"] | None = None,
+    key: Key[Array, ""] | None = None,
+    checks: Checks = "callback",
+) -> tuple[Tokens, Stats, State]:
+    """Computes a mixture-of-experts layer on one rank; call it inside `jax.shard_map`.
+
+    It equals a dense mixture of experts in values and gradients, whatever the plan. `nn.MoE` is this for whole arrays;
+    call `moe` yourself inside your own `shard_map`.
+
+    Args:
+        x: `[T, H]`, this rank's tokens.
+        kernel: `[H, E]`, the router's weights, equal on all ranks; they map tokens to logits.
+        experts: the `L` home experts of this rank; over `tensor_axes` of the topology a shard of their inner width.
+        router: `TopK`, `ForceBalanced` or a callable like them.
+        system: the strategies; the functions of `systems.py` make the usual ones.
+        topology: what `Topology.from_mesh` returned, with the axes that `x` varies over.
+        state: what `system.balancer.init` or the last call returned; `()` for balancers without history.
+        kernel_bias: `[E]`, added to the logits, and learned; `None`, which is usual: nothing is.
+        bias: `[E]`, added to the router's scores when it chooses experts; not learned.
+        homes: `[E]`, the place of each of the router's experts: slot `p % L` of rank `p // L`; `None`: expert `e` is at
+            place `e`. What follows the router, statistics included, numbers experts by their place.
+        mask: `[T]`, false for padding tokens, which no expert serves and whose output is 0.
+        losses: the coefficients of the router losses; none by default.
+        sequence_length: how many consecutive tokens make a sequence, for the sequence-wise loss.
+        capacity_factor: drops copies, as GShard does: an expert takes that many times the mean of its copies from each
+            rank, first choices first. `None`, the default, drops nothing; see `routing/more_routers.py`.
+        token_ids: `[T]` int32, for routers that look at them, such as `HashRouter`.
+        key: random numbers for routers that want some, such as `NoisyTopK`; other ones in each step and layer. Equal on
+            all ranks.
+        checks: what to do about bad values (a logit that is not finite, an illegal plan). "callback", the default,
+            stops the program on all ranks, by a call of the host. "deferred", usual on accelerators, calls nobody and
+            goes on with what is right; then call `raise_on_fault` in each step. `docs/pipeline.md` says more.
+
+    Returns:
+        The outputs, what happened, and the balancer's new state.
+
+    Raises:
+        ValueError: shapes that do not fit each other or the topology. Under `checks="callback"` bad values stop the
+            program on all ranks with an error of the same form.
+
+    Examples:
+        >>> from jax.sharding import AxisType, PartitionSpec
+        >>> from jax_moe_lb import TopK, greedy
+        >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        >>> topology, ranks, whole = Topology.from_mesh(mesh), PartitionSpec("expert"), PartitionSpec()
+        >>> layer = lambda x, kernel, experts: moe(x, kernel, experts, TopK(1), greedy(1), topology)[0]
+        >>> run = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=(ranks, whole, ranks), out_specs=ranks))
+        >>> run(jnp.ones((8, 4)), jnp.eye(4), Experts(jnp.ones((4, 4, 8)), jnp.ones((4, 8, 4)))).shape
+        (8, 4)
+    """
+    _check_arguments(x, kernel, experts, topology)
+    info = token_info(x.shape[0], topology, mask, token_ids, key)
+    routing = route(x, kernel, router, info, bias, kernel_bias)
+    limit = None if capacity_factor is None else capacity(capacity_factor, routing.experts.size, kernel.shape[1])
+    counted = count(routing, kernel.shape[1], topology, checks, limit)
+    routed, is_homed = permute_to_homes(counted, routing.weights, homes, checks)
+    # One rank alone has all experts at home.
+    num_slots = experts.up.shape[0] + (system.replica_slots if topology.num_ranks > 1 else 0)
+    start = plain_plan(routed.counts, topology, num_slots)
+    served, state = _served(x, routed, experts, start, state, system, topology, checks)
+    y = _outputs(served, homes, is_homed, system.dispatch.max_rounds, topology, checks)
+    loss = losses(routing, counted.asked, topology.expert_axes, sequence_length)
+    fault = _fault(counted, routed.counts, homes, is_homed, served, system.dispatch.max_rounds)
+    dropped = (counted.asked - counted.counts).sum(dtype=jnp.int32)
+    return y, _stats(routed.counts, dropped, start, served.plan, served.rounds, experts, loss, fault), state
+
+
+def token_info(
+    num_tokens: int,
+    topology: Topology,
+    mask: TokenMask | None = None,
+    token_ids: Int[Array, "T"] | None = None,
+    key: Key[Array, ""] | None = None,
+) -> TokenInfo:
+    """Says what a router may know about this rank's tokens.
+
+    Args:
+        num_tokens: `T`.
+        topology: its expert axes say which of all tokens are this rank's.
+        mask: as `moe` was given it.
+        token_ids: likewise.
+        key: likewise.
+    """
+    if key is not None:
+        # Or all ranks would draw the same.
+        key = jax.random.fold_in(key, jax.lax.axis_index(topology.data_axes + topology.expert_axes))
+    return TokenInfo(jax.lax.axis_index(topology.expert_axes) * num_tokens, mask, token_ids, key)
+
+
+@jax.named_scope("route")
+def route(
+    x: Tokens,
+    kernel: Float[Array, "H E"],
+    router: Router,
+    info: TokenInfo,
+    bias: Float[Array, "E"] | None = None,
+    kernel_bias: Float[Array, "E"] | None = None,
+) -> Routing:
+    """Asks the router for the experts and weights of this rank's tokens, in float32 at least.
+
+    Args:
+        x: `[T, H]`, this rank's tokens.
+        kernel: `[H, E]`, the router's weights, equal on all ranks.
+        router: `TopK`, `ForceBalanced` or a callable like them.
+        info: what else the router may know. Padding tokens, where its mask is false, get `NO_EXPERT`.
+        bias: `[E]`, added to the scores when experts are chosen.
+        kernel_bias: `[E]`, added to the logits.
+    """
+    if info.mask is not None:
+        # Padding may hold anything: NaN times the zero gradient of its logits would be NaN in the kernel's gradient.
+        x = jnp.where(info.mask[:, None], x, 0)
+    # Logits that differ in their last bits choose other experts, so they are computed wide and at full precision,
+    # which accelerators do not give by default.
+    dtype = wide_dtype(x)
+    logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision=jax.lax.Precision.HIGHEST)
+    if kernel_bias is not None:
+        logits += kernel_bias.astype(dtype)[None]
+    routing = router(logits, bias, info)
+    routing = routing if info.mask is None else mask_tokens(routing, info.mask)
+    return checkpoint_name(routing, "moe_routing")
+
+
+class RoutingCounts(NamedTuple):
+    """Holds the routing that is right, and what is wrong with the rest.
+
+    Args:
+        experts: `[T, K]` int32, the expert of each copy of this rank; tokens whose routing is wrong get `NO_EXPERT`.
+        counts: `[R, E]` int32, the copies that each rank routes to each expert; equal on all ranks.
+        asked: `[R, E]` int32, the same before any were dropped.
+        wrong: `[R, 4]` int32, what `legality.check_routed` reads; equal on all ranks.
+        ok: whether nothing is wrong; always, under checks that stop the program.
+    """
+
+    experts: Int[Array, "T K"]
+    counts: Counts
+    asked: Counts
+    wrong: Int[Array, "R 4"]
+    ok: Bool[Array, ""]
+
+
+@jax.named_scope("count")
+def count(
+    routing: Routing, num_experts: int, topology: Topology, checks: Checks, capacity: int | None = None
+) -> RoutingCounts:
+    """Gathers the counts of this microbatch, equal on all ranks.
+
+    Every rank also tells what its router got wrong, so that all of them stop or none does.
+
+    Args:
+        routing: what `route` returned on this rank. Its weights stay as they are, so that outputs of logits that are
+            not finite are not finite either.
+        num_experts: `E`.
+        topology: its expert axes are the ranks that count together.
+        checks: what to do where something is wrong.
+        capacity: how many copies an expert takes from a rank; `None`: all.
+    """
+    valid = (routing.experts >= NO_EXPERT) & (routing.experts < num_experts)
+    finite = jnp.isfinite(routing.weights)
+    experts = jnp.where(valid & finite, routing.experts, NO_EXPERT)
+    # The range of bad ids is enough for a message, and has a fixed size. Good ones count as 0, which no bad id is.
+    bad_ids = jnp.where(valid, 0, routing.experts).reshape(-1)
+    lowest, highest = bad_ids.min(initial=0), bad_ids.max(initial=0)
+    wrong = jnp.stack([(~valid).sum(dtype=jnp.int32), lowest, highest, (~finite.all()).astype(jnp.int32)])
+    mine = jnp.concatenate([tokens_per_expert(experts.reshape(1, -1), num_experts)[0], wrong])
+    # One all-gather for counts and errors: a second collective would cost as much again, for four integers.
+    table = jax.lax.all_gather(mine, topology.expert_axes, to="invarying")
+    asked, wrong = table[:, :num_experts], table[:, num_experts:]
+    ok = (wrong[:, 0] == 0).all() & (wrong[:, 3] == 0).all()
+    if checks == "callback":
+        # `ensure` returns 0 or stops the program. Added to the counts, it is neither dropped as unused nor late.
+        asked = asked + ensure(ok, check_routed, wrong, np.int32(num_experts))
+    if capacity is None:
+        return RoutingCounts(experts, asked, asked, wrong, ok)
+    return RoutingCounts(
+        within_capacity(experts, num_experts, capacity), jnp.minimum(asked, capacity), asked, wrong, ok
+    )
+
+
+@jax.named_scope("at_homes")
+def permute_to_homes(
+    counted: RoutingCounts, weights: Weights, homes: Int[Array, "E"] | None, checks: Checks
+) -> tuple[Routed, Bool[Array, ""]]:
+    """Renumbers experts and counts by place; the router keeps its own numbers, so ties, groups and losses stay.
+
+    Args:
+        counted: what `count` returned.
+        weights: `[T, K]`, the router's, which stay as they are.
+        homes: `[E]` int32, the place of each expert, a permutation; `None`: expert `e` is at place `e`.
+        checks: what to do about other values. Under "deferred" experts then stay where they were at first, which are
+            others, so `moe` makes outputs NaN.
+
+    Returns:
+        Both by place, and whether `homes` is a permutation.
+    """
+    if homes is None:
+        return Routed(counted.experts, counted.counts, weights), jnp.bool_(True)
+    # A permutation sorts to 0, 1, 2, ...; anything else would give two experts one place.
+    ok = (jnp.sort(homes) == iota(homes.shape[0])).all()
+    safe = jnp.where(ok, homes, iota(homes.shape[0]))
+    counts = counted.counts[:, jnp.argsort(safe)]
+    if checks == "callback":
+        counts = counts + ensure(ok, check_homes, homes)
+    places = jnp.where(counted.experts < 0, NO_EXPERT, safe[jnp.maximum(counted.experts, 0)])
+    return Routed(places, counts, weights), ok
+
+
+def vary_like_tokens(experts: Experts, topology: Topology) -> Experts:
+    """Returns the experts as different values on each data shard: the transpose sums their gradients over the shards.
+
+    Args:
+        experts: the home experts of this rank, which are equal on all data shards.
+        topology: its data axes are the shards.
+    """
+
+    def vary(leaf: Array) -> Array:
+        # Gathered over some of these axes, they already differ over them.
+        axes = tuple(axis for axis in topology.data_axes if axis not in varying_axes(leaf))
+        return jax.lax.pcast(leaf, axes, to="varying") if axes else leaf
+
+    return jax.tree.map(vary, experts)
+
+
+def _served(
+    x: Tokens,
+    routed: Routed,
+    experts: Experts,
+    start: Plan,
+    state: State,
+    system: System,
+    topology: Topology,
+    checks: Checks,
+) -> tuple[Served, State]:
+    x, weights, experts = on_tensor_shards(x, routed.weights, vary_like_tokens(experts, topology), topology)
+    return system.dispatch.serve(
+        x,
+        routed._replace(weights=weights),
+        experts,
+        start,
+        state,
+        balancer=system.balancer.sized(_facts(x, weights, experts)),
+        replicate=system.replicate,
+        topology=topology,
+        checks=checks,
+    )
+
+
+def _facts(x: Tokens, weights: Weights, experts: Experts) -> LayerCost:
+    # All of it is static: shapes and dtypes.
+    expert_bytes = experts.nbytes // experts.up.shape[0]
+    return LayerCost(
+        num_copies=weights.size,
+        expert_bytes=expert_bytes,
+        gradient_bytes=expert_bytes,
+        token_bytes=x.shape[1] * x.dtype.itemsize,
+        token_flops=2 * expert_bytes // experts.up.dtype.itemsize,
+    )
+
+
+def _outputs(
+    served: Served,
+    homes: Int[Array, "E"] | None,
+    is_homed: Bool[Array, ""],
+    max_rounds: int | None,
+    topology: Topology,
+    checks: Checks,
+) -> Tokens:
+    # Every tensor shard has served all copies by its part of the hidden activations. Outputs are summed where they are
+    # fewest, after a token's copies have become one.
+    y = jax.lax.psum(served.outputs, topology.tensor_axes) if topology.tensor_axes else served.outputs
+    if checks == "deferred" and (homes is not None or max_rounds is not None):
+        # Copies that were not served, or by other experts, are no outputs, and nobody shall take them for such.
+        y = jnp.where(served.is_whole & is_homed, y, jnp.nan)
+    return y
+
+
+def on_tensor_shards(
+    x: Tokens, weights: Weights, experts: Experts, topology: Topology
+) -> tuple[Tokens, Weights, Experts]:
+    """Returns what a tensor shard serves by: the transpose sums gradients of tokens and weights over the shards.
+
+    Args:
+        x: `[T, H]`, the tokens, equal on all tensor shards.
+        weights: `[T, K]`, likewise.
+        experts: this shard's part of the home experts.
+        topology: its tensor axes are the shards.
+    """
+    if not topology.tensor_axes:
+        return x, weights, experts
+    if experts.down_bias is not None:
+        # Outputs are summed over the shards, and their bias shall be in the sum once.
+        first = jax.lax.axis_index(topology.tensor_axes) == 0
+        experts = replace(experts, down_bias=jnp.where(first, experts.down_bias, 0))
+    x, weights = (jax.lax.pcast(array, topology.tensor_axes, to="varying") for array in (x, weights))
+    return x, weights, experts
+
+
+def _stats(
+    counts: Counts,
+    dropped: Int[Array, ""],
+    before: Plan,
+    after: Plan,
+    rounds: Int[Array, ""],
+    experts: Experts,
+    loss: Float[Array, ""],
+    fault: Fault,
+) -> Stats:
+    moved = traffic(after, counts)
+    load_before, load_after = load(before), load(after)
+    expert_bytes = experts.nbytes // after.num_home
+    return Stats(
+        counts=counts,
+        dropped=dropped,
+        quota=after.quota,
+        load_before=load_before,
+        load_after=load_after,
+        imbalance_before=imbalance(load_before),
+        imbalance_after=imbalance(load_after),
+        straggler_before=straggler(load_before),
+        straggler_after=straggler(load_after),
+        rounds=rounds,
+        rows_moved=moved.rows,
+        # In floating point, since a rack moves more than 2^31 bytes.
+        weight_bytes_moved=moved.replicas.astype(jnp.float32) * expert_bytes,
+        loss=loss,
+        fault=fault,
+    )
+
+
+def _fault(
+    counted: RoutingCounts,
+    counts: Counts,
+    homes: Int[Array, "E"] | None,
+    is_homed: Bool[Array, ""],
+    served: Served,
+    max_rounds: int | None,
+) -> Fault:
+    return Fault(
+        code=fault_code(counted.ok, is_homed, served.is_legal, served.is_whole),
+        counts=counts,
+        routed=counted.wrong,
+        homes=homes,
+        plan=served.made,
+        dynamic=served.dynamic,
+        rounds=served.rounds,
+        max_rounds=None if max_rounds is None else jnp.int32(max_rounds),
+    )
+
+
+def _check_arguments(x: Tokens, kernel: Float[Array, "H E"], experts: Experts, topology: Topology) -> None:
+    if not topology.expert_axes:
+        raise ValueError("topology has no expert_axes; expected one made by Topology.from_mesh")
+    if x.dtype not in TOKEN_DTYPES:
+        raise ValueError(f"x has dtype {x.dtype}; expected bfloat16, float32 or float64")
+    width, num_experts = kernel.shape
+    home, experts_width, _ = experts.up.shape
+    if home * topology.num_ranks != num_experts:
+        raise ValueError(
+            f"experts holds {home} experts on each of {topology.num_ranks} ranks; "
+            f"expected {num_experts} in all, those of the router's kernel"
+        )
+    if x.shape[-1] != width or experts_width != width:
+        raise ValueError(
+            f"x has width {x.shape[-1]} and experts.up {experts_width}; expected that of the router's kernel, {width}"
+        )

@@ -1,1 +1,0 @@
-"""Operations with more than one implementation."""

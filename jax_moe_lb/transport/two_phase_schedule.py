@@ -1,0 +1,471 @@
+"""`serve_in_phases` runs both phases of `TwoPhase`, forward and backward, beside what plans and copies.
+
+The order in which things depend on each other: the exchange home needs the load alone, and so does the planner, which
+runs beside it; rows and weights of moved experts travel beside the static wave; then the dynamic wave; its outputs
+return to the homes of their experts, beside what stayed there, and from there all outputs to their tokens.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jax_moe_lb.balancers.base import Balancer
+from jax_moe_lb.collectives.peer_copy import Pending, Route, join
+from jax_moe_lb.collectives.peer_copy_rows import (
+    Taken,
+    move,
+    move_back,
+    moved_rows,
+    served_quota,
+    start_back,
+    start_onward,
+)
+from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
+from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer
+from jax_moe_lb.core.manual_axes import first_order
+from jax_moe_lb.core.plan import Plan
+from jax_moe_lb.core.stats import Checks
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Rows, Tokens
+from jax_moe_lb.kernels.experts import Experts
+from jax_moe_lb.kernels.grouped_ffn import Parts, grouped_ffn
+from jax_moe_lb.planners.base import NativePlanner
+from jax_moe_lb.transport.direct import Direct, DirectReceipt
+from jax_moe_lb.transport.dispatch import Routed, served_plan
+from jax_moe_lb.transport.exchange import (
+    Copies,
+    Weights,
+    combine,
+    sum_of_copies,
+    to_sending_order,
+    weights_by_token,
+    weights_in_order,
+)
+from jax_moe_lb.transport.replicate import Replicate
+from jax_moe_lb.transport.rounds import (
+    Batch,
+    OfCopies,
+    dtype_of_sums,
+    fuse_gate_up,
+    gradients_of_round,
+    in_form_of,
+    no_gradients,
+    optimization_barrier,
+    overflow_rounds,
+    takes_parts,
+)
+from jax_moe_lb.transport.two_phase_receipts import Blocks, Dynamic, Phases, Streams, address_home, window
+
+
+class PhaseConfig(NamedTuple):
+    """Says how things travel and how the plan is made: the static arguments of `serve_in_phases`, which are hashable.
+
+    Args:
+        direct: the dispatch by which tokens travel.
+        replicate: the replication by which weights travel.
+        planner: what makes the plan beside the exchange; `None` where the plan is there already.
+        route: between whom rows and weights are copied beside products; `None` where exchanges move rows.
+        topology: its expert axes are the ranks that both travel between.
+        checks: what to do about a plan that is not legal, or needs more rounds than there are.
+    """
+
+    direct: Direct
+    replicate: Replicate
+    planner: NativePlanner | None
+    route: Route | None
+    topology: Topology
+    checks: Checks
+
+    @classmethod
+    def of(
+        cls,
+        direct: Direct,
+        balancer: Balancer,
+        replicate: Replicate,
+        plan: Plan,
+        topology: Topology,
+        checks: Checks,
+    ) -> "PhaseConfig":
+        """Chooses the ways, with a planner where one can run beside the exchange.
+
+        That is so where it is all that the balancer does, copies may follow at once, and there are slots to fill.
+
+        Args:
+            direct: the dispatch by which tokens travel.
+            balancer: it edits the plan.
+            replicate: the replication by which weights travel.
+            plan: the plan from which the planner starts.
+            topology: its expert axes are the ranks that both travel between.
+            checks: what to do about a bad plan.
+        """
+        route = replicate.route(topology) if plan.slots > plan.num_home else None
+        # One planner serves all ranks that it copies between.
+        alone = route is not None and route.domain is None
+        planner = balancer.native_planner(plan.domain) if alone else None
+        return cls(direct, replicate, planner, route, topology, checks)
+
+    def operand(self, experts: Experts) -> Experts | Parts:
+        """Returns experts in the form that products take them in.
+
+        Args:
+            experts: all experts of a product.
+        """
+        return (experts,) if takes_parts(self.direct) else experts
+
+
+class PhaseOutcome(NamedTuple):
+    """Holds what `serve_in_phases` did, beside the outputs.
+
+    Args:
+        plan: the plan that was served, which is legal.
+        made: the plan that was made.
+        phases: who sent what where.
+        is_legal: whether the plan that was made is.
+        is_whole: whether all rounds that there have to be were served.
+    """
+
+    plan: Plan
+    made: Plan
+    phases: Phases
+    is_legal: Bool[Array, ""]
+    is_whole: Bool[Array, ""]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def serve_in_phases(
+    tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: PhaseConfig, room: int
+) -> tuple[Tokens, PhaseOutcome]:
+    """Brings every copy of every token home, and on to where the plan puts it, and sums the outputs of each token.
+
+    Kept for the backward pass are tokens, home weights, plan and receipts. It makes no plan but replays this one:
+    weights are copied again, beside the gradients of what stays at home, and gradients of replicas are added at home.
+
+    Args:
+        tokens: `[T, H]`, the tokens of this rank.
+        experts: the `L` home experts of this rank.
+        routed: which experts the tokens go to, with what weights, and the counts of all ranks.
+        dynamic: `[E]`, which experts the plan may take from home; equal on all ranks.
+        plan: the plan, or with a planner the plan that it starts from.
+        ways: how all of them travel.
+        room: how many rows of others a rank can take.
+
+    Returns:
+        `[T, H]`, the weighted sums of the experts' outputs; how they came about.
+    """
+
+    # Where microbatches are mapped over, one follows the other: `post`, the copies that it began and `join` belong
+    # together.
+    @jax.custom_batching.sequential_vmap
+    def serve(
+        tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan
+    ) -> tuple[Tokens, PhaseOutcome]:
+        return _serve(tokens, experts, routed, dynamic, plan, ways, room)
+
+    return serve(tokens, experts, routed, dynamic, plan)
+
+
+# ---- forward -----------------------------------------------------------------------
+class _Forward(NamedTuple):
+    """Holds what all rounds of the forward pass need, before there is a plan."""
+
+    ways: PhaseConfig
+    experts: Experts
+    tokens: Tokens
+    routed: Routed
+    dynamic: Dynamic
+    receipt: DirectReceipt
+    streams: Streams
+
+    def come_home(self, i: Array) -> Rows:
+        """Sends the copies of round `i` home."""
+        with jax.named_scope("dispatch/come_home"):
+            copies = to_sending_order(self.tokens, self.receipt, self.routed.experts.shape[1])
+            return self.ways.direct.send(copies, self.receipt, i, self.ways.topology)[0]
+
+    def static_sizes(self, i: Array, rows: Rows) -> Int[Array, "L"]:
+        """Counts the rows of static experts, which stand in front; others have none."""
+        static = replace(self.streams, size=jnp.where(self.dynamic, 0, self.streams.size))
+        return _here(static, i, rows, self.ways)[1]
+
+    def static_wave(self, rows: Rows, sizes: Int[Array, "L"]) -> Rows:
+        """Computes the outputs of the rows in front, which need home weights alone; the others hold anything."""
+        with jax.named_scope("experts/static_wave"):
+            return grouped_ffn(rows, self.ways.operand(self.experts), sizes)
+
+    def finish(self, i: Array, rows: Rows, out: Rows, moved: "_Arrived", copies: Copies) -> Copies:
+        """Computes the outputs of dynamic experts, here and where they moved, and sends all outputs back."""
+        ways, phases = self.ways, moved.phases
+        with jax.named_scope("experts/dynamic_wave"):
+            staying = replace(phases.staying, size=jnp.where(self.dynamic, phases.staying.size, 0))
+            blocks = Blocks.of(*_here(staying, i, rows, ways), rows.shape[0])
+            returning: Any = (out,)
+            if moved.slots is not None and moved.rows is not None:
+                served = grouped_ffn(moved.rows, ways.operand(moved.slots), _taken(phases, i, rows, ways))
+                # First, so that they return beside what stayed.
+                blocks, returning = _start_back((served,), (out,), phases, i, ways, blocks)
+            stayed = grouped_ffn(blocks.take(rows), ways.operand(self.experts), blocks.sizes)
+            (out,) = _arrived(returning, stayed)
+            out = blocks.put(stayed, out)
+        with jax.named_scope("combine"):
+            return ways.direct.send_back(out, self.receipt, i, copies, ways.topology)
+
+
+class _Arrived(NamedTuple):
+    """Holds what a rank has taken from others in a round."""
+
+    phases: Phases
+    slots: Experts | None
+    rows: Taken | None
+
+
+def _serve(
+    tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: PhaseConfig, room: int
+) -> tuple[Tokens, PhaseOutcome]:
+    direct, _, _, _, topology, checks = ways
+    with jax.named_scope("address"):
+        receipt, streams = address_home(direct, routed.experts, routed.counts, dynamic, topology)
+        receipt, is_whole = direct.within_rounds(receipt, checks)
+    first = jnp.int32(0)
+    pending: Any
+    if ways.planner is not None and ways.route is not None:
+        # The exchange reads the receipt, so `post` comes before it.
+        with jax.named_scope("plan"):
+            receipt, posted = post(plan.placement, plan.quota, experts, receipt, planner=ways.planner, route=ways.route)
+        forward = _Forward(ways, experts, tokens, routed, dynamic, receipt, streams)
+        # It takes what came home so that it is launched after the exchange; the plan is made from what `post` had.
+        rows = forward.come_home(first)
+        with jax.named_scope("plan"):
+            rows, tables, pending = plan_and_copy(posted, rows)
+            made = replace(plan, placement=tables[0], quota=tables[1])
+            plan, is_legal = served_plan(made, routed.counts, dynamic, checks)
+    else:
+        forward, made = _Forward(ways, experts, tokens, routed, dynamic, receipt, streams), plan
+        with jax.named_scope("plan"):
+            plan, is_legal = served_plan(made, routed.counts, dynamic, checks)
+        # Started before the wave is computed, and joined after it, so that copies can run beside its products.
+        pending = _start(experts, plan, ways)
+        rows = forward.come_home(first)
+    phases = Phases(receipt, streams, moved_rows(plan.placement, plan.quota, streams.first, room))
+    # The wave reads the sizes, so rows begin to travel before it.
+    sizes, onward = _start_onward((rows,), phases, first, room, ways, forward.static_sizes(first, rows))
+    out = forward.static_wave(rows, sizes)
+    slots = _join(pending, out, ways)
+    (taken,) = _arrived(onward, out)
+    # In a loop rows move by the exchange, which needs no host: graphs of GPUs can hold it.
+    by_exchange = forward._replace(ways=ways._replace(route=None))
+
+    def one_round(i: Array, carry: tuple[Copies, None]) -> tuple[Copies, None]:
+        rows = forward._replace(tokens=optimization_barrier(i, tokens)).come_home(i)
+        (taken,) = _start_onward((rows,), phases, i, room, by_exchange.ways, ())[1]
+        out = forward.static_wave(rows, forward.static_sizes(i, rows))
+        return by_exchange.finish(i, rows, out, _Arrived(phases, slots, taken), carry[0]), None
+
+    nothing = empty_buffer(tokens, routed.experts.size)
+    copies = forward.finish(first, rows, out, _Arrived(phases, slots, taken), nothing)
+    copies, _ = overflow_rounds(receipt, direct, one_round, (copies, None))
+    served = replace(plan, quota=served_quota(plan.quota, phases.moved))
+    with jax.named_scope("combine"):
+        outputs = combine(copies, routed.weights, receipt)
+    return outputs, PhaseOutcome(served, made, phases, is_legal, is_whole)
+
+
+@jax.named_scope("replicate")
+def _start(experts: Experts, plan: Plan, ways: PhaseConfig) -> Any:
+    return None if plan.slots == plan.num_home else ways.replicate.start(experts, plan, ways.topology)
+
+
+@jax.named_scope("replicate")
+def _join(pending: Any, after: Any, ways: PhaseConfig) -> Experts | None:
+    return None if pending is None else ways.replicate.join(pending, after)
+
+
+Travelling = Any
+"""Rows on their way, for `_arrived`: a tuple of arrays that are there, or what `join` takes."""
+
+
+def _start_onward(
+    parts: tuple[Array, ...], phases: Phases, i: Array, room: int, ways: PhaseConfig, before: Any
+) -> tuple[Any, Travelling]:
+    """Brings what came home in round `i` to the ranks that take it; `None`s where there are no slots for replicas."""
+    moved = phases.moved
+    if moved.home.shape[1] == 0:
+        return before, (None,) * len(parts)
+    window = _window(i, parts[0])
+    if ways.route is not None:
+        with jax.named_scope("rows_onward/dispatch"):
+            return start_onward(parts, room, moved, window, before, route=ways.route)
+    axes = ways.topology.expert_axes
+    with jax.named_scope("dispatch"):
+        return before, tuple(move(part, moved, window, empty_buffer(part, room), axes) for part in parts)
+
+
+def _start_back(
+    parts: tuple[Array, ...], into: tuple[Array, ...], phases: Phases, i: Array, ways: PhaseConfig, before: Any = ()
+) -> tuple[Any, Travelling]:
+    """Brings what became of moved rows back to where they were in round `i`: the transpose of `_start_onward`."""
+    window = _window(i, into[0])
+    if ways.route is not None:
+        with jax.named_scope("rows_back/combine"):
+            return start_back(parts, into, phases.moved, window, before, route=ways.route)
+    axes = ways.topology.expert_axes
+    with jax.named_scope("combine"):
+        return before, tuple(move_back(p, phases.moved, window, out, axes) for p, out in zip(parts, into, strict=True))
+
+
+def _arrived(rows: Travelling, after: Any) -> tuple[Any, ...]:
+    return join(rows, after) if isinstance(rows, Pending) else rows
+
+
+def _window(i: Array, rows: Rows) -> Any:
+    return window(i, rows.shape[0])
+
+
+def _here(streams: Streams, i: Array, rows: Rows, ways: PhaseConfig) -> tuple[Int[Array, "L"], Int[Array, "L"]]:
+    """Where rows of this rank's home experts start among those of round `i`, and how many they are."""
+    mine = streams.of_rank(jax.lax.axis_index(ways.topology.expert_axes), ways.topology.num_ranks)
+    return _window(i, rows).of(mine.first, mine.size)
+
+
+def _taken(phases: Phases, i: Array, rows: Rows, ways: PhaseConfig) -> Int[Array, "P"]:
+    """How many rows each of this rank's slots takes in round `i`."""
+    sizes = _window(i, rows).of(phases.moved.first, phases.moved.size)[1]
+    return sizes[jax.lax.axis_index(ways.topology.expert_axes)]
+
+
+# ---- backward ----------------------------------------------------------------------
+PhaseResiduals = tuple[Tokens, Weights, Experts, Plan, Phases]
+
+
+def _save(
+    tokens: Tokens, experts: Experts, routed: Routed, dynamic: Dynamic, plan: Plan, ways: PhaseConfig, room: int
+) -> tuple[tuple[Tokens, PhaseOutcome], PhaseResiduals]:
+    out, outcome = serve_in_phases(tokens, experts, routed, dynamic, plan, ways, room)
+    return (out, outcome), (tokens, routed.weights, experts, outcome.plan, outcome.phases)
+
+
+def _backward(
+    ways: PhaseConfig, room: int, saved: PhaseResiduals, gradients: tuple[Tokens, Any]
+) -> tuple[Tokens, Experts, Routed, None, None]:
+    @jax.custom_batching.sequential_vmap
+    def pull_back(saved: PhaseResiduals, upstream: Tokens) -> tuple[Tokens, Weights, Experts]:
+        return _gradients(ways, room, saved, upstream)
+
+    of_tokens, of_weights, of_experts = first_order(pull_back)(saved, gradients[0])
+    none: Any = None  # Choices and counts are integers, which have no gradients.
+    return of_tokens, of_experts, Routed(none, none, of_weights), None, None
+
+
+class _Backward(NamedTuple):
+    """Holds what all rounds of the backward pass need."""
+
+    ways: PhaseConfig
+    batch: Batch
+    experts: Experts
+    phases: Phases
+
+    @jax.named_scope("dispatch")
+    def come_home(self, i: Array) -> tuple[Array, ...]:
+        """Sends copies, their weights and the gradients of their outputs home, in round `i`."""
+        (tokens, weights, upstream), receipt = self.batch, self.phases.receipt
+        per_token = weights.shape[1]
+        copies = (
+            to_sending_order(tokens, receipt, per_token),
+            weights_in_order(weights, receipt),
+            to_sending_order(upstream, receipt, per_token),
+        )
+        return tuple(self.ways.direct.send(part, receipt, i, self.ways.topology)[0] for part in copies)
+
+    def staying(self, i: Array, rows: Rows) -> Blocks:
+        """Finds the rows of what stays at home, of static and dynamic experts alike."""
+        return Blocks.of(*_here(self.phases.staying, i, rows, self.ways), rows.shape[0])
+
+    def at_home(self, parts: tuple[Array, ...], blocks: Blocks) -> tuple[tuple[Array, ...], Experts]:
+        """Computes the gradients of what stays at home."""
+        with jax.named_scope("experts/home_wave"):
+            taken, fused = tuple(map(blocks.take, parts)), self._gate_goes_in_up(parts[0])
+            *of_rows, of_experts = self._gradients(taken, self.experts, blocks.sizes, fused)
+            return tuple(blocks.put(part, part) for part in of_rows), of_experts
+
+    def finish(self, i: Array, of_rows: tuple[Array, ...], parts: Any, slots: Any, out: OfCopies) -> Any:
+        """Computes the gradients of what has moved, and sends all gradients back."""
+        ways, phases, of_slots = self.ways, self.phases, None
+        rows = of_rows[0]
+        if slots is not None:
+            with jax.named_scope("experts/moved_wave"):
+                fused = self._gate_goes_in_up(rows)
+                *of_moved, of_slots = self._gradients(parts, slots, _taken(phases, i, rows, ways), fused)
+            _, returning = _start_back(tuple(of_moved), of_rows, phases, i, ways)
+            of_rows = _arrived(returning, ())
+        back = partial(ways.direct.send_back, receipt=phases.receipt, i=i, topology=ways.topology)
+        with jax.named_scope("combine"):
+            return tuple(back(part, out=into) for part, into in zip(of_rows, out, strict=True)), of_slots
+
+    def _gate_goes_in_up(self, rows: Rows) -> bool:
+        # Alike in both waves, whose gradients are added.
+        return fuse_gate_up(self.experts, rows, are_joined=False)
+
+    def _gradients(
+        self, parts: tuple[Array, ...], experts: Experts, sizes: Array, fused: bool
+    ) -> tuple[Rows, Array, Experts]:
+        rows, weights, upstream = parts
+        dtype = dtype_of_sums(self.experts, self.ways.direct)
+        operand = self.ways.operand(experts)
+
+        def again(after: Array) -> Experts | Parts:
+            return optimization_barrier(after, operand)
+
+        of_rows, of_weights, of_experts = gradients_of_round(
+            rows, weights, operand, again, sizes, upstream, dtype, fused=fused
+        )
+        return of_rows, of_weights, of_experts[0] if isinstance(of_experts, tuple) else of_experts
+
+
+@jax.named_scope("backward")
+def _gradients(
+    ways: PhaseConfig, room: int, saved: PhaseResiduals, upstream: Tokens
+) -> tuple[Tokens, Weights, Experts]:
+    """Computes the gradients of tokens, their weights and the home experts, in the same rounds again."""
+    tokens, weights, experts, plan, phases = saved
+    again = ways.replicate.again()
+    route = None if ways.route is None else again.route(ways.topology)
+    ways = ways._replace(replicate=again, route=route)
+    # Without the barrier XLA sees that the forward pass made the same replicas and sent the same rows, and keeps those
+    # until now instead. It ties them to the gradients, which do not exist before the backward pass has come here.
+    tokens, weights, experts, upstream = jax.lax.optimization_barrier((tokens, weights, experts, upstream))
+    pending = _start(experts, plan, ways)
+    backward = _Backward(ways, Batch(tokens, weights, upstream), experts, phases)
+    first, nothing = jnp.int32(0), no_gradients(tokens, weights)
+    parts = backward.come_home(first)
+    # The wave at home reads the blocks, so rows begin to travel before it.
+    staying, onward = _start_onward(parts, phases, first, room, ways, backward.staying(first, parts[0]))
+    of_rows, of_home = backward.at_home(parts, staying)
+    slots = _join(pending, of_rows, ways)
+    moved = _arrived(onward, of_rows)
+    of_copies, of_slots = backward.finish(first, of_rows, moved, slots, nothing)
+    by_exchange = backward._replace(ways=ways._replace(route=None))
+
+    def one_round(i: Array, carry: tuple[OfCopies, Any]) -> tuple[OfCopies, Any]:
+        parts = by_exchange._replace(batch=optimization_barrier(i, by_exchange.batch)).come_home(i)
+        staying, onward = _start_onward(parts, phases, i, room, by_exchange.ways, by_exchange.staying(i, parts[0]))
+        of_rows, of_home = by_exchange.at_home(parts, staying)
+        of_copies, of_slots = by_exchange.finish(i, of_rows, _arrived(onward, of_rows), slots, carry[0])
+        return of_copies, jax.tree.map(jnp.add, carry[1], (of_home, of_slots))
+
+    carry = of_copies, (of_home, of_slots)
+    (of_copies, of_weights), (home, of_slots) = overflow_rounds(phases.receipt, ways.direct, one_round, carry)
+    if of_slots is not None:
+        of_replicas = jax.tree.map(lambda g: g.astype(experts.up.dtype), of_slots)
+        with jax.named_scope("replicate"):
+            home = ways.replicate.add_at_home(home, of_replicas, plan, ways.topology)
+    home = jax.tree.map(lambda g, w: g.astype(w.dtype), in_form_of(experts, home), experts)
+    per_token = weights.shape[1]
+    with jax.named_scope("combine"):
+        of_tokens = sum_of_copies(of_copies, phases.receipt, per_token)
+        return of_tokens, weights_by_token(of_weights, phases.receipt, per_token), home
+
+
+serve_in_phases.defvjp(_save, _backward)

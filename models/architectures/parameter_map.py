@@ -1,0 +1,165 @@
+"""A `ParameterSlice` says which part of a tensor in a checkpoint is which part of a parameter."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from models.decoder.config import DecoderConfig
+
+Index = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """A piece is all of a tensor or, where a file holds several parameters in one tensor, a part of it.
+
+    Args:
+        name: the name of the tensor in the checkpoint.
+        shape: the shape of the whole tensor.
+        path: the path of the parameter in the model, with dots.
+        index: the part of the tensor; empty for all of it.
+        expert: which line of the parameter it is; `None`: all of it.
+        transposed: whether the parameter has its last two dimensions the other way round.
+        is_copy: whether another piece is the same, under another name; a checkpoint may lack it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    path: str
+    index: Index = ()
+    expert: int | None = None
+    transposed: bool = False
+    is_copy: bool = False
+
+
+def linear(name: str, path: str, inner: int, outer: int, use_bias: bool = False) -> Iterator[ParameterSlice]:
+    """Names the weight of a linear map, which `torch` keeps transposed, and its bias."""
+    yield ParameterSlice(f"{name}.weight", (outer, inner), f"{path}.kernel", transposed=True)
+    if use_bias:
+        yield ParameterSlice(f"{name}.bias", (outer,), f"{path}.bias")
+
+
+def scale(name: str, path: str, width: int) -> ParameterSlice:
+    """Names the weight of a norm."""
+    return ParameterSlice(f"{name}.weight", (width,), f"{path}.scale")
+
+
+def outside(config: DecoderConfig) -> Iterator[ParameterSlice]:
+    """Names what is not in a layer: embedding, last norm and output."""
+    yield ParameterSlice("model.embed_tokens.weight", (config.vocab_size, config.embed_dim), "embed.embedding")
+    yield scale("model.norm", "norm", config.embed_dim)
+    if not config.tie_embeddings:
+        yield from linear("lm_head", "head", config.embed_dim, config.vocab_size)
+
+
+def layer_norms(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
+    """Names the norms before attention and before the experts."""
+    yield scale(f"model.layers.{layer}.input_layernorm", f"blocks.{layer}.attention_norm", config.embed_dim)
+    yield scale(f"model.layers.{layer}.post_attention_layernorm", f"blocks.{layer}.moe_norm", config.embed_dim)
+
+
+def grouped_attention(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
+    """Names the weights of `GroupedAttention`."""
+    theirs, ours = f"model.layers.{layer}.self_attn", f"blocks.{layer}.attention"
+    width, queries, keys = config.embed_dim, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield from linear(f"{theirs}.q_proj", f"{ours}.q", width, queries, config.qkv_bias)
+    yield from linear(f"{theirs}.k_proj", f"{ours}.k", width, keys, config.qkv_bias)
+    yield from linear(f"{theirs}.v_proj", f"{ours}.v", width, keys, config.qkv_bias)
+    yield from linear(f"{theirs}.o_proj", f"{ours}.out", queries, width, config.out_bias)
+    if config.qk_norm:
+        yield scale(f"{theirs}.q_norm", f"{ours}.q_norm", config.head_dim)
+        yield scale(f"{theirs}.k_norm", f"{ours}.k_norm", config.head_dim)
+    if config.sinks:
+        yield ParameterSlice(f"{theirs}.sinks", (config.num_heads,), f"{ours}.sinks")
+
+
+def experts(
+    config: DecoderConfig, layer: int, inside: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> Iterator[ParameterSlice]:
+    """Names the router's and the experts' weights, where each expert has tensors of its own.
+
+    Args:
+        config: the sizes.
+        layer: the layer.
+        inside: the module of the experts, `mlp` for most.
+        names: what the gate, the first and the second projection are called.
+    """
+    theirs, ours = f"model.layers.{layer}.{inside}", f"blocks.{layer}.moe"
+    width, inner, (gate, up, down) = config.embed_dim, config.mlp_dim, names
+    yield ParameterSlice(f"{theirs}.gate.weight", (config.num_experts, width), f"{ours}.kernel", transposed=True)
+    if config.use_routing_bias:
+        yield ParameterSlice(f"{theirs}.gate.e_score_correction_bias", (config.num_experts,), f"{ours}.bias")
+    for expert in range(config.num_experts):
+        one = f"{theirs}.experts.{expert}"
+        for name, path in ((gate, "gate"), (up, "up")):
+            yield ParameterSlice(
+                f"{one}.{name}.weight", (inner, width), f"{ours}.{path}", expert=expert, transposed=True
+            )
+        yield ParameterSlice(f"{one}.{down}.weight", (width, inner), f"{ours}.down", expert=expert, transposed=True)
+
+
+def shared_expert(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
+    """Names the weights of the shared expert."""
+    if config.shared_mlp_dim:
+        theirs, ours = f"model.layers.{layer}.mlp.shared_experts", f"blocks.{layer}.moe"
+        wide, narrow = (config.shared_mlp_dim, config.embed_dim), (config.embed_dim, config.shared_mlp_dim)
+        yield ParameterSlice(f"{theirs}.gate_proj.weight", wide, f"{ours}.shared_gate", transposed=True)
+        yield ParameterSlice(f"{theirs}.up_proj.weight", wide, f"{ours}.shared_up", transposed=True)
+        yield ParameterSlice(f"{theirs}.down_proj.weight", narrow, f"{ours}.shared_down", transposed=True)
+
+
+def dense(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
+    """Names the weights of a layer without experts."""
+    theirs, ours = f"model.layers.{layer}.mlp", f"blocks.{layer}.dense"
+    yield from linear(f"{theirs}.gate_proj", f"{ours}.gate", config.embed_dim, config.dense_mlp_dim)
+    yield from linear(f"{theirs}.up_proj", f"{ours}.up", config.embed_dim, config.dense_mlp_dim)
+    yield from linear(f"{theirs}.down_proj", f"{ours}.down", config.dense_mlp_dim, config.embed_dim)
+
+
+def usual_pieces(config: DecoderConfig) -> Iterator[ParameterSlice]:
+    """Names all tensors of a model with grouped attention and tensors for each expert under `mlp`."""
+    yield from outside(config)
+    for layer in range(config.num_layers):
+        yield from _usual_layer(config, layer)
+    yield from further(config, _usual_layer)
+
+
+def _usual_layer(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
+    yield from layer_norms(config, layer)
+    yield from grouped_attention(config, layer)
+    yield from feed_forward(config, layer)
+
+
+def further(
+    config: DecoderConfig, layer_pieces: Callable[[DecoderConfig, int], Iterator[ParameterSlice]]
+) -> Iterator[ParameterSlice]:
+    """Names what predicts further tokens: layers behind the last one, and what joins their input.
+
+    Args:
+        config: the sizes.
+        layer_pieces: names the tensors of a layer of the model.
+    """
+    width, words = config.embed_dim, (config.vocab_size, config.embed_dim)
+    for i in range(config.num_further):
+        layer = config.num_layers + i
+        theirs, ours = f"model.layers.{layer}", f"further.{i}"
+        for piece in layer_pieces(config, layer):
+            yield replace(piece, path=piece.path.replace(f"blocks.{layer}", f"{ours}.block", 1))
+        yield scale(f"{theirs}.enorm", f"{ours}.embed_norm", width)
+        yield scale(f"{theirs}.hnorm", f"{ours}.stream_norm", width)
+        yield from linear(f"{theirs}.eh_proj", f"{ours}.join", 2 * width, width)
+        yield scale(f"{theirs}.shared_head.norm", f"{ours}.norm", width)
+        # Published checkpoints have what is shared in each of these layers again.
+        yield ParameterSlice(f"{theirs}.embed_tokens.weight", words, "embed.embedding", is_copy=True)
+        head = "embed.embedding" if config.tie_embeddings else "head.kernel"
+        yield ParameterSlice(
+            f"{theirs}.shared_head.head.weight", words, head, transposed=head == "head.kernel", is_copy=True
+        )
+
+
+def feed_forward(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
+    """Names the weights of a layer's experts, or of its dense network."""
+    if layer in config.dense_layers:
+        yield from dense(config, layer)
+    else:
+        yield from experts(config, layer, "mlp")
+        yield from shared_expert(config, layer)

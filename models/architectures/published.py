@@ -1,0 +1,206 @@
+"""The sizes of published models, as their `config.json` has them: `python -m models.architectures.published` counts
+them.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from models.architectures.config_json import Fields
+from models.architectures.parameter_map import ParameterSlice
+from models.architectures.registry import configured, pieces_of
+from models.decoder.config import DecoderConfig
+
+MIXTRAL_8X7B: dict[str, Any] = {
+    "model_type": "mixtral",
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
+QWEN3_30B_A3B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "attention_bias": False,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129_280,
+    "hidden_size": 7168,
+    "intermediate_size": 18_432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "attention_bias": False,
+    "max_position_embeddings": 163_840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "tie_word_embeddings": False,
+}
+GLM_4_5: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "vocab_size": 151_552,
+    "hidden_size": 5120,
+    "intermediate_size": 12_288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 92,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "use_qk_norm": True,
+    "attention_bias": True,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+}
+GPT_OSS_120B: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201_088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "attention_bias": True,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+    "tie_word_embeddings": False,
+}
+PUBLISHED = {
+    "Mixtral-8x7B": MIXTRAL_8X7B,
+    "Qwen3-30B-A3B": QWEN3_30B_A3B,
+    "DeepSeek-V3": DEEPSEEK_V3,
+    "GLM-4.5": GLM_4_5,
+    "gpt-oss-120b": GPT_OSS_120B,
+}
+"""What each file has that matters here."""
+
+
+def published_config(name: str) -> DecoderConfig:
+    """Reads the sizes of a published model.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in PUBLISHED:
+        raise ValueError(f"name is {name!r}; expected one of {', '.join(PUBLISHED)}")
+    return configured(Fields(json.dumps(PUBLISHED[name])))
+
+
+def num_params(config: DecoderConfig) -> tuple[int, int]:
+    """Counts the parameters of a model, and those that one token meets; the embedding counts in both.
+
+    Layers that predict further tokens do not count.
+    """
+    pieces = pieces_of(config)
+    in_experts = _size(piece for piece in pieces if piece.expert is not None)
+    # A tensor with all experts has many pieces, and one size.
+    total = _size(pieces)
+    per_token = config.router.num_experts_per_tok
+    return total, total - in_experts + in_experts * per_token // config.num_experts
+
+
+def _size(pieces: Iterable[ParameterSlice]) -> int:
+    return sum(math.prod(shape) for shape in {piece.name: piece.shape for piece in pieces}.values())
+
+
+def main() -> None:
+    """Prints the sizes of all of them."""
+    table = Table("model", "layers", "experts", "parameters", "of a token", "bytes in bfloat16")
+    for name in PUBLISHED:
+        config = published_config(name)
+        total, active = num_params(config)
+        experts = f"{config.router.num_experts_per_tok} of {config.num_experts}"
+        table.add_row(
+            name,
+            str(config.num_layers),
+            experts,
+            f"{total / 1e9:.1f} B",
+            f"{active / 1e9:.1f} B",
+            f"{2 * total / 1e9:.0f} GB",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

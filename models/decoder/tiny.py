@@ -1,0 +1,205 @@
+"""A small decoder-only language model with MoE layers, and parameters split over the data axis."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_moe_lb import Losses, MoE, Stats, System, TopK, Topology
+from jax_moe_lb.nn import logical_axis_rules
+from jax_moe_lb.routing import ForceBalanced
+from jax_moe_lb.transport import GatherExpertDomain
+from models.config import ModelConfig
+from models.decoder import tiny as fsdp
+from models.decoder.attention import causal_attention
+from models.decoder.layers import one_by_one, scanned
+from models.mesh import batch_sharding
+
+DATA = "data"
+"""The axis of the mesh over which parameters are split."""
+
+
+def expert_rules(topology: Topology) -> tuple[tuple[str, Any], ...]:
+    """Makes the `rules` of `nn.MoE`: the widths of experts are split over the data axis."""
+    return tuple((name, DATA if name == "embed" else axes) for name, axes in logical_axis_rules(topology))
+
+
+def linear_options(mesh: Mesh) -> dict[str, Any]:
+    """Makes options of `nnx.Linear`: its kernel is split by rows."""
+    return {"kernel_metadata": {"out_sharding": (DATA, None), "mesh": mesh}, "promote_dtype": _Gathering(mesh, 1)}
+
+
+def embed_options(mesh: Mesh) -> dict[str, Any]:
+    """Makes options of `nnx.Embed`: its table is split by channels."""
+    return {"embedding_metadata": {"out_sharding": (None, DATA), "mesh": mesh}, "promote_dtype": _Gathering(mesh, 0)}
+
+
+class _Gathering:
+    """Casts the arrays of a layer as Flax does, and then gathers one of them: what travels is narrow."""
+
+    def __init__(self, mesh: Mesh, which: int) -> None:
+        self.mesh, self.which = mesh, which
+
+    def __call__(self, arrays: tuple[Array | None, ...], **how: Any) -> tuple[Array | None, ...]:
+        cast: list[Any] = list(promote_dtype(arrays, **how))
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        cast[self.which] = jax.lax.with_sharding_constraint(cast[self.which], whole)
+        return tuple(cast)
+
+
+ROPE_BASE = 10_000.0
+"""The rotary frequencies fall from 1 to one over this, which is the usual base."""
+
+
+def rope(x: Array) -> Array:
+    """Applies the rotary position embedding: it rotates the pairs of channels of `x`, `[B, T, N, C]`, by position."""
+    half = x.shape[-1] // 2
+    # bfloat16 has no number between 256 and 258: angles are wide whatever `x` is.
+    frequencies = ROPE_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies[None]
+    sin, cos = jnp.sin(angles)[None, :, None], jnp.cos(angles)[None, :, None]
+    wide = x.astype(jnp.float32)
+    left, right = wide[..., :half], wide[..., half:]
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """This is causal multi-head attention with rotary positions.
+
+    Args:
+        config: the sizes of the model.
+        mesh: the devices that it is computed on, which have kernels or not.
+        split: whether kernels are split over the data axis, too.
+        rngs: random numbers for the parameters.
+    """
+
+    def __init__(self, config: ModelConfig, *, mesh: Mesh, split: bool = False, rngs: nnx.Rngs) -> None:
+        self.num_heads, self.mesh, width = config.num_heads, mesh, config.embed_dim
+        options: dict[str, Any] = fsdp.linear_options(mesh) if split else {}
+        options |= {"use_bias": False, "dtype": config.compute_dtype, "rngs": rngs}
+        # One large product is faster than three.
+        self.qkv = nnx.Linear(width, 3 * width, **options)
+        self.out = nnx.Linear(width, width, **options)
+
+    def __call__(self, x: Array) -> Array:
+        """Mixes into each of the tokens `[B, T, H]` what those before it know."""
+        heads = self.qkv(x).reshape(*x.shape[:2], 3, self.num_heads, -1)
+        q, k, v = heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
+        # Queries and keys are rotated, not values: only scores shall depend on the distance.
+        q, k, v = checkpoint_name((rope(q), rope(k), v), "attention")
+        y = checkpoint_name(causal_attention(q, k, v, self.mesh), "attention")
+        return self.out(y.reshape(x.shape))
+
+
+class Block(nnx.Module):
+    """A block has attention, then experts, each on the residual stream.
+
+    Args:
+        config: the sizes of the model.
+        mesh: the mesh of the expert and data axes.
+        topology: what `Topology.from_mesh(mesh)` reads.
+        system: the strategies that balance the load.
+        migrate: gathers experts inside expert domains first; `None` keeps them at home.
+        relocatable: whether experts can move between ranks.
+        split: whether matrices are split over the data axis, too (FSDP).
+        rngs: random numbers for the parameters.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        mesh: Mesh,
+        topology: Topology,
+        system: System,
+        migrate: GatherExpertDomain | None = None,
+        relocatable: bool = False,
+        split: bool = False,
+        rngs: nnx.Rngs,
+    ) -> None:
+        top_k = TopK(config.experts_per_token)
+        self.attention_norm = nnx.RMSNorm(config.embed_dim, dtype=jnp.float32, rngs=rngs)
+        self.attention = Attention(config, mesh=mesh, split=split, rngs=rngs)
+        self.moe_norm = nnx.RMSNorm(config.embed_dim, dtype=jnp.float32, rngs=rngs)
+        self.moe = MoE(
+            config.embed_dim,
+            config.mlp_dim,
+            config.num_experts,
+            ForceBalanced(top_k) if config.force_balanced else top_k,
+            mesh=mesh,
+            topology=topology,
+            system=system,
+            migrate=migrate,
+            relocatable=relocatable,
+            use_bias=config.bias_rate > 0,
+            losses=Losses(switch=config.aux_loss, z=config.z_loss),
+            rules=fsdp.expert_rules(topology) if split else None,
+            dtype=config.compute_dtype,
+            # The loop reads the statistics of each step anyway, and a host that is not called is not waited for.
+            checks="deferred",
+            rngs=rngs,
+        )
+
+    def __call__(self, x: Array) -> tuple[Array, Stats]:
+        """Computes the residual stream `[B, T, H]` behind the block, and statistics of the experts' layer."""
+        # Norms compute in float32, and what follows them in the dtype of the stream.
+        x = x + self.attention(self.attention_norm(x).astype(x.dtype))
+        y, stats = self.moe(self.moe_norm(x).astype(x.dtype))
+        return x + y, stats
+
+
+class LanguageModel(nnx.Module):
+    """This model maps tokens to logits of the next one.
+
+    Args:
+        config: the sizes of the model.
+        mesh: the mesh of the expert and data axes.
+        topology: what `Topology.from_mesh(mesh)` reads.
+        system: the strategies that balance the load.
+        migrate: gathers experts inside expert domains first; `None` keeps them at home.
+        relocatable: whether experts can move between ranks.
+        split: whether matrices are split over the data axis, too (FSDP).
+        rngs: random numbers for the parameters.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        mesh: Mesh,
+        topology: Topology,
+        system: System,
+        relocatable: bool = False,
+        migrate: GatherExpertDomain | None = None,
+        split: bool = False,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.mesh, self.scan_layers = mesh, config.scan_layers
+        self.remat: dict[str, str] = {} if config.remat is None else {"remat": config.remat}
+        table: dict[str, Any] = fsdp.embed_options(mesh) if split else {}
+        kernel: dict[str, Any] = fsdp.linear_options(mesh) if split else {}
+        words, width = config.vocab_size, config.embed_dim
+        self.embed = nnx.Embed(words, width, dtype=config.compute_dtype, rngs=rngs, **table)
+        options: dict[str, Any] = {"mesh": mesh, "topology": topology, "system": system, "migrate": migrate}
+
+        def block() -> Block:
+            return Block(config, relocatable=relocatable, split=split, rngs=rngs, **options)
+
+        self.blocks = nnx.List([block() for _ in range(config.num_layers)])
+        # For few words float32 costs next to nothing, and the loss is computed in it.
+        self.norm = nnx.RMSNorm(config.embed_dim, dtype=jnp.float32, rngs=rngs)
+        self.head = nnx.Linear(width, words, use_bias=False, dtype=jnp.float32, rngs=rngs, **kernel)
+
+    def __call__(self, tokens: Array) -> tuple[Array, Stats]:
+        """Computes logits `[B, T, words]` of int32 tokens `[B, T]`, and statistics `[layers, D, ...]`."""
+        x = self.embed(tokens)
+        if self.scan_layers:
+            x, stats = scanned(self.blocks, x, batch_sharding(self.mesh), **self.remat)
+        else:
+            x, stats = one_by_one(self.blocks, x, **self.remat)
+        return self.head(self.norm(x)), stats

@@ -1,0 +1,1 @@
+"""Training steps compiled for absent clusters."""

@@ -1,0 +1,92 @@
+"""These functions make the devices, the mesh and the load-balancing system of a run."""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_moe_lb import System, use_virtual_cpu_devices
+from jax_moe_lb.layer.systems import system_named
+from jax_moe_lb.nn.moe import BalancerState
+from models.config import ParallelConfig
+
+MESH_AXES = ("data", "expert")
+
+
+def offer_cpu_devices(num_devices: int) -> None:
+    """Has the CPU backend, should it be the one in use, act as so many devices; call it before any computation."""
+    # Once a backend is up its devices are what they are; `make_mesh` says if they are too few.
+    with contextlib.suppress(RuntimeError):
+        use_virtual_cpu_devices(num_devices)
+
+
+def make_mesh(parallel: ParallelConfig) -> Mesh:
+    """Makes the mesh `(data, expert)` on the first devices.
+
+    Args:
+        parallel: the sizes of its axes.
+
+    Raises:
+        ValueError: there are too few devices, or processes that would have none.
+    """
+    sizes, devices = (parallel.data_parallel, parallel.expert_parallel), jax.devices()
+    enough = len(devices) == parallel.num_shards if jax.process_count() > 1 else len(devices) >= parallel.num_shards
+    if not enough:
+        raise ValueError(
+            f"data_parallel x expert_parallel is {parallel.data_parallel} x {parallel.expert_parallel}; "
+            f"expected a product of {len(devices)}, the {devices[0].platform} devices here"
+        )
+    grid = np.asarray(devices[: parallel.num_shards]).reshape(sizes)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Splits a batch by sequence over all devices."""
+    return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+
+def place_batch(batch: np.ndarray, mesh: Mesh) -> jax.Array:
+    """Splits a batch that every process holds by sequence over all devices."""
+    return jax.make_array_from_callback(batch.shape, batch_sharding(mesh), lambda index: batch[index])
+
+
+def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
+    """Says where the arrays of a state lie, or those of its shapes."""
+    return jax.tree.map(
+        lambda variable: _shardings(variable, mesh), state, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+
+
+def placed_shapes(shapes: nnx.State, shardings: Any) -> Any:
+    """Returns the shapes of a state with where its arrays lie, for lowering and for restoring."""
+    return jax.tree.map(lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), shapes, shardings)
+
+
+def _shardings(variable: nnx.Variable, mesh: Mesh) -> nnx.Variable:
+    if isinstance(variable, BalancerState):
+        # The state may be any pytree, of which Flax knows no placement: every device has all of it.
+        return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), variable)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), nnx.get_partition_spec(variable))
+
+
+def make_system(parallel: ParallelConfig) -> System:
+    """Makes the system with the options of the run.
+
+    Args:
+        parallel: the name and the options.
+
+    Raises:
+        ValueError: there is no such system, or an option is out of range.
+    """
+    system = system_named(parallel.system)
+    if parallel.replica_slots is not None and system.replica_slots:
+        system = dataclasses.replace(system, replica_slots=parallel.replica_slots)
+    if parallel.headroom is not None:
+        system = dataclasses.replace(system, dispatch=dataclasses.replace(system.dispatch, headroom=parallel.headroom))
+    if parallel.max_rounds is not None:
+        system = system.with_rounds(parallel.max_rounds)
+    return system.with_own_kernels() if parallel.own_kernels else system

@@ -1,0 +1,1 @@
+"""Rendezvous, monitoring and stragglers of several processes."""

@@ -1,0 +1,243 @@
+"""Agreement on options between processes, and prompt shutdown after one of them ends.
+
+`Store` exchanges values before any device is initialized, and `agree` compares options there. `PeerMonitor` ends all
+processes soon after one has ended, and each names it.
+
+JAX's own coordination service also detects this. It takes 60 to 100 s by default, and 10 s with the shortest usable
+`heartbeat_timeout_seconds`, and it aborts the process from C++ with some twenty lines. Here each process keeps a
+connection to process 0, which the kernel closes as soon as a process ends. No Python thread has a deadline, so a busy
+process is never taken for a dead one.
+"""
+
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+from typing import Any
+
+import jax
+from jax._src import distributed
+
+from models.config import USER_ERRORS, UserError, say
+from models.multi_process.rendezvous import Link, Place, listen
+
+AGREE_TIMEOUT_S = 600
+"""So long processes may differ in the time that they take to read their data."""
+
+
+class Store:
+    """`Store` is the key-value store of JAX's coordination service; each key is written once."""
+
+    def __init__(self) -> None:
+        self._client: Any = distributed.global_state.client
+
+    def put(self, key: str, value: str) -> None:
+        """Writes a value, which all processes can read."""
+        self._client.key_value_set(f"jax_moe_lb/{key}", value)
+
+    def get(self, key: str, timeout_s: float) -> str:
+        """Waits for a value.
+
+        Raises:
+            Refused: it did not come in time.
+        """
+        try:
+            return self._client.blocking_key_value_get(f"jax_moe_lb/{key}", int(timeout_s * 1000))
+        except RuntimeError as error:
+            raise UserError(f"{key} of the processes did not come within {timeout_s} s: {error}") from error
+
+
+def shared_number(place: Place, store: Store, key: str, number: int) -> int:
+    """Returns the number of process 0 on all processes.
+
+    Args:
+        place: which process this is.
+        store: what all processes can read.
+        key: what the number is called there.
+        number: that of this process.
+
+    Raises:
+        Refused: process 0 did not tell it in time.
+    """
+    if place.process_id == 0:
+        store.put(key, str(number))
+        return number
+    return int(store.get(key, AGREE_TIMEOUT_S))
+
+
+def agree(place: Place, store: Store, options: dict) -> None:
+    """Returns if all processes have the same options, which is to be asked before they compute together.
+
+    Args:
+        place: which process this is.
+        store: what all processes can read.
+        options: names and values that JSON has; dictionaries may be in it.
+
+    Raises:
+        Refused: on all processes, with the same line.
+    """
+    store.put(f"options/{place.process_id}", json.dumps(_flat(options)))
+    if place.process_id == 0:
+        # Only one of them reads those of all, or thousands would read those of thousands.
+        each = [json.loads(store.get(f"options/{i}", AGREE_TIMEOUT_S)) for i in range(place.num_processes)]
+        store.put("difference", _difference(each))
+    if difference := store.get("difference", AGREE_TIMEOUT_S):
+        raise UserError(difference)
+
+
+def _difference(each: list[dict]) -> str:
+    """Says what differs, and who has which value; nothing if nothing does."""
+    lines = []
+    for name in dict.fromkeys(name for options in each for name in options):
+        who: dict[str, list[int]] = {}
+        for process, options in enumerate(each):
+            who.setdefault(repr(options.get(name)), []).append(process)
+        if len(who) > 1:
+            lines.append(f"{name} is " + " and ".join(f"{value} on {_processes(ids)}" for value, ids in who.items()))
+    return f"{'; '.join(lines)}; expected the same on all processes" if lines else ""
+
+
+def _processes(ids: list[int]) -> str:
+    return f"process{'es' * (len(ids) > 1)} {', '.join(map(str, ids))}"
+
+
+def _flat(options: dict) -> dict:
+    """Names what is in dictionaries by its own name, as the options of the command line are named."""
+    flat: dict = {}
+    for name, value in options.items():
+        flat |= _flat(value) if isinstance(value, dict) else {name: value}
+    return flat
+
+
+MEET_TIMEOUT_S = 60
+"""So long all connections may take; all processes are there already."""
+
+CAUSE_TIMEOUT_S = 3.0
+"""So long a process that fails waits to hear of another that did so before."""
+
+HELLO_TIMEOUT_S = 5
+"""So long whoever connects may take to say who it is; it may be a stranger."""
+
+LINGER_S = 3.0
+"""So long process 0 stays for the others to end first. JAX aborts those whose coordinator leaves, with twenty lines."""
+
+FAILED = 1
+
+
+class PeerMonitor:
+    """`PeerMonitor` is a context in which this process ends when another one does, and tells the others if it fails
+    itself.
+
+    Whoever leaves the context without an error has waited for all others to do so. With an error the process ends here:
+    at its usual end JAX would wait for the others, which do not come.
+
+    Args:
+        place: which process this is.
+        store: what all processes can read.
+
+    Raises:
+        Refused: the processes cannot connect to each other.
+    """
+
+    def __init__(self, place: Place, store: Store) -> None:
+        self.place = place
+        self.name = f"process {place.process_id} (pid {os.getpid()} on {socket.gethostname()})"
+        # Whoever has it ends this process, and is alone in saying why.
+        self.deciding = threading.Lock()
+        try:
+            self.links = self._meet_members(store) if place.process_id == 0 else self._meet_first(store)
+        except OSError as error:
+            raise UserError(
+                f"the {place.num_processes} processes cannot connect to each other ({error}); expected process 0 at "
+                f"{place.host!r} to accept connections at any port"
+            ) from error
+
+    def __enter__(self) -> "PeerMonitor":
+        for name, link in self.links.items():
+            threading.Thread(target=self._watch, args=(name, link), daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            # Waits for all; who is killed until then is still missed.
+            jax.distributed.shutdown()
+            self._tell({"line": None})
+            return
+        refused = isinstance(error, UserError)
+        if not refused:
+            # When another process ends, exchanges with it fail here. The thread that hears of it ends this one.
+            time.sleep(CAUSE_TIMEOUT_S)
+        with self.deciding:
+            if refused:
+                say(f"error: {error}")
+            else:
+                traceback.print_exception(error)
+            code = USER_ERRORS if refused else FAILED
+            self._tell({"line": f"{self.name} ended: {error or type(error).__name__}", "code": code})
+            self._end(code)
+
+    def _meet_members(self, store: Store) -> dict[str, Link]:
+        """Accepts a connection of each other process. The word keeps strangers out."""
+        word, until = secrets.token_hex(), time.monotonic() + MEET_TIMEOUT_S
+        links: dict[str, Link] = {}
+        with listen(0) as server:
+            store.put("peers", json.dumps({"port": server.getsockname()[1], "word": word, "name": self.name}))
+            while len(links) < self.place.num_processes - 1:
+                server.settimeout(max(until - time.monotonic(), 0.001))
+                connection, _ = server.accept()
+                connection.settimeout(HELLO_TIMEOUT_S)
+                link = Link(connection)
+                hello = link.receive()
+                if hello and hello.get("word") == word:
+                    connection.settimeout(None)
+                    links[hello["name"]] = link
+        return links
+
+    def _meet_first(self, store: Store) -> dict[str, Link]:
+        first = json.loads(store.get("peers", MEET_TIMEOUT_S))
+        connection = socket.create_connection((self.place.host, first["port"]), timeout=MEET_TIMEOUT_S)
+        connection.settimeout(None)
+        link = Link(connection)
+        link.send({"word": first["word"], "name": self.name})
+        return {first["name"]: link}
+
+    def _watch(self, name: str, link: Link) -> None:
+        """Listens to another process until it ends, in a thread."""
+        explained = False
+        while (message := link.receive()) is not None:
+            explained = True
+            if message["line"] is not None:
+                threading.Thread(target=self._follow, args=(message,), daemon=True).start()
+        link.ended.set()
+        if not explained:
+            self._follow({"line": f"{name} is gone; --resume goes on from the newest checkpoint", "code": FAILED})
+
+    def _follow(self, message: dict) -> None:
+        """Ends this process because of another, the first that ended."""
+        with self.deciding:
+            if self.place.process_id == 0:
+                self._tell(message)
+            if sys.stderr.isatty():
+                # The line of steps hides the cursor.
+                sys.stderr.write("\x1b[?25h\n")
+            say(f"error: {message['line']}")
+            self._end(message["code"])
+
+    def _tell(self, message: dict) -> None:
+        for link in self.links.values():
+            link.send(message)
+
+    def _end(self, code: int) -> None:
+        """Ends this process now, and process 0 after the others, which need it until then."""
+        if self.place.process_id == 0:
+            until = time.monotonic() + LINGER_S
+            for link in self.links.values():
+                link.ended.wait(max(until - time.monotonic(), 0))
+        os._exit(code)

@@ -1,0 +1,228 @@
+"""Reader of safetensors checkpoints, in one file or in many with an index.
+
+`read_header` refuses a header that claims more than the file holds.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import safe_open
+
+from models.architectures.parameter_map import Index
+
+DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
+DTYPES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+"""The bytes of a number of each dtype that is read; other floats of 8 and 4 bits are refused by name."""
+
+MOST_HEADER_BYTES = 100_000_000
+"""A header has at most so many bytes, as the format says."""
+
+LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Header:
+    """A header says where the tensors of a file are.
+
+    Args:
+        path: the file.
+        shapes: the shape of each tensor.
+        dtypes: the dtype of each, in the words of the format.
+        starts: the byte of the file at which each begins.
+    """
+
+    path: Path
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+    starts: dict[str, int]
+
+
+def read_header(path: Path) -> Header:
+    """Reads the header of a file, and no tensor.
+
+    Args:
+        path: a safetensors file.
+
+    Raises:
+        ValueError: the file is truncated, or its header contradicts itself or the format; the line names the file and,
+            where one is to blame, the tensor.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            most = min(size - LENGTH_BYTES, MOST_HEADER_BYTES)
+            if length > most:
+                raise ValueError(f"{path}: the header has {length} bytes; expected at most {most}, as the file ends")
+            text = file.read(length)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    entries = _entries(path, text)
+    spans = []
+    for name, entry in entries.items():
+        start, stop = _span(path, name, entry)
+        if stop > size - LENGTH_BYTES - length:
+            raise ValueError(f"{path}: {name} ends at byte {stop}; expected at most {size - LENGTH_BYTES - length}")
+        spans.append((start, stop, name))
+    _check_apart(path, spans, size - LENGTH_BYTES - length)
+    shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
+    starts = {name: LENGTH_BYTES + length + start for start, _, name in spans}
+    return Header(path, shapes, {name: entry["dtype"] for name, entry in entries.items()}, starts)
+
+
+def _entries(path: Path, text: bytes) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        read = dict(pairs)
+        if len(read) != len(pairs):
+            raise ValueError("it has a name twice")
+        return read
+
+    try:
+        entries = json.loads(text.decode(), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: the header is no JSON: {error}") from error
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path}: the header is no JSON object")
+    entries.pop("__metadata__", None)
+    return entries
+
+
+def _span(path: Path, name: str, entry: Any) -> tuple[int, int]:
+    """Checks what is said of one tensor, and returns where it begins and ends."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
+        raise ValueError(f"{path}: {name} is {str(entry)[:80]!r}; expected dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{path}: {name} has dtype {str(dtype)[:40]!r}; expected one of {', '.join(DTYPES)}")
+    if not _are_sizes(shape):
+        raise ValueError(f"{path}: {name} has shape {str(shape)[:80]}; expected sizes of at least 0")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{path}: {name} has offsets {str(offsets)[:80]}; expected a beginning and an end")
+    if offsets[1] - offsets[0] != (nbytes := math.prod(shape) * DTYPES[dtype]):
+        raise ValueError(f"{path}: {name} has {offsets[1] - offsets[0]} bytes; expected {nbytes} of {dtype} {shape}")
+    return offsets[0], offsets[1]
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+def _check_apart(path: Path, spans: list[tuple[int, int, str]], size: int) -> None:
+    end, before = 0, "the header"
+    for start, stop, name in sorted(spans):
+        if start != end:
+            how = "overlaps" if start < end else "leaves a gap after"
+            raise ValueError(f"{path}: {name} begins at byte {start} and {how} {before}; expected byte {end}")
+        end, before = stop, name
+    if end != size:
+        raise ValueError(f"{path}: {size} bytes follow the header; expected {end}, those of its tensors")
+
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+MOST_INDEX_BYTES = 2**28
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+FP8 = "F8_E4M3"
+"""The dtype of 8-bit floats, which have scales beside them: see `quantized.py`."""
+
+
+class TensorFolder:
+    """This reads tensors, or parts of them, one after the other; it is a context that closes the files.
+
+    It checks the header of every file first. Nothing but safetensors is read: a pickle would run what it likes.
+
+    Args:
+        folder: the folder of a checkpoint.
+
+    Raises:
+        ValueError: there are no tensors, a file is missing, outside the folder, or not what it should be.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.headers = [read_header(path) for path in self._files()]
+        self.home: dict[str, Header] = {}
+        for header in self.headers:
+            for name in header.shapes:
+                if name in self.home:
+                    raise ValueError(f"{header.path}: {name} is in {self.home[name].path.name}, too; expected it once")
+                self.home[name] = header
+        self._check_index()
+        self.open: dict[Path, Any] = {}
+
+    def __enter__(self) -> "TensorFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self.open.values():
+            file.__exit__(kind, error, trace)
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """Reads a tensor, or a part of it and no more than that from the disk.
+
+        Args:
+            name: the tensor.
+            index: the part; strides are taken in memory.
+        """
+        header = self.home[name]
+        if header.dtypes[name] == FP8:
+            return _float8(header, name)[index]
+        if header.path not in self.open:
+            self.open[header.path] = safe_open(header.path, framework="numpy").__enter__()
+        if not index:
+            return self.open[header.path].get_tensor(name)
+        # Whole lines are read, of which the rest of the index takes its part.
+        first, *rest = index
+        lines = slice(first, first + 1) if isinstance(first, int) else first
+        read = self.open[header.path].get_slice(name)[lines]
+        return read[(0 if isinstance(first, int) else slice(None), *rest)]
+
+    def _files(self) -> list[Path]:
+        if not (self.folder / INDEX).exists():
+            if not (self.folder / SINGLE).exists():
+                raise ValueError(f"checkpoint is {str(self.folder)!r}; expected {SINGLE} or {INDEX} in it")
+            return [self.folder / SINGLE]
+        names = sorted(set(self._weight_map().values()))
+        for name in names:
+            path = self.folder / name
+            if Path(name).name != name or name in (".", ".."):
+                raise ValueError(f"{self.folder / INDEX}: {name!r} is outside the folder; expected the name of a file")
+            if not path.is_file():
+                raise ValueError(f"{self.folder / INDEX}: {name!r} is missing; expected all files that it names")
+        return [self.folder / name for name in names]
+
+    def _weight_map(self) -> dict[str, str]:
+        path = self.folder / INDEX
+        try:
+            if path.stat().st_size > MOST_INDEX_BYTES:
+                raise ValueError(f"it has more than {MOST_INDEX_BYTES} bytes")
+            places = json.loads(path.read_bytes().decode())["weight_map"]
+            if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+                raise ValueError("weight_map maps names to files")
+        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is no index: {error}") from error
+        return places
+
+    def _check_index(self) -> None:
+        if (self.folder / INDEX).exists():
+            for name, file in self._weight_map().items():
+                header = self.home.get(name)
+                if header is None or header.path.name != file:
+                    raise ValueError(f"{self.folder / INDEX}: {name} is not in {file!r}; expected it there")
+
+
+def _float8(header: Header, name: str) -> np.ndarray:
+    """Reads 8-bit floats, which safetensors has no NumPy dtype for."""
+    shape = header.shapes[name]
+    bits = np.fromfile(header.path, np.uint8, math.prod(shape), offset=header.starts[name])
+    return bits.reshape(shape).view(ml_dtypes.float8_e4m3fn)

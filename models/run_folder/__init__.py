@@ -1,0 +1,1 @@
+"""The files of a training run: checkpoints, metrics, reports and trackers."""

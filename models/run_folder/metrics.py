@@ -1,0 +1,432 @@
+"""Metrics of a run: rows of steps and layers, the routing trace, and the summary.
+
+`CountsTrace` collects the routing of steps in the format of `jax-moe-lb replay`.
+"""
+
+import io
+import json
+import math
+import os
+import time
+import zipfile
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+
+from jax_moe_lb import Stats, System, Topology
+from jax_moe_lb.balancers import LayerCost
+from jax_moe_lb.core import plain_plan
+from models.run_folder.files import free_sibling, move_into, naming, part, write_whole
+
+MEANS = ("imbalance_before", "imbalance_after", "straggler_before", "straggler_after")
+SUMS = ("rows_moved", "weight_bytes_moved")
+
+
+def layer_row(step: int, stats: Stats, system: System, topology: Topology) -> dict:
+    """Makes the line of `metrics.jsonl` about the layers of a step.
+
+    Args:
+        step: the number of the step.
+        stats: its statistics, `[layers, D, ...]`, on the host.
+        system: what balanced the load.
+        topology: that of the layers.
+
+    Returns:
+        Lists with a number for each layer, over its `D` groups: their mean, the sum of what moved, the most rounds and
+        the highest load of a rank. `planner_s` are the seconds that the planner takes on the host for the first layer.
+    """
+    row: dict = {"kind": "layers", "step": step}
+    row |= {name: np.asarray(getattr(stats, name)).mean(1).tolist() for name in MEANS}
+    row |= {name: np.asarray(getattr(stats, name)).sum(1).tolist() for name in SUMS}
+    row["rounds"] = np.asarray(stats.rounds).max(1).tolist()
+    row["load_before_max"] = np.asarray(stats.load_before).max((1, 2)).tolist()
+    row["load_after_max"] = np.asarray(stats.load_after).max((1, 2)).tolist()
+    return row | {"planner_s": planner_s(np.asarray(stats.counts)[0, 0], system, topology)}
+
+
+def planner_s(counts: np.ndarray, system: System, topology: Topology) -> float:
+    """Times the planner of a system on the host.
+
+    Args:
+        counts: `[R, E]`, what the ranks of a group routed to each place.
+        system: the system.
+        topology: that of the group.
+    """
+    num_ranks, num_experts = counts.shape
+    counts = counts.astype(np.int32)
+    balancer = system.balancer.sized(LayerCost(num_copies=max(1, round(float(counts.sum()) / num_ranks))))
+    start = plain_plan(counts, topology, num_experts // num_ranks + system.replica_slots)
+    state = balancer.init(counts.shape)
+    began = time.perf_counter()
+    balancer.rebalance(counts, start, topology, state)
+    return time.perf_counter() - began
+
+
+class CountsTrace:
+    """It keeps the counts of each step, of the first expert-parallel group."""
+
+    def __init__(self) -> None:
+        self.counts: list[np.ndarray] = []
+
+    def add(self, stats: Stats) -> None:
+        """Adds a step, whose statistics have the shape `[layers, D, ...]`."""
+        self.counts.append(np.asarray(stats.counts)[:, 0].astype(np.int32))
+
+    def write(self, path: Path) -> None:
+        """Writes an npz file with `steps` `[steps]`, from 1, and `counts` `[steps, layers, R, E]`.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        packed = io.BytesIO()
+        steps = np.arange(1, len(self.counts) + 1, dtype=np.int32)
+        np.savez_compressed(packed, steps=steps, counts=np.stack(self.counts))
+        write_whole(path, packed.getvalue())
+
+
+PER_LAYER = ("imbalance_before", "imbalance_after")
+"""These are recorded as their mean and maximum over layers."""
+
+PER_STEP = ("counts", "quota", "load_before", "load_after")
+"""These are kept whole, of the first expert-parallel group."""
+
+FIGURES = ("loss", "imbalance", "speed", "load", "served", "counts")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run folder says where things are in the folder of a run.
+
+    Args:
+        path: the folder.
+    """
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Names the folder of the newest checkpoints."""
+        return self.path / "checkpoint"
+
+    @property
+    def damaged(self) -> Path:
+        """Names the folder of checkpoints that a resumed run found damaged, which are kept and not used."""
+        return self.path / "damaged"
+
+    @property
+    def metrics(self) -> Path:
+        """Names the file with one JSON object per line: a step, a validation, or one of the kinds of `rows`."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def counts(self) -> Path:
+        """Names the file with arrays of the routing and load of each step, of the first expert-parallel group.
+
+        Experts are numbered by place: the last relocation before a step says which expert was where. Steps after a
+        change of the layout are in the files of the next segments: see `counts_of`.
+        """
+        return self.counts_of(1)
+
+    def counts_of(self, segment: int) -> Path:
+        """Names the counts of a segment, the steps that ran on the same ranks with the same system.
+
+        Args:
+            segment: its number, from 1; lines of the kind `"layout"` say where it begins.
+        """
+        return self.path / ("counts.npz" if segment == 1 else f"counts-{segment}.npz")
+
+    @property
+    def segments(self) -> list[int]:
+        """Lists the segments whose counts are there, in order."""
+        numbers = (path.stem.removeprefix("counts-") for path in self.path.glob("counts-*.npz"))
+        later = sorted(int(number) for number in numbers if number.isdigit() and int(number) > 1)
+        return [1] * self.counts.exists() + later
+
+    @property
+    def config(self) -> Path:
+        """Names the file that says what was run, on what."""
+        return self.path / "config.json"
+
+    @property
+    def summary(self) -> Path:
+        """Names the file with the final numbers."""
+        return self.path / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        """Names the file with all of it for a reader."""
+        return self.path / "report.html"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Names the folder of TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def profile(self) -> Path:
+        """Names the folder of traces, for Perfetto and TensorBoard."""
+        return self.path / "profile"
+
+    @property
+    def figures(self) -> list[Path]:
+        """Names the files with the figures of the report."""
+        return [self.path / f"{name}.png" for name in FIGURES]
+
+    @property
+    def files(self) -> list[Path]:
+        """Names all that a run leaves in its folder, whose other files are not the run's.
+
+        The first is the one without which nothing can be resumed.
+        """
+        files = [self.config, self.metrics, self.counts, self.summary, self.report, *self.figures]
+        files += [self.counts_of(segment) for segment in self.segments if segment > 1]
+        return [
+            *files,
+            *map(part, files),
+            self.checkpoints,
+            self.damaged,
+            self.tensorboard,
+            self.profile,
+            self.path / "wandb",
+        ]
+
+    @property
+    def has_run(self) -> bool:
+        """Says whether a run left something here; files that it was only about to write do not count."""
+        return any(path.exists() for path in self.files if path.suffix != ".part")
+
+    def move_aside(self) -> Path:
+        """Moves what an earlier run left here, and nothing else, into a new folder beside this one; returns that."""
+        aside = free_sibling(self.path, "before")
+        move_into(aside, self.files)
+        return aside
+
+    def rows(self, kind: str, last_step: int | None = None) -> list[dict]:
+        """Reads the lines of `metrics.jsonl` of one kind, up to a step.
+
+        Args:
+            kind: `"step"`, `"validation"`, `"relocation"`, `"layout"`, `"layers"` or `"hosts"`.
+            last_step: the last step that counts; `None` takes all.
+        """
+        return [row for row in self._rows(last_step) if row["kind"] == kind]
+
+    def keep_until(self, last_step: int) -> None:
+        """Drops the lines that were written after the checkpoint of `last_step`, and layouts that no step had."""
+        kept = [row for row in self._rows(last_step) if row["kind"] != "layout" or row["step"] < last_step]
+        write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in kept).encode())
+
+    def _rows(self, last_step: int | None) -> list[dict]:
+        lines = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
+        rows = []
+        for number, line in enumerate(lines, 1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                # A run that is killed while it writes a line leaves the beginning of one.
+                if number < len(lines):
+                    where = f"line {number} of {str(self.metrics)!r}"
+                    raise ValueError(f"{where} is {line[:40]!r}; expected a JSON object") from error
+        return [row for row in rows if last_step is None or row["step"] <= last_step]
+
+    def read_counts(self, segment: int = 1) -> dict[str, np.ndarray] | None:
+        """Reads the arrays of a segment's counts, `None` if there are none.
+
+        Args:
+            segment: its number, from 1.
+
+        Raises:
+            ValueError: the file cannot be read, or does not hold them.
+        """
+        path = self.counts_of(segment)
+        if not path.exists():
+            return None
+        try:
+            with np.load(path) as arrays:
+                read = {name: arrays[name] for name in ("steps", *PER_STEP)}
+        except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(f"counts in {str(path)!r} cannot be read; expected those of the run") from error
+        if len({len(array) for array in read.values()}) != 1:
+            raise ValueError(f"counts in {str(path)!r} have different lengths; expected that of steps")
+        return read
+
+    def all_counts(self) -> list[dict[str, np.ndarray]]:
+        """Reads the arrays of all segments, without those that cannot be read."""
+        found = []
+        for segment in self.segments:
+            with suppress(ValueError):
+                found.append(self.read_counts(segment))
+        return [arrays for arrays in found if arrays is not None]
+
+
+class Recorder:
+    """A recorder appends to a run folder.
+
+    Args:
+        folder: the run folder, which exists already.
+        first_step: the steps before it are kept, those from it on are written anew.
+        layout: the ranks and the system of the steps from it on. Where they are others than before a segment begins;
+            `None` goes on with the last.
+        writes: whether this process writes files; one of them should.
+        tell: is called with a line about what is missing.
+        watch: is called with each line of `metrics.jsonl`.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        first_step: int,
+        layout: dict[str, Any] | None = None,
+        *,
+        writes: bool,
+        tell: Callable[[str], None] = print,
+        watch: Callable[[dict], None] = lambda row: None,
+    ) -> None:
+        self.folder, self.writes, self.segment, self.watch = folder, writes, 1, watch
+        self.arrays: dict[str, list[np.ndarray | np.int32]] = {name: [] for name in ("steps", *PER_STEP)}
+        if writes:
+            folder.keep_until(first_step - 1)
+            self._begin(first_step - 1, layout)
+            self._take_up(first_step, tell)
+
+    def _begin(self, last_step: int, layout: dict[str, Any] | None) -> None:
+        """Goes on with the last segment if it has the same layout, and begins one otherwise."""
+        before = self.folder.rows("layout")
+        self.segment = before[-1]["segment"] if before else 1
+        if layout is not None and (not before or any(before[-1].get(name) != layout[name] for name in layout)):
+            self.segment += bool(before)
+            self._append({"kind": "layout", "step": last_step, "segment": self.segment} | layout)
+
+    def _take_up(self, first_step: int, tell: Callable[[str], None]) -> None:
+        """Reads the counts of earlier steps of this segment, and removes those that are written anew."""
+        for segment in self.folder.segments:
+            if segment > self.segment or first_step == 1:
+                self.folder.counts_of(segment).unlink()
+        if earlier := _counts_or_none(self.folder, self.segment, tell):
+            # Steps after the checkpoint are done again, and would stand there twice.
+            kept = earlier["steps"] < first_step
+            self.arrays = {name: list(earlier[name][kept]) for name in self.arrays}
+            rows = self.folder.rows("layout")
+            missing = first_step - 1 - (rows[-1]["step"] if rows else 0) - len(np.unique(earlier["steps"][kept]))
+            if missing > 0:
+                tell(f"counts of {missing} steps are missing: the run ended before it wrote them")
+
+    def step(
+        self, step: int, loss: float, stats: Stats, num_tokens: int, step_time_s: float, accumulate: int = 1
+    ) -> dict:
+        """Records one step, and returns its line.
+
+        Args:
+            step: the number of the step, from 1.
+            loss: the training loss, in nats per token.
+            stats: the statistics of the layers, `[layers, accumulate * D, ...]`.
+            num_tokens: the tokens that the step learned from.
+            step_time_s: the seconds that it took.
+            accumulate: its microbatches, each of which is an entry of the arrays, with the number of the step.
+        """
+        row = {"kind": "step", "step": step, "loss": loss, "tokens_per_s": num_tokens / step_time_s}
+        row |= {"step_time_s": step_time_s} | summarised(stats)
+        self._append(row)
+        self.arrays["steps"] += [np.int32(step)] * accumulate
+        for name in PER_STEP:
+            # Of the first group of each.
+            groups = np.asarray(getattr(stats, name)).astype(np.int32)
+            self.arrays[name] += [part[:, 0] for part in np.split(groups, accumulate, axis=1)]
+        return row
+
+    def validation(self, step: int, loss: float) -> None:
+        """Records the loss of a validation, given in nats per token, in nats and bits."""
+        self._append({"kind": "validation", "step": step, "loss": loss, "loss_bits": loss / math.log(2)})
+
+    def relocation(self, row: dict) -> None:
+        """Records that experts moved; its `homes`, `[layers, E]`, are their places in the counts of the steps after."""
+        self._append(row)
+
+    def other(self, row: dict | None) -> None:
+        """Records a line of another kind, `"layers"` or `"hosts"`; nothing for `None`."""
+        if row is not None:
+            self._append(row)
+
+    def flush(self) -> Callable[[], None]:
+        """Takes what was recorded so far, and returns what writes it, in any thread: counts, and lines to the disk."""
+        arrays = {name: list(rows) for name, rows in self.arrays.items()}
+        return partial(self._write, arrays)
+
+    def _write(self, arrays: dict[str, list[np.ndarray | np.int32]]) -> None:
+        if self.writes and arrays["steps"]:
+            stacked: dict[str, Any] = {name: np.stack(rows) for name, rows in arrays.items()}
+            packed = io.BytesIO()
+            np.savez_compressed(packed, **stacked)
+            write_whole(self.folder.counts_of(self.segment), packed.getvalue())
+            with naming(self.folder.metrics), self.folder.metrics.open("a") as file:
+                os.fsync(file.fileno())
+
+    def _append(self, row: dict) -> None:
+        if self.writes:
+            # Each line is written as it comes: a run that is killed keeps all before.
+            with naming(self.folder.metrics), self.folder.metrics.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            self.watch(row)
+
+
+def _counts_or_none(folder: RunFolder, segment: int, tell: Callable[[str], None]) -> dict[str, np.ndarray] | None:
+    try:
+        return folder.read_counts(segment)
+    except ValueError as error:
+        tell(f"{error}; those of the steps so far are lost")
+        return None
+
+
+def summarised(stats: Stats) -> dict[str, float]:
+    """Makes the numbers of one step out of those of its layers and groups, `[layers, D, ...]`."""
+    row: dict[str, float] = {}
+    for name in PER_LAYER:
+        values = np.asarray(getattr(stats, name))
+        row |= {f"{name}_mean": float(values.mean()), f"{name}_max": float(values.max())}
+    for name in ("straggler_before", "straggler_after"):
+        row[name] = float(np.asarray(getattr(stats, name)).mean())
+    row |= {"rounds_max": int(np.max(stats.rounds)), "rows_moved": int(np.sum(stats.rows_moved))}
+    return row | {"weight_bytes_moved": float(np.sum(stats.weight_bytes_moved))}
+
+
+RECENT_STEPS = 50
+"""Numbers that change from step to step are averaged over the last so many steps."""
+
+
+def summarise(folder: RunFolder) -> dict:
+    """Sums up loss, balance and speed at the end of a run."""
+    steps = folder.rows("step")
+    recent, validation = steps[-RECENT_STEPS:], folder.rows("validation")[-1]
+    data = json.loads(folder.config.read_text())["data"]
+    entropy_nats = data["unigram_entropy_nats"]
+
+    def recently(name: str) -> float:
+        return mean(row[name] for row in recent)
+
+    return {
+        "steps": steps[-1]["step"],
+        # A run that is older than tokenizers has bytes.
+        "unit": data.get("unit", "byte"),
+        "validation_loss_nats": validation["loss"],
+        "validation_loss_bits": validation["loss_bits"],
+        "unigram_entropy_nats": entropy_nats,
+        "unigram_entropy_bits": entropy_nats / math.log(2),
+        "train_loss_nats": recently("loss"),
+        "imbalance_before": recently("imbalance_before_mean"),
+        "imbalance_after": recently("imbalance_after_mean"),
+        "straggler_before_tokens": recently("straggler_before"),
+        "straggler_after_tokens": recently("straggler_after"),
+        "one_round_share": mean(row["rounds_max"] == 1 for row in recent),
+        "rounds_max": max(row["rounds_max"] for row in recent),
+        "rows_moved": recently("rows_moved"),
+        "weight_bytes_moved": recently("weight_bytes_moved"),
+        # The median, as checkpoints make some steps slow.
+        "tokens_per_s": median(row["tokens_per_s"] for row in recent),
+        "step_time_s": median(row["step_time_s"] for row in recent),
+    }

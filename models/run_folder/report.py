@@ -1,0 +1,466 @@
+"""The report of a run: one self-contained HTML file with figures.
+
+It also replays other systems' planners on the last recorded loads.
+"""
+
+import base64
+import io
+import json
+import math
+import time
+from html import escape
+from string import Template
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from jax_moe_lb import Topology
+from jax_moe_lb.balancers import EPLBPlus, Exact, Greedy, LayerCost, UltraEP
+from jax_moe_lb.core import imbalance, load, plain_plan
+from models.run_folder.files import write_whole
+from models.run_folder.metrics import RECENT_STEPS, RunFolder, summarise
+
+BEFORE, AFTER, INK, MUTED = "#e07a2f", "#2563a8", "#1f2933", "#7b8794"
+LN_2 = math.log(2)
+MAX_PANELS = 4
+WIDTH_IN = 9.0
+DOTS_PER_INCH = 170
+STYLE: dict[Any, Any] = {
+    "font.size": 10.0,
+    "font.family": "DejaVu Sans",
+    "text.color": INK,
+    "axes.edgecolor": "#cbd2d9",
+    "axes.labelcolor": INK,
+    "axes.titlesize": 10.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#eef1f4",
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "lines.linewidth": 1.8,
+}
+
+
+def loss_png(steps: list[dict], validation: list[dict], entropy_nats: float, unit: str = "byte") -> bytes:
+    """Draws training and validation loss over steps, above what frequencies alone reach.
+
+    Args:
+        steps: the recorded steps.
+        validation: the recorded validations, at least one.
+        entropy_nats: what frequencies alone reach, in nats per token.
+        unit: what a token is called.
+    """
+    with rc_context(STYLE):
+        figure, axes = _figure(3.8)
+        axes.plot([r["step"] for r in steps], [r["loss"] for r in steps], color="#a9c1dc", lw=1.1, label="training")
+        xs, ys = [r["step"] for r in validation], [r["loss"] for r in validation]
+        axes.plot(xs, ys, color=AFTER, marker="o", ms=4, label="validation")
+        axes.axhline(entropy_nats, color=MUTED, ls=(0, (4, 3)), lw=1.3)
+        _note(axes, 0.995, entropy_nats, f"{unit}-unigram entropy {entropy_nats:.2f}", MUTED, 4)
+        axes.annotate(f"{ys[-1]:.2f}", (xs[-1], ys[-1]), (6, 0), textcoords="offset points", va="center", color=AFTER)
+        axes.set(xlabel="step", ylabel=f"loss [nats per {unit}]", xlim=(0, 1.05 * xs[-1]))
+        in_bits = axes.secondary_yaxis(
+            "right", functions=(lambda n: np.divide(n, LN_2), lambda b: np.multiply(b, LN_2))
+        )
+        in_bits.set_ylabel(f"[bits per {unit}]")
+        in_bits.spines["right"].set_visible(False)
+        axes.legend(frameon=False, loc="upper center")
+        return _png(figure)
+
+
+def imbalance_png(steps: np.ndarray, before: np.ndarray, after: np.ndarray) -> bytes:
+    """Draws `max / mean` of the load over steps; lines are means over layers, bands reach from least to most.
+
+    Args:
+        steps: `[steps]`, the number of each step.
+        before: `[steps, layers]`, the imbalance under plain expert parallelism.
+        after: `[steps, layers]`, the imbalance under the plan.
+    """
+    with rc_context(STYLE):
+        figure, axes = _figure(3.4)
+        for values, color, name in (
+            (before, BEFORE, "before: every expert at home"),
+            (after, AFTER, "after balancing"),
+        ):
+            axes.fill_between(steps, values.min(1), values.max(1), color=color, alpha=0.16, lw=0)
+            axes.plot(steps, values.mean(1), color=color, label=name)
+        axes.set(xlabel="step", ylabel="imbalance  (max / mean load)", xlim=(0, steps[-1]), ylim=(0, None))
+        axes.axhline(1, color=MUTED, ls=(0, (4, 3)), lw=1.2)
+        _note(axes, 0.995, 1, "perfect balance", MUTED, -12)
+        axes.legend(frameon=False, loc="upper left", ncols=2, bbox_to_anchor=(0, 1.12), borderaxespad=0)
+        return _png(figure)
+
+
+def speed_png(steps: list[dict]) -> bytes:
+    """Draws the time of each step, and how often the fullest receive buffer of a layer was filled in it.
+
+    Args:
+        steps: the recorded steps.
+    """
+    with rc_context(STYLE):
+        figure = Figure((WIDTH_IN, 3.6), layout="constrained")
+        above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+        numbers = [row["step"] for row in steps]
+        above.plot(numbers, [row["step_time_s"] * 1e3 for row in steps], color=AFTER, lw=1.1)
+        above.set(ylabel="step [ms]", xlim=(0, numbers[-1]), ylim=(0, None))
+        below.step(numbers, [row["rounds_max"] for row in steps], color=BEFORE, where="mid", lw=1.1)
+        below.set(xlabel="step", ylabel="most rounds", ylim=(0, None))
+        return _png(figure)
+
+
+def counts_png(counts: np.ndarray) -> bytes:
+    """Draws heat maps of the copies that each rank routes to each expert, from counts `[layers, R, E]` of a step."""
+    return _heat_maps([(counts, "rank that holds the token")])
+
+
+def served_png(counts: np.ndarray, quota: np.ndarray) -> bytes:
+    """Draws heat maps of the token copies that each rank serves, by expert: at home, and by the plan of a step.
+
+    Args:
+        counts: `[layers, R, E]`, what each rank routes to each expert.
+        quota: `[layers, E, R]`, what each rank serves of each expert.
+    """
+    _, num_ranks, num_experts = counts.shape
+    home = np.arange(num_experts) // (num_experts // num_ranks) == np.arange(num_ranks)[:, None]
+    return _heat_maps([(home * counts.sum(1, keepdims=True), "before: rank"), (quota.swapaxes(1, 2), "after: rank")])
+
+
+def _heat_maps(rows: list[tuple[np.ndarray, str]]) -> bytes:
+    """Draws a row of panels, one per layer, for each array `[layers, R, E]` with its label; one scale for all."""
+    num_layers, num_ranks, num_experts = rows[0][0].shape
+    num_home, top = num_experts // num_ranks, max(values.max() for values, _ in rows)
+    with rc_context({**STYLE, "axes.grid": False}):
+        figure, grid = _panels(num_layers, 0.5 + 2.2 * len(rows), len(rows))
+        for (values, label), panels in zip(rows, grid, strict=True):
+            for axes, layer in panels:
+                # A step without tokens would have a scale of no width.
+                image = axes.imshow(values[layer], cmap="Blues", vmin=0, vmax=max(top, 1), aspect="auto")
+                for edge in range(num_home, num_experts, num_home):
+                    axes.axvline(edge - 0.5, color="white", lw=1.6)
+                axes.set_xticks(_ticks(num_experts), labels=map(str, _ticks(num_experts)))
+            panels[0][0].set_ylabel(label)
+        for axes, layer in grid[0]:
+            axes.set_title(f"layer {layer + 1}")
+        for axes, _ in grid[-1]:
+            axes.set_xlabel("expert")
+        everywhere = [axes for panels in grid for axes, _ in panels]
+        figure.colorbar(image, ax=everywhere, label="token copies", pad=0.012, aspect=24 * len(rows))
+        return _png(figure)
+
+
+def load_png(before: np.ndarray, after: np.ndarray) -> bytes:
+    """Draws the token copies that each rank serves before and after balancing, from loads `[layers, R]` of a step."""
+    ranks = np.arange(before.shape[1])
+    with rc_context({**STYLE, "axes.grid.axis": "y"}):
+        figure, (panels,) = _panels(len(before), 2.9)
+        for axes, layer in panels:
+            axes.bar(ranks - 0.2, before[layer], 0.4, color=BEFORE, label="before")
+            axes.bar(ranks + 0.2, after[layer], 0.4, color=AFTER, label="after")
+            axes.axhline(before[layer].mean(), color=INK, ls=(0, (4, 3)), lw=1, label="mean")
+            axes.set(title=f"layer {layer + 1}", xlabel="rank")
+            axes.set_xticks(_ticks(len(ranks)), labels=map(str, _ticks(len(ranks))))
+        panels[0][0].set_ylabel("token copies served")
+        figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
+        return _png(figure)
+
+
+def _figure(height_in: float) -> tuple[Figure, Axes]:
+    figure = Figure((WIDTH_IN, height_in), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _panels(num_layers: int, height_in: float, num_rows: int = 1) -> tuple[Figure, list[list[tuple[Axes, int]]]]:
+    """Makes rows with one panel per layer, at most `MAX_PANELS`, whose layers are spread from first to last."""
+    layers = np.unique(np.linspace(0, num_layers - 1, min(num_layers, MAX_PANELS)).round().astype(int))
+    figure = Figure((WIDTH_IN, height_in), layout="constrained")
+    grid = figure.subplots(num_rows, len(layers), sharex=num_rows > 1, sharey=True, squeeze=False)
+    return figure, [list(zip(row, layers, strict=True)) for row in grid]
+
+
+def _ticks(count: int) -> list[int]:
+    return list(range(0, count, max(1, -(-count // 8))))
+
+
+def _note(axes: Axes, x: float, y: float, text: str, color: str, offset_points: float) -> None:
+    """Writes text at the right end of the horizontal line at `y`."""
+    place = axes.get_yaxis_transform()
+    axes.annotate(
+        text,
+        (x, y),
+        (0, offset_points),
+        xycoords=place,
+        textcoords="offset points",
+        ha="right",
+        color=color,
+        fontsize=9,
+    )
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
+    return buffer.getvalue()
+
+
+PLANNERS = {"greedy": Greedy(), "ultraep": UltraEP(), "exact": Exact(), "eplb_plus": EPLBPlus()}
+
+STEPS = 5
+"""So many last steps are planned again: planners of an installation without binaries take their time."""
+
+
+def replay_baselines(counts: np.ndarray, ranks_per_domain: int | None, replica_slots: int) -> dict[str, float]:
+    """Computes the mean imbalance over layers and the last steps, by system, the run's own topology and slots given.
+
+    Args:
+        counts: `[steps, layers, R, E]` integers, what the ranks of one group routed to each place.
+        ranks_per_domain: the ranks among which experts may move; `None` for all.
+        replica_slots: the slots of a rank beyond its home experts.
+    """
+    num_ranks, num_experts = counts.shape[-2:]
+    topology = Topology.flat(num_ranks, ranks_per_domain)
+    slots = min(num_experts // num_ranks + replica_slots, num_experts)
+    layers = counts[-STEPS:].reshape(-1, num_ranks, num_experts).astype(np.int32)
+    sizes = LayerCost(num_copies=max(1, round(float(layers.sum((1, 2)).mean()) / num_ranks)))
+    found = {"plain": float(np.mean([imbalance(load(plain_plan(one, topology))) for one in layers]))}
+    for name, planner in PLANNERS.items():
+        after = []
+        for one in layers:
+            plan, _ = planner.sized(sizes).rebalance(one, plain_plan(one, topology, slots), topology, ())
+            after.append(float(imbalance(load(plan))))
+        found[name] = float(np.mean(after))
+    return found
+
+
+PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+:root { --ink: #1f2933; --muted: #616e7c; --line: #e4e7eb; --accent: #2563a8; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #f7f8fa; color: var(--ink);
+  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+main { max-width: 980px; margin: 0 auto; padding: 48px 24px 72px; }
+.kicker { margin: 0 0 8px; color: var(--accent); font-weight: 600; font-size: 14px; }
+h1 { margin: 0 0 28px; font-size: 25px; line-height: 1.34; font-weight: 600; letter-spacing: -0.01em; }
+h2 { margin: 0 0 2px; font-size: 17px; }
+p.caption { margin: 0 0 14px; color: var(--muted); font-size: 14.5px; }
+.cards { display: grid; grid-template-columns: repeat(4, 1fr); gap: 12px; margin: 0 0 20px; }
+.card, section { background: white; border: 1px solid var(--line); border-radius: 10px; }
+.card { padding: 14px 16px; }
+.card b { display: block; font-size: 22px; font-weight: 650; font-variant-numeric: tabular-nums; }
+.card span { color: var(--muted); font-size: 13.5px; }
+section { margin: 0 0 20px; padding: 22px 24px 20px; }
+img { display: block; width: 100%; height: auto; }
+.tables { columns: 2; column-gap: 36px; }
+table { width: 100%; border-collapse: collapse; font-size: 14px; margin-bottom: 22px; break-inside: avoid; }
+caption { text-align: left; font-weight: 650; font-size: 15px; padding: 0 0 6px; }
+th { text-align: left; font-weight: 400; color: var(--muted); padding-right: 12px; white-space: nowrap; }
+td { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+th, td { padding-top: 4px; padding-bottom: 4px; border-bottom: 1px solid var(--line); vertical-align: top; }
+@media (max-width: 720px) { .cards { grid-template-columns: 1fr 1fr; } .tables { columns: 1; } }
+</style>
+</head>
+<body><main>
+<p class="kicker">$kicker</p>
+<h1>$headline</h1>
+<div class="cards">$cards</div>
+$sections
+<section><div class="tables">$tables</div></section>
+</main></body>
+</html>
+""")
+
+
+UNITS = ("nats", "bits", "tokens", "bytes", "s")
+
+
+def write_report(folder: RunFolder, summary: dict) -> bool:
+    """Writes `report.html` and its figures from the other files of a run, which may be under way.
+
+    Args:
+        folder: its folder.
+        summary: the numbers of `summarise`, and those that the loop adds.
+
+    Returns:
+        Whether there were counts of any step; without, it writes nothing.
+    """
+    described = json.loads(folder.config.read_text())
+    segments = folder.all_counts()
+    if not segments:
+        return False
+    figures, replayed = _figures(folder, segments, summary), _replayed(described, segments[-1]["counts"])
+    for path, (_, _, png) in zip(folder.figures, figures, strict=True):
+        write_whole(path, png)
+    config = described["config"]
+    page = PAGE.substitute(
+        title=escape(f"{folder.path.name}: training report"),
+        kicker=escape(f"{folder.path.name} · {described['environment']['date'][:10]}"),
+        headline=escape(_headline(config, summary)),
+        cards="".join(f"<div class=card><b>{escape(n)}</b><span>{escape(t)}</span></div>" for n, t in _cards(summary)),
+        sections="\n".join(map(_section, figures)),
+        tables="".join(_table(*table) for table in _tables(described, summary, replayed)),
+    )
+    write_whole(folder.report, page.encode())
+    return True
+
+
+class LiveReport:
+    """`LiveReport` writes the report of a run that is under way, every so often.
+
+    Args:
+        folder: its folder.
+        others: numbers of the summary that the folder does not have.
+        every_s: the seconds between two; 60 are usual, as drawing takes one or two.
+    """
+
+    def __init__(self, folder: RunFolder, others: dict, every_s: float = 60.0) -> None:
+        self.folder, self.others, self.every_s = folder, others, every_s
+        self.began = self.last = time.monotonic()
+
+    def update(self) -> None:
+        """Writes it if it is time, and there has been a validation."""
+        now = time.monotonic()
+        if now - self.last >= self.every_s and self.folder.rows("validation"):
+            write_report(self.folder, summarise(self.folder) | self.others | {"wall_s": now - self.began})
+            self.last = time.monotonic()
+
+
+def _headline(config: dict, summary: dict) -> str:
+    gap = summary["unigram_entropy_nats"] - summary["validation_loss_nats"]
+    before, after = summary["imbalance_before"], summary["imbalance_after"]
+    effect = f"makes that {after:.2f}" if f"{after:.2f}" != f"{before:.2f}" else "leaves it so"
+    return (
+        f"After {summary['steps']} steps the model needs {summary['validation_loss_nats']:.2f} nats per unseen "
+        f"{summary['unit']}, {abs(gap):.2f} {'less' if gap > 0 else 'more'} than frequencies alone. Its routing loads "
+        f"the busiest of {config['parallel']['expert_parallel']} ranks {before:.2f} times the mean; "
+        f"{config['parallel']['system']} {effect}."
+    )
+
+
+def _cards(summary: dict) -> list[tuple[str, str]]:
+    balance = f"{summary['imbalance_before']:.2f} → {summary['imbalance_after']:.2f}"
+    loss, bits = f"{summary['validation_loss_nats']:.3f}", f"{summary['validation_loss_bits']:.2f}"
+    return [
+        (loss, f"validation loss in nats per {summary['unit']} ({bits} bits)"),
+        (balance, f"imbalance before → after, last {RECENT_STEPS} steps"),
+        (f"{summary['one_round_share']:.0%}", "of these steps took one round in every layer"),
+        (f"{summary['tokens_per_s']:,.0f}", f"tokens per second ({summary['step_time_s'] * 1e3:,.0f} ms a step)"),
+    ]
+
+
+Plot = tuple[str, str, bytes]
+
+
+def _figures(folder: RunFolder, segments: list[dict[str, np.ndarray]], summary: dict) -> list[Plot]:
+    """Makes title, caption and PNG of each figure, in the order of `FIGURES`."""
+    arrays = segments[-1]
+    before, after, counts = arrays["load_before"], arrays["load_after"], arrays["counts"]
+    of = " of the first group" if summary["num_groups"] > 1 else ""
+    entropy_nats, last = summary["unigram_entropy_nats"], arrays["steps"][-1]
+    unit = summary["unit"]
+    return [
+        (
+            "Loss",
+            f"Cross-entropy of the next {unit}. Below the dashed line, more is known than how often each occurs.",
+            loss_png(folder.rows("step"), folder.rows("validation"), entropy_nats, unit),
+        ),
+        (
+            "Imbalance over training",
+            "Load of the busiest rank over the mean; lines are means over layers, bands span the layers.",
+            imbalance_png(*_over_segments(segments)),
+        ),
+        (
+            "Time and rounds over training",
+            "Seconds of each step, checkpoints included; the rounds of the layer that needed most.",
+            speed_png(folder.rows("step")),
+        ),
+        (
+            f"Load of each rank at step {last}",
+            f"Token copies that a rank{of} serves with every expert at home, and with the balanced plan.",
+            load_png(before[-1], after[-1]),
+        ),
+        (
+            f"Who serves which expert at step {last}",
+            f"Token copies that a rank{of} serves, by expert: with every expert at home, and by the plan.",
+            served_png(counts[-1], arrays["quota"][-1]),
+        ),
+        (
+            f"Routing at step {last}",
+            f"Token copies from each rank{of} to each expert; white lines separate the home experts of the ranks.",
+            counts_png(counts[-1]),
+        ),
+    ]
+
+
+def _over_segments(segments: list[dict[str, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Collects the numbers of all steps, and their imbalance, which ranks of any number have."""
+    steps = np.concatenate([arrays["steps"] for arrays in segments])
+    before, after = (
+        np.concatenate([arrays[name].max(-1) / arrays[name].mean(-1) for arrays in segments])
+        for name in ("load_before", "load_after")
+    )
+    return steps, before, after
+
+
+def _section(figure: Plot) -> str:
+    title, caption, png = figure
+    data = base64.b64encode(png).decode()
+    return (
+        f"<section><h2>{escape(title)}</h2><p class=caption>{escape(caption)}</p>"
+        f'<img alt="{escape(title)}" src="data:image/png;base64,{data}"></section>'
+    )
+
+
+def _replayed(described: dict, counts: np.ndarray) -> dict[str, float | str]:
+    """The imbalance that other planners leave on the last steps, and the experts that nobody chose."""
+    resolved = described.get("resolved", {})
+    parallel = described["config"]["parallel"]
+    found = replay_baselines(counts, parallel["ranks_per_domain"], resolved.get("replica_slots") or 2)
+    unused = (counts[-STEPS:].sum((0, 2)) == 0).sum(1)
+    return found | {"experts that no token chose, by layer": " ".join(map(str, unused.tolist()))}
+
+
+def _tables(described: dict, summary: dict, replayed: dict[str, float | str]) -> list[tuple[str, dict]]:
+    config = dict(described["config"])
+    model, parallel = config.pop("model"), config.pop("parallel")
+    return [
+        ("Result", summary | {"date": described["environment"]["date"]}),
+        (f"Imbalance by system, its last {STEPS} steps planned again", replayed),
+        ("Defaults of the system", described.get("resolved", {})),
+        ("Training", config),
+        ("Model and mesh", model | parallel),
+        ("Data and environment", described["data"] | described["environment"]),
+    ]
+
+
+def _table(caption: str, values: dict) -> str:
+    rows = "".join(
+        f"<tr><th>{escape(_label(name))}</th><td>{escape(_text(value))}</td></tr>" for name, value in values.items()
+    )
+    return f"<table><caption>{escape(caption)}</caption>{rows}</table>"
+
+
+def _label(name: str) -> str:
+    """Writes a name of the files for a reader, with its unit, which ends it, in brackets."""
+    words, _, unit = name.rpartition("_")
+    if unit not in UNITS or words.endswith("_per"):
+        return name.replace("_", " ")
+    return f"{words.replace('_', ' ')} [{unit}]"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    return "system's default" if value is None else str(value)

@@ -1,0 +1,473 @@
+"""`prepare` and `execute` are a training run, from its input to its files."""
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jax.stages import Traced
+from rich.console import Console
+
+from jax_moe_lb import System
+from jax_moe_lb.planners import moved_experts
+from models.config import ModelConfig, TrainConfig
+from models.data.batches import Batches, place_rows, rows_here
+from models.data.corpus import Corpus
+from models.mesh import batch_sharding, make_mesh, make_system, place_batch
+from models.multi_process.stragglers import StragglerMonitor
+from models.run_folder.checkpoints import (
+    CheckpointMetadata,
+    Checkpoints,
+    RetentionPolicy,
+    parts,
+    restore_newest,
+    steps_in,
+    without_homes,
+)
+from models.run_folder.files import FolderLock, free_sibling, write_whole
+from models.run_folder.metrics import Recorder, RunFolder, layer_row, summarise
+from models.run_folder.report import LiveReport, write_report
+from models.run_folder.trackers import MetricLogger, MetricLoggerConfig, StepLine
+from models.training.faults import StepRunner, StopRequest, check_state, check_step
+from models.training.resume import described, layout_of, next_homes, per_layer
+from models.training.step import Programs, make_programs
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run has had its input checked, and has its folder for itself.
+
+    Args:
+        config: the sizes of the run.
+        corpus: the text to learn from.
+        folder: where its files go.
+        lock: keeps other trainings out of the folder; `None` in processes that write nothing.
+        mesh: its devices.
+        programs: what runs on the devices.
+        step: the program of one step, which is traced already.
+        done_steps: steps that are behind already, 0 for a new run.
+        state: the state after them; `None` for a new run.
+        keeping: which checkpoints are kept.
+        position: where the data is after these steps, as the checkpoint has it.
+    """
+
+    config: TrainConfig
+    corpus: Corpus
+    folder: RunFolder
+    lock: FolderLock | None
+    mesh: Mesh
+    programs: Programs
+    step: Traced
+    done_steps: int
+    state: nnx.State | None
+    keeping: RetentionPolicy
+    position: dict[str, Any]
+
+    def release(self) -> None:
+        """Lets other trainings have the folder."""
+        if self.lock is not None:
+            self.lock.release()
+
+
+def prepare(
+    config: TrainConfig,
+    corpus: Corpus,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    keeping: RetentionPolicy = RetentionPolicy(),
+    tell: Tell = print,
+) -> Run:
+    """Does everything that can fail because of what the user asked for, and only then touches the folder.
+
+    Args:
+        config: the sizes of the run.
+        corpus: the text to learn from.
+        run_dir: the folder of the run, made if it is missing. It has no run in it, or one of the next two is set.
+        resume: whether to continue from the newest checkpoint there that is not damaged. The ranks and the system may
+            be others than before; what belongs to them begins anew.
+        overwrite: whether to move an earlier run aside, into a folder beside this one.
+        keeping: which checkpoints are kept.
+        tell: is called with a line about what was found or moved.
+
+    Raises:
+        ValueError: something does not fit; the message names the argument, its value and what was expected.
+    """
+    if resume and overwrite:
+        raise ValueError("overwrite is set, and so is resume; expected one of them")
+    corpus.check_length(config.sequence_length)
+    folder, mesh = RunFolder(run_dir), make_mesh(config.parallel)
+    system = make_system(config.parallel)
+    programs = make_programs(config, mesh, system)
+    _check_slots(config, system)
+    writes = jax.process_index() == 0
+    # Asked here since tracing takes seconds, and under the lock since another run may have come meanwhile.
+    if resume:
+        _check_continues(config, corpus, folder)
+    elif writes:
+        _check_place(folder)
+        if not overwrite:
+            _check_empty(folder)
+    step = _traced(config, mesh, programs)
+    lock = _locked(folder) if writes else None
+    run = Run(config, corpus, folder, lock, mesh, programs, step, 0, None, keeping, {})
+    try:
+        if resume:
+            done_steps, state, position = _resumed(run, tell)
+            run = dataclasses.replace(run, done_steps=done_steps, state=state, position=position)
+        if writes:
+            _claim(run, resume, overwrite, tell)
+    except BaseException:
+        run.release()
+        raise
+    # No process may look for checkpoints while another still moves old ones.
+    multihost_utils.sync_global_devices("run folder")
+    return run
+
+
+def execute(
+    run: Run, console: Console, stop: StopRequest | None = None, watching: MetricLoggerConfig = MetricLoggerConfig()
+) -> dict:
+    """Trains, writes the run folder, and returns the summary.
+
+    Args:
+        run: what `prepare` returned; its folder is free for others afterwards.
+        console: where progress is shown.
+        stop: ends the run after the step that is under way, with a checkpoint; `None` for a run that nobody stops.
+        watching: who watches it beside the run folder.
+
+    Returns:
+        The summary, which is empty if the run was stopped, and on all processes but the first.
+
+    Raises:
+        Refused: a step went wrong; the line names it.
+        OSError: a file cannot be written.
+    """
+    try:
+        return _execute(run, console, StopRequest() if stop is None else stop, watching)
+    finally:
+        run.release()
+
+
+def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLoggerConfig) -> dict:
+    started, config, step = time.perf_counter(), run.config, run.done_steps
+
+    def tell(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    state = run.programs.init() if run.state is None else run.state
+    writes, validate = jax.process_index() == 0, _validation(run)
+    # Compiled before the clock of the first step starts, which would otherwise seem slow.
+    step_program, compile_s = _compiled(run)
+    do = StepRunner(step_program, run.programs.step_again, tell)
+    others = {"num_groups": config.parallel.data_parallel, "num_params": _num_params(run), "compile_s": compile_s}
+    with (
+        MetricLogger(run.folder, watching, step + 1, writes=writes, config=dataclasses.asdict(config)) as watcher,
+        Checkpoints(run.folder.checkpoints, run.keeping) as checkpoints,
+        StepLine(console, step, config.steps) as line,
+        _batches(run) as batches,
+    ):
+        layout = layout_of(config.parallel)
+        recorder = Recorder(run.folder, step + 1, layout, writes=writes, tell=tell, watch=watcher.tell)
+        save = Saving(checkpoints, recorder, LiveReport(run.folder, others), layout)
+        pace = StragglerMonitor(tell)
+        while step < config.steps and not stop.requested():
+            step += 1
+            watcher.before(step)
+            tokens = place_rows(next(batches), batch_sharding(run.mesh), config.batch_size)
+            pace.ready()
+            step_started = time.perf_counter()
+            state, loss, stats = do(step, state, tokens)
+            step_time_s = time.perf_counter() - step_started
+            check_step(step, float(loss), stats, checkpoints.newest_step)
+            row = recorder.step(step, float(loss), stats, config.tokens_per_step, step_time_s, config.accumulate)
+            recorder.other(pace.stepped(step, step_time_s))
+            line.show(row)
+            if step % config.validation_interval == 0 or step == config.steps:
+                validation_loss = validate(state)
+                recorder.validation(step, validation_loss)
+                line.note(row, validation_loss)
+                if writes:
+                    recorder.other(layer_row(step, stats, make_system(config.parallel), run.programs.topology))
+            if trace := watcher.after(step):
+                tell(f"steps until {step} are traced in {trace}, for Perfetto and TensorBoard")
+            if config.relocate_interval is not None and step % config.relocate_interval == 0:
+                state = _moved(run, state, step, recorder)
+            if step % config.checkpoint_interval == 0:
+                save(step, state, batches.state())
+            checkpoints.check()
+        # The last step, or the one after which the run was stopped.
+        save(step, state, batches.state())
+        checkpoints.wait()
+    if step < config.steps:
+        tell(f"stopped by {stop.name} after step {step} of {config.steps}; --resume goes on in {run.folder.path}")
+        return {}
+    return _finish(run, others | {"wall_s": time.perf_counter() - started}, tell)
+
+
+@dataclass(frozen=True, eq=False)
+class Saving:
+    """`Saving` begins a checkpoint; metrics and counts come after the checkpoint that they belong to.
+
+    A disk that has room for one of them only shall have the checkpoint.
+
+    Args:
+        checkpoints: where it goes.
+        recorder: has the metrics and counts.
+        report: is written after them, now and then.
+        layout: what the checkpoint says about the ranks and the system.
+    """
+
+    checkpoints: Checkpoints
+    recorder: Recorder
+    report: LiveReport
+    layout: dict[str, Any]
+
+    def __call__(self, step: int, state: nnx.State, position: dict[str, Any]) -> None:
+        """Begins the checkpoint of the state after `step` steps, unless it is there; refuses one that is not finite.
+
+        Args:
+            step: how many steps the run has done.
+            state: the state after them.
+            position: where the data is.
+        """
+        if step == self.checkpoints.newest_step:
+            return
+        check_state(step, state, self.checkpoints.newest_step)
+        flush = self.recorder.flush()
+
+        def then() -> None:
+            flush()
+            if self.recorder.writes:
+                self.report.update()
+
+        self.checkpoints.save(step, state, CheckpointMetadata(self.layout, position), then)
+
+
+def _moved(run: Run, state: nnx.State, step: int, recorder: Recorder) -> nnx.State:
+    """Moves the experts of a state to where the loads so far want them."""
+    topology = run.programs.topology
+    permutation = next_homes(state, run.config, topology)
+    if not moved_experts(permutation, topology).any():
+        return state
+    state = run.programs.move(state, permutation)
+    recorder.relocation(described(step, permutation, state, topology))
+    return state
+
+
+def _check_place(folder: RunFolder) -> None:
+    path = folder.path.absolute()
+    nearest = next(place for place in (path, *path.parents) if place.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ValueError(f"run_dir is {str(folder.path)!r}; expected a writable folder, which {str(nearest)!r} is not")
+
+
+def _check_empty(folder: RunFolder) -> None:
+    if folder.has_run:
+        raise ValueError(
+            f"run_dir is {str(folder.path)!r}, which has a run; expected --resume to go on with it, "
+            "--overwrite to move it aside, or another folder"
+        )
+
+
+def _check_continues(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> None:
+    """Refuses to resume what is not there, or would not go on as it began."""
+    steps = steps_in(folder.checkpoints)
+    if not steps or not folder.config.exists():
+        raise ValueError(f"resume is set, but {str(folder.path)!r} has no checkpoint; expected a run_dir with one")
+    try:
+        before = _fixed(json.loads(folder.config.read_bytes()))
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{str(folder.config)!r} cannot be read; expected the config of the run to resume") from error
+    for name, value in _fixed(_described(config, corpus)).items():
+        if value != before.get(name):
+            raise ValueError(f"{name} is {value!r}; expected {before.get(name)!r}, that of the run to resume")
+    if steps[0] > config.steps:
+        raise ValueError(f"steps is {config.steps}; expected at least {steps[0]}, that of the checkpoint to resume")
+    # Refuses lines that cannot be read.
+    folder.rows("step")
+
+
+def _fixed(described: dict) -> dict:
+    """Collects what a resumed run may not change."""
+    config = described["config"]
+    fixed = {name: config[name] for name in ("batch_size", "sequence_length", "seed")}
+    # A run that is older than an option has its default.
+    fixed |= dataclasses.asdict(ModelConfig(**config["model"])) | {"data": described["data"]["fingerprint"]}
+    fixed["accumulate"] = config.get("accumulate", 1)
+    # It changes what a step holds, not what it learns.
+    del fixed["remat"]
+    return fixed
+
+
+def _check_slots(config: TrainConfig, system: System) -> None:
+    """Refuses more slots than there are experts; the layer would, too, but it does not know what the option is."""
+    most = config.model.num_experts - config.model.num_experts // config.parallel.expert_parallel
+    if system.replica_slots > most:
+        raise ValueError(
+            f"replica_slots is {system.replica_slots}; expected at most {most}, the experts that are not at home on a "
+            "rank"
+        )
+
+
+def _traced(config: TrainConfig, mesh: Mesh, programs: Programs) -> Traced:
+    """Traces the step, which is when systems refuse options that do not fit the model or the mesh."""
+    shape = (config.batch_size, config.sequence_length + 1)
+    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh))
+    return programs.step.trace(programs.state_shapes, tokens)
+
+
+def _locked(folder: RunFolder) -> FolderLock:
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        return FolderLock(folder.path)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"run_dir is {str(folder.path)!r}, in which another training is under way; expected another folder"
+        ) from error
+    except OSError as error:
+        raise ValueError(_unwritable(folder, error)) from error
+
+
+def _unwritable(folder: RunFolder, error: OSError) -> str:
+    return f"run_dir is {str(folder.path)!r}; expected a writable folder: {error.strerror}"
+
+
+def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State, dict[str, Any]]:
+    """Restores the newest checkpoint that is whole, and moves newer ones out of the way of those to come."""
+    folder = run.folder
+    _check_continues(run.config, run.corpus, folder)
+    layout = layout_of(run.config.parallel)
+    step, state, kept = _restored(run, layout, tell)
+    if changed := [name for name, value in layout.items() if value != kept.layout.get(name)]:
+        changes = ", ".join(f"{name} {layout[name]!r} instead of {kept.layout.get(name)!r}" for name in changed)
+        begins = "; balancers begin without the history that they had" if parts(state)["mesh"] else ""
+        tell(f"going on from step {step} with {changes}{begins}")
+    for damaged in steps_in(folder.checkpoints):
+        if damaged > step and run.lock is not None:
+            folder.damaged.mkdir(exist_ok=True)
+            aside = free_sibling(folder.damaged / str(damaged), "damaged")
+            (folder.checkpoints / str(damaged)).rename(aside)
+            tell(f"going on from step {step}; the checkpoint of step {damaged} is now {str(aside)!r}")
+    return step, state, kept.data
+
+
+def _restored(run: Run, layout: dict[str, Any], tell: Tell) -> tuple[int, nnx.State, CheckpointMetadata]:
+    """Restores the newest checkpoint, and sends experts to their first places where this run does not move them."""
+    config, programs, folder = run.config, run.programs, run.folder.checkpoints
+    moves = config.relocate_interval is not None
+    if moves or not json.loads(run.folder.config.read_bytes())["config"].get("relocate_interval"):
+        return restore_newest(folder, programs.state_shapes, tell, programs.init, layout)
+    parallel = dataclasses.replace(config.parallel, system="plain", replica_slots=None, headroom=None)
+    config = dataclasses.replace(config, relocate_interval=1, parallel=parallel)
+    moving = make_programs(config, run.mesh, make_system(parallel))
+    step, state, kept = restore_newest(folder, moving.state_shapes, tell, moving.init, layout)
+    # The expert that comes to a place is the one whose home it was.
+    state = moving.move(state, per_layer(state, "homes"))
+    return step, without_homes(programs.state_shapes, state, programs.init), kept
+
+
+def _claim(run: Run, resume: bool, overwrite: bool, tell: Tell) -> None:
+    folder = run.folder
+    if not resume and not overwrite:
+        _check_empty(folder)
+    try:
+        if overwrite and folder.has_run:
+            tell(f"the run in {str(folder.path)!r} is now in {str(folder.move_aside())!r}")
+        write_whole(folder.config, (json.dumps(_described(run.config, run.corpus), indent=2) + "\n").encode())
+    except OSError as error:
+        raise ValueError(_unwritable(folder, error)) from error
+
+
+def _described(config: TrainConfig, corpus: Corpus) -> dict:
+    data = {
+        "source": corpus.source,
+        "unit": corpus.unit,
+        "train_tokens": corpus.length(held_out=False),
+        "validation_tokens": corpus.length(held_out=True),
+        "unigram_entropy_nats": corpus.unigram_entropy_nats,
+        "fingerprint": corpus.fingerprint,
+    }
+    environment = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version()}
+    environment |= {package: version(package) for package in PACKAGES}
+    devices = jax.devices()
+    environment |= {"devices": f"{len(devices)} x {devices[0].device_kind}", "machine": platform.machine()}
+    environment |= {"command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "commit": _commit()}
+    system = make_system(config.parallel)
+    resolved = {
+        "balancer": repr(system.balancer),
+        "replication": repr(system.replicate),
+        "dispatch": repr(system.dispatch),
+        "replica_slots": system.replica_slots,
+    }
+    return {"config": dataclasses.asdict(config), "resolved": resolved, "data": data, "environment": environment}
+
+
+def _commit() -> str:
+    """The commit of the source, where it is a checkout and git is there."""
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _compiled(run: Run) -> tuple[Callable, float]:
+    """Compiles the step ahead, so that its time is not that of the first step; returns it and the seconds it took."""
+    started = time.perf_counter()
+    program = run.step.lower().compile()
+    return program, time.perf_counter() - started
+
+
+def _batches(run: Run) -> Batches:
+    """Reads on where the steps so far stopped."""
+    config, rows = run.config, rows_here(batch_sharding(run.mesh), run.config.batch_size)
+    sizes = {"batch_size": config.batch_size, "sequence_length": config.sequence_length}
+    batches = Batches(run.corpus, seed=config.seed, rows=rows, **sizes)
+    batches.restore(run.position or {"sequences": run.done_steps * config.batch_size})
+    return batches
+
+
+def _validation(run: Run) -> Callable[[nnx.State], float]:
+    config = run.config
+    sizes = (config.validation_batches, config.batch_size, config.sequence_length)
+    batches = [place_batch(batch, run.mesh) for batch in run.corpus.validation_batches(*sizes)]
+    return lambda state: float(np.mean([float(run.programs.evaluate(state, batch)) for batch in batches]))
+
+
+def _num_params(run: Run) -> int:
+    return sum(
+        math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.filter_state(run.programs.state_shapes, nnx.Param))
+    )
+
+
+def _finish(run: Run, others: dict[str, float], tell: Tell) -> dict:
+    """Sums the run up in files, from what is in its folder."""
+    if jax.process_index() != 0:
+        return {}
+    summary = summarise(run.folder) | others
+    write_whole(run.folder.summary, (json.dumps(summary, indent=2) + "\n").encode())
+    if not write_report(run.folder, summary):
+        tell("no counts of any step are left; report.html is not written")
+    return summary

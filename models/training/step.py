@@ -1,0 +1,341 @@
+"""The jitted parts of training: initial state, optimizer step and validation.
+
+The optimizer is AdamW under a schedule with clipped gradients. `loss_and_gradients` runs the forward and backward pass
+at once or in microbatches.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Wrapped
+
+from jax_moe_lb import Stats, System, Topology, compiler_options, router_loss
+from jax_moe_lb.transport import GatherExpertDomain
+from models.config import TrainConfig
+from models.decoder.config import DecoderConfig
+from models.decoder.layers import EXPERT_RULES, KEPT
+from models.decoder.model import Decoder
+from models.decoder.stacked import StackedDecoder
+from models.decoder.tiny import LanguageModel
+from models.mesh import placed_shapes, state_shardings
+from models.training.resume import moved_state
+
+FINAL_LEARNING_RATE = 0.1
+"""Schedules that fall end at this share of the peak."""
+
+STABLE = 0.8
+"""The schedule `wsd` stays at the peak until this share of the steps is done."""
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Makes AdamW, whose gradients are clipped by their norm over all parameters of all devices."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(make_schedule(config), b2=0.95, weight_decay=config.weight_decay),
+    )
+
+
+def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, gradients: nnx.State) -> None:
+    """Updates a model and its optimizer in place, inside a traced step."""
+    # optax mixes counts with floats.
+    with jax.numpy_dtype_promotion("standard"):
+        optimizer.update(model, gradients)
+
+
+def make_schedule(config: TrainConfig) -> optax.Schedule:
+    """Makes the learning rate of each step, counted from 0: a linear warm-up, then what `config.schedule` says."""
+    warmup_steps, peak = min(config.warmup_steps, config.steps // 5), config.learning_rate
+    # From 0 the first step would learn nothing.
+    first, last = peak / (warmup_steps + 1), FINAL_LEARNING_RATE * peak
+    if config.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(first, peak, warmup_steps, config.steps, last)
+    stable = {"linear": warmup_steps, "constant": config.steps, "wsd": max(warmup_steps, int(STABLE * config.steps))}
+    start = stable[config.schedule]
+    return optax.join_schedules(
+        [
+            optax.linear_schedule(first, peak, warmup_steps),
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, last, max(config.steps - start, 1)),
+        ],
+        [warmup_steps, start],
+    )
+
+
+Model = Callable[[Array], tuple[Array, Stats]]
+
+
+def next_token_loss(model: Model, tokens: Array) -> tuple[Array, Stats]:
+    """Computes the mean cross-entropy in nats per token of `tokens[:, 1:]` given those before, and statistics.
+
+    Args:
+        model: maps int32 `[B, T]` to logits `[B, T, words]` and statistics.
+        tokens: int32 `[B, T + 1]`; `~t` in place of a token `t` that begins a document, which is not predicted.
+    """
+    return _share_of_loss(model, tokens, num_predicted(tokens))
+
+
+def num_predicted(tokens: Array) -> Array:
+    """Counts the tokens `[B, T + 1]` that are predicted, at least 1, float32."""
+    return jnp.maximum((tokens[:, 1:] >= 0).sum(dtype=jnp.int32), 1).astype(jnp.float32)
+
+
+def _share_of_loss(model: Model, tokens: Array, count: Array) -> tuple[Array, Stats]:
+    """Sums the cross-entropy of what is predicted, over `count`, which may be that of more than these tokens."""
+    words = jnp.where(tokens < 0, ~tokens, tokens)
+    logits, stats = model(words[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, words[:, 1:])
+    return jnp.where(tokens[:, 1:] >= 0, losses, 0).sum() / count, stats
+
+
+def further_loss(model: Decoder, tokens: Array, weight: float) -> tuple[Array, Stats]:
+    """Adds to `next_token_loss` that of the tokens after the next one (DeepSeek-V3's technical report, section 2.2.2).
+
+    Args:
+        model: what `from_pretrained(predict_further=True)` returned.
+        tokens: int32 `[B, T + 1]`, with marks; nothing is predicted across the beginning of a document.
+        weight: the factor on the mean loss of its `further` modules; the paper has 0.3, and 0.1 for the last third.
+    """
+    words, inside, losses = jnp.where(tokens < 0, ~tokens, tokens), tokens[:, 1:] >= 0, []
+    logits, stats = model.ahead(words[:, :-1], words[:, 1:])
+    for k, one in enumerate(logits):
+        if k > 0:
+            inside = inside[:, :-1] & (tokens[:, 1 + k :] >= 0)
+        each = optax.softmax_cross_entropy_with_integer_labels(one[:, : one.shape[1] - k], words[:, 1 + k :])
+        count = jnp.maximum(inside.sum(dtype=jnp.int32), 1).astype(jnp.float32)
+        losses.append(jnp.where(inside, each, 0).sum() / count)
+    return losses[0] + weight * sum(losses[1:]) / len(losses[1:]), stats
+
+
+def loss_and_gradients(model: Any, tokens: Array, accumulate: int, mesh: Mesh) -> tuple[Array, Stats, nnx.State]:
+    """Computes the cross-entropy of a batch, statistics, and the gradient of that loss and the router losses.
+
+    Microbatches have as many sequences of each device. Each is routed and planned for by itself, so that a balancer
+    sees one after the other; their router losses are averaged. The gradient is otherwise that of the whole batch.
+
+    Args:
+        model: an `nnx.Module` as in `next_token_loss`; what its balancers remember is updated.
+        tokens: int32 `[B, T + 1]`, with marks.
+        accumulate: the microbatches.
+        mesh: the devices over which sequences are split.
+
+    Returns:
+        The cross-entropy in nats per token; statistics `[layers, accumulate * D, ...]`, as if microbatches were
+        groups, those of the first microbatch first; and the gradient.
+    """
+    count = num_predicted(tokens)
+    if accumulate == 1:
+        return _of_one(model, tokens, count, 1)
+    graph, _ = nnx.split(model)
+    params, rest = nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
+    # A device has sequences of every microbatch, so that nothing moves.
+    parts = tokens.reshape(-1, accumulate, tokens.shape[1]).swapaxes(0, 1)
+    parts = jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, PartitionSpec(None, mesh.axis_names)))
+    zeros = jax.lax.with_sharding_constraint(jax.tree.map(jnp.zeros_like, params), state_shardings(params, mesh))
+
+    def add(sums: tuple[nnx.State, Array, nnx.State], part: Array) -> tuple[tuple[nnx.State, Array, nnx.State], Stats]:
+        gradients, loss, rest = sums
+        # Flax wants variables of the loop, not of what is around it.
+        model = nnx.merge(graph, params, rest, copy=True)
+        share, stats, more = _of_one(model, part, count, accumulate)
+        return (jax.tree.map(jnp.add, gradients, more), loss + share, nnx.state(model, nnx.Not(nnx.Param))), stats
+
+    (gradients, loss, rest), stats = jax.lax.scan(add, (zeros, jnp.zeros((), jnp.float32), rest), parts)
+    nnx.update(model, rest)
+    return loss, jax.tree.map(_as_groups, stats), gradients
+
+
+def _of_one(model: Any, tokens: Array, count: Array, accumulate: int) -> tuple[Array, Stats, nnx.State]:
+    def objective(model: Any) -> tuple[Array, tuple[Array, Stats]]:
+        loss, stats = _share_of_loss(model, tokens, count)
+        return loss + router_loss(stats) / accumulate, (loss, stats)
+
+    (_, (loss, stats)), gradients = nnx.value_and_grad(objective, has_aux=True)(model)
+    return loss, stats, gradients
+
+
+def _as_groups(leaf: Array) -> Array:
+    """Makes `[layers, microbatches * D, ...]` of `[microbatches, layers, D, ...]`."""
+    return leaf.swapaxes(0, 1).reshape(leaf.shape[1], -1, *leaf.shape[3:])
+
+
+@dataclass(frozen=True, eq=False)
+class Programs:
+    """These programs run on the devices.
+
+    Args:
+        state_shapes: shapes and shardings of the state: parameters, optimizer, balancer.
+        init: `() -> state`, for the first step.
+        step: `(state, tokens) -> (state, loss, stats)`, which consumes the state; see `loss_and_gradients`. Where the
+            system has `max_rounds`, a step with any fault returns the state as it was.
+        step_again: the same for a step that needs more rounds than `step` has; `None` where `step` has all.
+        evaluate: `(state, tokens) -> loss`, without a gradient.
+        move: `(state, permutation) -> state`, with the experts at other places; it consumes the state.
+        topology: the topology of the mesh.
+    """
+
+    state_shapes: nnx.State
+    init: Callable[[], nnx.State]
+    step: Wrapped
+    step_again: Wrapped | None
+    evaluate: Callable[[nnx.State, Array], Array]
+    move: Callable[[nnx.State, Array | np.ndarray], nnx.State]
+    topology: Topology
+
+
+def make_programs(
+    config: TrainConfig, mesh: Mesh, system: System, migrate: GatherExpertDomain | None = None
+) -> Programs:
+    """Builds the programs, compiling nothing.
+
+    Args:
+        config: the sizes of the run.
+        mesh: what `make_mesh` made; with `migrate` its own.
+        system: the strategies that balance the load.
+        migrate: gathers experts inside expert domains first; `None` keeps them at home.
+
+    Raises:
+        ValueError: the model does not fit the mesh.
+    """
+    if migrate is None:
+        topology = Topology.from_mesh(mesh, ranks_per_domain=config.parallel.ranks_per_domain)
+    else:
+        topology = migrate.domains.between
+    place: dict[str, Any] = {"mesh": mesh, "topology": topology, "migrate": migrate, "split": config.parallel.fsdp}
+
+    def create(system: System) -> tuple[LanguageModel, nnx.Optimizer]:
+        relocatable = config.relocate_interval is not None
+        rngs = nnx.Rngs(config.seed)
+        model = LanguageModel(config.model, system=system, relocatable=relocatable, rngs=rngs, **place)
+        return model, nnx.Optimizer(model, make_optimizer(config), wrt=nnx.Param)
+
+    graph, shapes = nnx.split(nnx.eval_shape(partial(create, system)))
+    limited = system.dispatch.max_rounds is not None
+    # Serves whatever comes. Validation has no second program, so it is always this one.
+    whole = nnx.split(nnx.eval_shape(partial(create, system.with_rounds(None))))[0] if limited else graph
+    shardings = state_shardings(shapes, mesh)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    options = compiler_options(mesh)
+
+    def jitted(step: Callable) -> Wrapped:
+        out = (shardings, everywhere, everywhere)
+        return jax.jit(step, out_shardings=out, donate_argnums=0, compiler_options=options)
+
+    def evaluate(state: nnx.State, tokens: Array) -> Array:
+        return next_token_loss(nnx.merge(whole, state)[0], tokens)[0]
+
+    step, step_again = partial(_step, config, mesh, graph), None
+    if limited:
+        step, step_again = partial(_step_if_served, step), jitted(partial(_step, config, mesh, whole))
+    return Programs(
+        state_shapes=placed_shapes(shapes, shardings),
+        init=jax.jit(lambda: nnx.state(create(system)), out_shardings=shardings),
+        step=jitted(step),
+        step_again=step_again,
+        evaluate=jax.jit(evaluate, out_shardings=everywhere, compiler_options=options),
+        move=jax.jit(moved_state, out_shardings=shardings, donate_argnums=0),
+        topology=topology,
+    )
+
+
+def _step(
+    config: TrainConfig, mesh: Mesh, graph: nnx.GraphDef, state: nnx.State, tokens: Array
+) -> tuple[nnx.State, Array, Stats]:
+    model, optimizer = nnx.merge(graph, state)
+    loss, stats, gradients = loss_and_gradients(model, tokens, config.accumulate, mesh)
+    apply_gradients(model, optimizer, gradients)
+    for i, block in enumerate(model.blocks):
+        of_layer = jax.tree.map(lambda leaf, i=i: leaf[i], stats)
+        if config.relocate_interval is not None:
+            block.moe.update_loads(of_layer)
+        if config.model.bias_rate:
+            block.moe.update_bias(of_layer, config.model.bias_rate)
+    return nnx.state((model, optimizer)), loss, stats
+
+
+def _step_if_served(step: Callable, state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
+    """Leaves the state as it was where a plan needs more rounds than there are, so that the step can be done again.
+
+    It is donated, and the caller has no other. Old values are read by the update anyway.
+    """
+    # Flax changes the variables of `state` in place.
+    before = jax.tree.map(lambda leaf: leaf, state)
+    after, loss, stats = step(state, tokens)
+    is_served = (stats.fault.code == 0).all()
+    return jax.tree.map(partial(jnp.where, is_served), after, before), loss, stats
+
+
+@dataclass(frozen=True, eq=False)
+class SplitPrograms:
+    """These programs train a decoder of which every device holds a part.
+
+    Args:
+        graph: makes a model and its optimizer of a state, with `nnx.merge`.
+        state_shapes: shapes and shardings of the state: parameters, optimizer, balancer.
+        init: `() -> state`, for the first step.
+        step: `(state, tokens) -> (state, loss, stats)`, which consumes the state; tokens are int32 `[B, T + 1]`.
+    """
+
+    graph: nnx.GraphDef
+    state_shapes: nnx.State
+    init: Callable[[], nnx.State]
+    step: Wrapped
+
+
+def make_split_programs(
+    config: DecoderConfig, train: TrainConfig, mesh: Mesh, system: System, kept: Sequence[str] = KEPT
+) -> SplitPrograms:
+    """Builds the programs, compiling nothing.
+
+    Args:
+        config: the sizes of the model.
+        train: the numbers of the run; the sizes of its own model are not used.
+        mesh: what `models.mesh.make_mesh` made.
+        system: the strategies that balance the load.
+        kept: what is kept of a layer for the backward pass, see `StackedDecoder`.
+
+    Raises:
+        ValueError: the model does not fit the mesh.
+    """
+
+    def create() -> tuple[StackedDecoder, nnx.Optimizer]:
+        decoder = Decoder(
+            config,
+            mesh=mesh,
+            system=system,
+            ranks_per_domain=train.parallel.ranks_per_domain,
+            rules=EXPERT_RULES,
+            rngs=nnx.Rngs(train.seed),
+        )
+        model = StackedDecoder(decoder, kept=tuple(kept))
+        return model, nnx.Optimizer(model, make_optimizer(train), wrt=nnx.Param)
+
+    graph, shapes = nnx.split(nnx.eval_shape(create))
+    shardings = state_shardings(shapes, mesh)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def step(state: nnx.State, tokens: Array) -> tuple[nnx.State, Array, Stats]:
+        model, optimizer = nnx.merge(graph, state)
+        (loss, stats), gradients = nnx.value_and_grad(StackedDecoder.loss, has_aux=True)(model, tokens)
+        apply_gradients(model, optimizer, gradients)
+        return nnx.state((model, optimizer)), loss, stats
+
+    return SplitPrograms(
+        graph=graph,
+        state_shapes=placed_shapes(shapes, shardings),
+        init=jax.jit(lambda: nnx.state(create()), out_shardings=shardings),
+        step=jax.jit(
+            step,
+            out_shardings=(shardings, everywhere, everywhere),
+            donate_argnums=0,
+            compiler_options=compiler_options(mesh),
+        ),
+    )

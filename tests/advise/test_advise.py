@@ -1,0 +1,136 @@
+"""`advise` finds the fastest choice, says what it cannot tell apart, and what cannot run."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jax_moe_lb.advise.advise import SWEPT_TOKENS, UNIFORM, WORTH_IT, Candidate, advise, pays_from
+from jax_moe_lb.advise.choice import Choice
+from jax_moe_lb.advise.evaluate import Evaluator, Workload, drawn_workloads, permute_to_homes
+from jax_moe_lb.advise.search import SearchResult, Space, judged
+from jax_moe_lb.layer import systems
+from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Step
+from jax_moe_lb.sim.loads import LoadShape
+
+PLAIN, GREEDY = Candidate("plain", systems.plain()), Candidate("greedy", systems.greedy())
+MODEL = ModelShape(2, 256, 512, 8, 2, 4096)
+
+
+def machine(rate=50e9, **change):
+    return Cluster((Links("gpu", 4, rate),), AnalyticGemm(1e12, 8.0, 0.0), planner_s=1e-5, **change)
+
+
+def drawn(imbalance, draws=1):
+    return drawn_workloads(MODEL, 4, imbalance, 1, [LoadShape.RANKS], draws, 0)
+
+
+def advice(cluster, loads, step=Step(), ratio=None, planned=True):
+    judge = Evaluator(MODEL, cluster, step)
+    # Greedy stands for systems that plan: a small space, as every choice is simulated with checks of all types.
+    space = Space(cluster, 1, planned, with_exact=False, with_relocation=False)
+    return judge, advise(judge, space, loads[:1], loads, ratio)
+
+
+@pytest.mark.slow
+def test_balancing_pays_where_routing_is_skewed():
+    judge, answer = advice(machine(), drawn(2.0, 2))
+    assert answer.best.choice.replica_slots == 1
+    assert not answer.leave_off
+    assert answer.gain == pytest.approx(1 - np.median(answer.best.ratios(answer.plain)))
+    assert SWEPT_TOKENS[0] < answer.pays_from <= MODEL.tokens
+    # Whole steps, as the simulator itself says.
+    alone = judged(answer.best.choice, judge, drawn(2.0, 2))
+    assert alone.times_s == answer.best.times_s
+    assert len(alone.times_s) == 2
+
+
+@pytest.mark.slow
+def test_balancing_is_left_off_where_there_is_nothing_to_balance():
+    _, answer = advice(machine(), drawn(1.0))
+    assert answer.leave_off
+    # Level links may still gain a little by expert domains, which is not worth it.
+    assert answer.best.choice.system == "plain"
+    assert answer.gain < WORTH_IT
+
+
+def test_ranges_that_include_one_cannot_be_told_apart():
+    report = judged(Choice(), Evaluator(MODEL, machine(), Step()), drawn(1.0)).report
+
+    def outcome(*times):
+        return SearchResult(Choice(), report, times)
+
+    assert outcome(1.0, 3.0).is_like(outcome(2.0, 2.0))
+    assert not outcome(2.1, 2.2).is_like(outcome(2.0, 2.0))
+    # Slow loads do not count, but what the other takes on the same load.
+    assert not outcome(1.1, 9.1).is_like(outcome(1.0, 9.0))
+
+
+@pytest.mark.slow
+def test_it_pays_from_fewer_tokens_on_where_links_are_faster():
+    load = drawn(2.0)[0]
+    found = [pays_from(GREEDY, PLAIN, MODEL, machine(rate), load, Step()) for rate in (100e9, 1e9)]
+    assert found[0] < found[1]
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_says_why_by_name():
+    judge, answer = advice(machine(), drawn(2.0))
+    least = judge.memory(Choice()).total
+    _, short = advice(machine(memory_bytes=least + 1), drawn(2.0))
+    assert short.best.choice == Choice()
+    assert short.found.fits
+    why = short.found.refused[answer.best.choice]
+    assert f"needs {judge.memory(answer.best.choice).total / 1e9:.1f} GB of {least / 1e9:.1f}: weights 0.0" in why
+    assert "optimizer" in why
+    assert "sums of gradients" in why
+    # Where plain does not fit either, a ranking is of more use than none.
+    _, none = advice(machine(memory_bytes=1e6), drawn(2.0))
+    assert not none.found.fits
+    assert not none.found.refused
+    assert none.best.choice == answer.best.choice
+
+
+def test_inference_keeps_nothing_for_gradients():
+    training, inference = (
+        Evaluator(MODEL, machine(), Step(backward=b)).memory(Choice("greedy", 1)) for b in (True, False)
+    )
+    assert (inference.gradients, inference.optimizer, inference.kept) == (0, 0, 0)
+    parameters = MODEL.layers * 2 * MODEL.expert_bytes / MODEL.itemsize
+    assert training.weights == inference.weights == 2 * parameters
+    assert training.gradients == 4 * parameters
+    assert training.optimizer == (8 + 4) * parameters
+    # Copies of one expert, and while products run nothing of its gradients, which are among the sums.
+    assert training.replicas == inference.replicas == MODEL.expert_bytes
+    assert inference.sums == inference.arriving == 0
+    whole = replace(MODEL, itemsize=4)
+    assert Evaluator(whole, machine(), Step()).memory(Choice()).optimizer == 8 * parameters
+    assert Evaluator(MODEL, machine(), Step(optimizer_bytes=1.5)).memory(Choice()).optimizer == 1.5 * parameters
+
+
+@pytest.mark.slow
+def test_uniform_routing_compares_expert_domains_alone():
+    cluster = Cluster((Links("dc", 100, 1e9), Links("gpu", 8, 1e11)), AnalyticGemm(1e12))
+    model = replace(MODEL, experts=800)
+    judge = Evaluator(model, cluster, Step())
+    answer = advise(judge, Space(cluster, 792, planned=False, with_relocation=False), [UNIFORM], [UNIFORM], 50.0)
+    assert all(one.choice.system == "plain" and not one.choice.sprayed for one in answer.found.outcomes)
+    times = [judge.glance(Choice(domain_sizes=sizes), UNIFORM) for sizes in Space(cluster, 0).domain_sizes()]
+    assert judge.glance(answer.best.choice, UNIFORM) == min(*times, judge.glance(Choice(), UNIFORM))
+    # What compresses stands apart, however fast it is.
+    assert {one.choice.ratio for one in answer.compressed} == {50.0}
+    assert all(one.choice.ratio == 1 for one in answer.found.outcomes)
+
+
+def test_new_homes_come_from_what_was_before():
+    counts = np.array([[[8, 8, 1, 1]] * 4], np.int32)
+    cluster = Cluster((Links("node", 2, 1e9), Links("gpu", 2, 1e10)))
+    judge = Evaluator(replace(MODEL, experts=4, tokens=9), cluster, Step())
+    loads = Workload("first", counts), Workload("later", counts, counts[:, 0])
+    stays, moves = (judge.report(Choice(relocated=True), load) for load in loads)
+    assert stays.imbalance_after == pytest.approx(8 / 4.5)
+    placed = permute_to_homes(loads[1], judge.candidate(Choice(relocated=True)), cluster)
+    # Each node gets a hot expert, and all the same tokens stay.
+    assert sorted(placed[0, 0, :2]) == sorted(placed[0, 0, 2:]) == [1, 8]
+    assert (permute_to_homes(loads[1], judge.candidate(Choice()), cluster) == counts).all()
+    assert moves.rounds == stays.rounds

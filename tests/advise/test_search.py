@@ -1,0 +1,85 @@
+"""A search misses nothing on a small machine, and what it names can be run as it says."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import jax_moe_lb
+from jax_moe_lb.advise import search as space_module
+from jax_moe_lb.advise.choice import Choice, system_code, usage
+from jax_moe_lb.advise.evaluate import Evaluator, drawn_workloads
+from jax_moe_lb.advise.search import Space, search
+from jax_moe_lb.cli.compile import compose
+from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Step
+from jax_moe_lb.sim.loads import LoadShape
+
+MODEL = ModelShape(1, 256, 512, 8, 2, 2048)
+LEVELS = Links("node", 2, 5e9, links=2, latency_s=1e-5), Links("gpu", 2, 50e9)
+CLUSTER = Cluster(LEVELS, AnalyticGemm(1e12, 8.0, 0.0), planner_s=1e-5)
+
+
+def everything(most_slots):
+    space = Space(CLUSTER, most_slots)
+    return space, list(space.every())
+
+
+@pytest.mark.slow
+def test_the_winner_is_not_slower_than_any_of_all(monkeypatch):
+    # Each of all is simulated with every type checked, so there are fewer.
+    monkeypatch.setattr(space_module, "HEADROOMS", (None, 2.0))
+    judge, (space, choices) = Evaluator(MODEL, CLUSTER, Step()), everything(1)
+    loads = drawn_workloads(MODEL, 4, 1.8, 1, [LoadShape.LOGNORMAL], 1, 0)
+    found = search(space, judge, loads, loads)
+    of_all = {c: float(np.median([judge.glance(c, load) for load in loads])) for c in choices}
+    assert found.outcomes[0].median_s == min(of_all.values())
+    assert found.outcomes[0].median_s < of_all[Choice()]
+    assert len(found.glances) < len(choices)
+
+
+@pytest.mark.slow
+def test_floors_are_below_what_is_simulated(monkeypatch):
+    monkeypatch.setattr(space_module, "HEADROOMS", (None,))
+    judge, (_, choices) = Evaluator(MODEL, CLUSTER, Step()), everything(1)
+    load = drawn_workloads(MODEL, 4, 1.8, 1, [LoadShape.ZIPF], 1, 0)[0]
+    floors = [judge.floor_s(choice) / judge.glance(choice, load) for choice in choices]
+    assert 0.1 < max(floors) <= 1
+
+
+def test_what_is_beside_a_choice_is_in_the_space():
+    space, choices = everything(2)
+    assert len(set(choices)) == len(choices)
+    assert set(space.first()) <= set(choices)
+    assert {other for choice in choices for other in space.near(choice)} <= set(choices)
+
+
+def test_code_makes_the_system_that_was_simulated():
+    names = vars(jax_moe_lb) | {name: getattr(jax_moe_lb, name) for name in dir(jax_moe_lb)} | {"replace": replace}
+    for choice in everything(1)[1]:
+        assert eval(system_code(choice), dict(names)) == choice.build_system(), choice.name
+
+
+def test_flags_of_simulate_make_the_same_candidate():
+    named = [choice for choice in everything(2)[1] if usage(choice, CLUSTER).simulate]
+    assert {choice.system for choice in named} >= {"plain", "exact", "feplb"}
+    for choice in named:
+        flags = dict(zip(*[iter(usage(choice, CLUSTER).simulate.split())] * 2, strict=True))
+        slots = flags.get("--replica-slots")
+        migration = choice.build(MODEL, CLUSTER, Step()).migration
+        made = compose(flags["--system"], MODEL, CLUSTER, Step(), int(slots) if slots else None, migration)
+        assert (made.system, made.migration) == (choice.build_system(), migration), choice.name
+
+
+@pytest.mark.parametrize(
+    ("choice", "train"),
+    [
+        (Choice(), "--system plain"),
+        (Choice(sprayed=True), "--system rails"),
+        (Choice("exact", 2, relayed=True, relocated=True), "--system two_tier --replica-slots 2 --ranks-per-domain 2"),
+        (Choice("exact", 2, headroom=1.25), "--system exact --replica-slots 2 --ranks-per-domain 2 --headroom 1.25"),
+        (Choice("exact", 2, eps=0.05), None),
+        (Choice("exact", 2, domain_sizes=(2, 1)), None),
+    ],
+)
+def test_flags_of_training(choice, train):
+    assert usage(choice, CLUSTER).train == train

@@ -1,0 +1,133 @@
+"""Exchanges are found with their mesh axes, sizes, and what runs beside them."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jax_moe_lb.aot.collectives import axes_of, collectives
+from jax_moe_lb.aot.hlo import Instruction, parse_module
+from jax_moe_lb.aot.memory import MemoryTraffic
+from tests.aot.programs import SIZES
+
+
+def test_kinds_axes_and_bytes(exchanging):
+    module = exchanging.module
+    found = collectives(module, SIZES, MemoryTraffic(module).nbytes)
+    array = 16 * 16 * 4
+    assert {(one.kind, one.axes): (one.count, one.nbytes, one.asynchronous) for one in found} == {
+        ("all-reduce", ("expert",)): (1, array, 0),
+        # What a device gets is more than what it gives.
+        ("all-gather", ("node",)): (1, 2 * array, 0),
+        ("all-to-all", ("node", "expert")): (1, 2 * array, 0),
+        ("collective-permute", ("expert",)): (1, 2 * array, 0),
+    }
+
+
+def with_groups(attributes: str) -> Instruction:
+    return Instruction("x", "all-reduce", (), (), "", attributes, True)
+
+
+AXES = {"a": 2, "b": 3, "c": 4}
+DEVICES = np.arange(24).reshape(2, 3, 4)
+CHOICES = [chosen for size in range(4) for chosen in itertools.combinations("abc", size)]
+
+
+def groups_over(chosen):
+    order = [axis for axis, name in enumerate("abc") if name not in chosen]
+    order += ["abc".index(name) for name in chosen]
+    width = int(np.prod([AXES[name] for name in chosen], dtype=int))
+    return order, DEVICES.transpose(order).reshape(-1, width)
+
+
+@pytest.mark.parametrize("chosen", CHOICES, ids="".join)
+def test_axes_of_listed_groups(chosen):
+    listed = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups_over(chosen)[1])
+    assert axes_of(with_groups(f"replica_groups={{{listed}}}, dimensions={{0}}"), AXES) == chosen
+
+
+@pytest.mark.parametrize("chosen", CHOICES, ids="".join)
+def test_axes_of_numbered_groups(chosen):
+    order, groups = groups_over(chosen)
+    transposed = f"T({','.join(map(str, order))})"
+    text = f"replica_groups=[{groups.shape[0]},{groups.shape[1]}]<=[2,3,4]{transposed}, use_global_device_ids=true"
+    assert axes_of(with_groups(text), AXES) == chosen
+
+
+@pytest.mark.parametrize("chosen", CHOICES[1:], ids="".join)
+def test_axes_of_groups_over_a_named_mesh(chosen):
+    # XLA's names may be others, and its axes cut further.
+    names = {"a": ["x"], "b": ["y"], "c": ["z", "w"]}
+    over = ",".join(f"'{part}'" for name in chosen for part in names[name])
+    text = f"channel_id=1, replica_groups=mesh['x'=2,'y'=3,'z'=2,'w'=2] {{{over}}}, dimensions={{0}}"
+    assert axes_of(with_groups(text), AXES) == chosen
+
+
+def test_axes_of_pairs():
+    pairs = [(int(DEVICES[a, b, c]), int(DEVICES[a, b, (c + 1) % 4])) for a, b, c in np.ndindex(2, 3, 4)]
+    listed = ",".join(f"{{{source},{target}}}" for source, target in pairs)
+    assert axes_of(with_groups(f"source_target_pairs={{{listed}}}"), AXES) == ("c",)
+
+
+def test_groups_that_fit_no_axes():
+    assert axes_of(with_groups("replica_groups={{0,1,2},{3,4,5}}"), {"a": 6}) is None
+    assert axes_of(with_groups("replica_groups=something new"), {"a": 6}) is None
+
+
+def test_no_groups_are_all_devices():
+    assert axes_of(with_groups("replica_groups={}"), AXES) == ("a", "b", "c")
+
+
+SCHEDULED = """
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}
+
+%wrapped (q: f32[1024,1024]) -> f32[128,1024] {
+  %q = f32[1024,1024]{1,0} parameter(0)
+  ROOT %rs = f32[128,1024]{1,0} reduce-scatter(%q), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%sum
+}
+
+ENTRY %main (x: f32[1024,1024], n: s32[8]) -> f32[1024,1024] {
+  %x = f32[1024,1024]{1,0} parameter(0)
+  %n = s32[8]{0} parameter(1)
+  %start = ((f32[1024,1024]{1,0}, f32[1024,1024]{1,0}), f32[1024,1024]{1,0}) ragged-all-to-all-start(%x, %x, %n, %n, %n, %n), replica_groups=[1,8]<=[8]
+  %small = s32[8]{0} negate(%n)
+  %large = f32[1024,1024]{1,0} sine(%x)
+  %other = f32[1024,1024]{1,0} all-to-all(%large), replica_groups=[1,8]<=[8], dimensions={0}
+  %done = f32[1024,1024]{1,0} ragged-all-to-all-done(%start)
+  %rs.start = ((f32[1024,1024]{1,0}), f32[128,1024]{1,0}) async-start(%x), calls=%wrapped
+  %cosine = f32[1024,1024]{1,0} cosine(%x)
+  %update = ((f32[1024,1024]{1,0}), f32[128,1024]{1,0}) async-update(%rs.start)
+  %rs.done = f32[128,1024]{1,0} async-done(%update)
+  %lone.start = (f32[1024,1024]{1,0}, f32[1024,1024]{1,0}) all-reduce-start(%x), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%sum
+  ROOT %lone = f32[1024,1024]{1,0} all-reduce-done(%lone.start)
+}
+"""  # noqa: E501 (XLA's lines)
+
+
+def test_what_runs_beside_an_exchange():
+    module = parse_module(SCHEDULED)
+    found = {one.kind: one for one in collectives(module, {"expert": 8}, MemoryTraffic(module).nbytes)}
+    # Neither a small operation nor another exchange hides one.
+    assert found["ragged-all-to-all"].over == ("large",)
+    assert found["ragged-all-to-all"].asynchronous == 1
+    assert found["reduce-scatter"].over == ("cosine",)
+    assert found["reduce-scatter"].axes == ("expert",)
+    assert (found["all-to-all"].asynchronous, found["all-to-all"].over) == (0, ())
+
+
+def test_an_exchange_that_starts_and_ends_at_once_is_synchronous():
+    module = parse_module(SCHEDULED)
+    found = {one.kind: one for one in collectives(module, {"expert": 8}, MemoryTraffic(module).nbytes)}
+    assert found["all-reduce"].asynchronous == 0
+    # And one of a device with itself crosses no axis.
+    assert found["all-reduce"].axes == ()
+
+
+def test_bytes_of_an_exchange_are_the_larger_of_both_ways():
+    module = parse_module(SCHEDULED)
+    nbytes = {one.kind: one.nbytes for one in collectives(module, {"expert": 8}, MemoryTraffic(module).nbytes)}
+    assert set(nbytes.values()) == {4 * 1024 * 1024}

@@ -1,0 +1,118 @@
+"""Products are counted as they are written, whichever operation the compiler made of them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_moe_lb.aot.execution_counts import total
+from jax_moe_lb.aot.flops import products
+from jax_moe_lb.aot.hlo import parse_module
+from tests.aot.programs import compiled_here
+
+
+def test_products_of_a_program(exchanging):
+    # One of [16, 16], and five of two [16, 16] side by side.
+    assert total(products(exchanging.module)) == 2 * 16**3 + 5 * 2 * 2 * 16**3
+
+
+def test_a_product_with_batches(tmp_path):
+    program = compiled_here(
+        tmp_path, lambda a, b: jnp.einsum("bij,bjk->bik", a, b), jnp.zeros((3, 4, 5)), jnp.zeros((3, 5, 6))
+    )
+    assert total(products(program.module)) == 2 * 3 * 4 * 5 * 6
+
+
+def test_the_dearest_branch_counts(tmp_path):
+    def branches(n, x):
+        return jax.lax.switch(n, [lambda x: x @ x, lambda x: x @ x @ x, lambda x: x + 1], x)
+
+    program = compiled_here(tmp_path, branches, jnp.int32(0), jnp.zeros((16, 16)))
+    assert total(products(program.module)) == 2 * 2 * 16**3
+
+
+@pytest.mark.parametrize(("scope", "rounds"), [("further_rounds", 0), ("others", 1)])
+def test_a_loop_of_unknown_length_counts_once_and_one_of_further_rounds_never(tmp_path, scope, rounds):
+    def in_rounds(n, x):
+        with jax.named_scope(scope):
+            return jax.lax.fori_loop(1, n, lambda i, x: x @ x, x @ x)
+
+    program = compiled_here(tmp_path, in_rounds, jnp.int32(1), jnp.zeros((16, 16)))
+    assert total(products(program.module)) == (1 + rounds) * 2 * 16**3
+
+
+ONE = """
+ENTRY %main ({parameters}) -> f32[] {{
+{instructions}
+}}
+"""
+
+
+def flops_of(instruction, *shapes):
+    lines = [f"  %p{i} = {shape} parameter({i})" for i, shape in enumerate(shapes)]
+    text = ONE.format(parameters="", instructions="\n".join([*lines, f"  ROOT %one = {instruction}"]))
+    return total(products(parse_module(text)))
+
+
+def test_a_ragged_product_counts_every_row_once():
+    dims = "lhs_contracting_dims={1}, rhs_contracting_dims={1}, lhs_ragged_dims={0}, rhs_group_dims={0}"
+    found = flops_of(f"f32[64,7]{{1,0}} ragged-dot(%p0, %p1, %p2), {dims}", "f32[64,5]", "f32[3,5,7]", "s32[3]")
+    assert found == 2 * 64 * 5 * 7
+
+
+def test_the_gradient_of_its_weights_counts_every_row_once():
+    dims = "lhs_contracting_dims={0}, rhs_contracting_dims={0}, lhs_ragged_dims={0}"
+    found = flops_of(f"f32[3,5,7]{{2,1,0}} ragged-dot(%p0, %p1, %p2), {dims}", "f32[64,5]", "f32[64,7]", "s32[3]")
+    assert found == 2 * 64 * 5 * 7
+
+
+KERNELS = {
+    "forward": ("bf16[64,7]", ("bf16[64,5]", "bf16[3,5,7]", "s32[9]")),
+    "of transposed weights": ("bf16[64,5]", ("bf16[64,7]", "bf16[3,5,7]", "s32[9]")),
+    "gradient of weights": ("f32[3,5,7]", ("s32[3]", "bf16[5,64]", "bf16[64,7]")),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_of_a_grouped_product_counts_every_row_once(kernel):
+    result, operands = KERNELS[kernel]
+    call = f'{result} custom-call(%p0, %p1, %p2), custom_call_target="mosaic_gpu_v2"'
+    assert flops_of(call, *operands) == 2 * 64 * 5 * 7
+
+
+def test_a_product_of_cublas():
+    config = '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}'
+    call = f'(f32[4,6]{{1,0}}, s8[33]{{0}}) custom-call(%p0, %p1), custom_call_target="__cublas$gemm", {config}'
+    assert flops_of(call, "f32[4,5]", "f32[5,6]") == 2 * 4 * 5 * 6
+
+
+def test_other_custom_calls_multiply_nothing():
+    call = 'bf16[64,7] custom-call(%p0, %p1, %p2), custom_call_target="moe_lb_plan_exact"'
+    assert flops_of(call, *KERNELS["forward"][1]) == 0
+
+
+def test_a_convolution_that_is_a_product():
+    call = "f32[4,6]{1,0} convolution(%p0, %p1), dim_labels=bf_io->bf"
+    assert flops_of(call, "f32[4,5]", "f32[5,6]") == 2 * 4 * 5 * 6
+
+
+def test_a_convolution_that_is_a_product_with_batches():
+    # TPUs dilate one side, so that every place of the window meets one batch alone.
+    call = "f32[3,4,6]{2,1,0} convolution(%p0, %p1), window={size=3 stride=2 lhs_dilate=3}, dim_labels=0bf_0io->0bf"
+    assert flops_of(call, "f32[3,4,5]", "f32[3,5,6]") == 2 * 3 * 4 * 5 * 6
+
+
+def test_a_convolution_with_padding_counts_what_lies_inside():
+    call = "f32[1,8,1]{2,1,0} convolution(%p0, %p1), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f"
+    assert flops_of(call, "f32[1,8,1]", "f32[3,1,1]") == 2 * (8 * 3 - 2)
+
+
+@pytest.mark.parametrize(("target", "products"), [("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5)])
+@pytest.mark.parametrize(("mask", "half"), [("NO_MASK", 1), ("CAUSAL", 2)])
+def test_attention_counts_its_products_over_all_pairs(target, products, mask, half):
+    config = (
+        '{"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"element_type":"BF16",'
+        f'"dimensions":["2","8","32","64"]}},"mask_type":"{mask}",'
+        '"bmm1_dot_dimension_numbers":{"lhs_contracting_dimensions":["3"]}}}'
+    )
+    call = f'bf16[2,8,32,16] custom-call(%p0, %p1), custom_call_target="__cudnn${target}", backend_config={config}'
+    assert flops_of(call, "bf16[2,32,8,16]", "bf16[2,64,8,16]") == products * 2 * (2 * 8 * 32 * 64) * 16 // half

@@ -1,0 +1,58 @@
+"""A layer is built and compiled as it is for accelerators, here for the devices that there are."""
+
+import jax
+import pytest
+
+from jax_moe_lb import greedy, plain
+from jax_moe_lb.aot import LayerSizes, Target, compile_layer
+from jax_moe_lb.layer import lplb
+
+SIZES = LayerSizes(hidden=64, inner=32, experts=16, tokens=32, per_token=2)
+HERE = Target("cpu:1x8", "cpu", "cpu", (1, 1, 8))
+TWO_NODES = Target("cpu:2x4", "cuda", "h100", (2, 1, 4))
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch):
+    monkeypatch.setattr(Target, "devices", lambda self: jax.devices()[:8])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_layer(gradients):
+    report = compile_layer(greedy(), HERE, SIZES, gradients=gradients)
+    experts, kernel, tokens = 3 * 2 * 64 * 32, 64 * 16, 32 * 64
+    assert report.argument_bytes == 2 * (experts + kernel + tokens)
+    assert report.ideal_flops == (3 if gradients else 1) * SIZES.ideal_flops
+    # With gradients, those come out too.
+    assert report.output_bytes > 2 * ((experts + kernel) * gradients + tokens)
+    assert {one.axes for one in report.collectives} == {("expert",)}
+    assert report.compile_s > 0
+
+
+@pytest.mark.slow
+def test_a_program_that_calls_the_host_is_refused_for_a_device_that_is_absent(monkeypatch):
+    def fail(self, **_):
+        raise RuntimeError("Unknown backend: 'gpu' requested")
+
+    monkeypatch.setattr(jax.stages.Traced, "lower", fail)
+    with pytest.raises(ValueError, match=r"no form for cpu:1x8: it calls the host.*checks='deferred' and no HostB"):
+        compile_layer(lplb(), HERE, SIZES)
+
+
+def test_several_domains_are_nodes_of_the_mesh():
+    assert dict(TWO_NODES.mesh().shape) == {"node": 2, "expert": 4}
+    assert dict(HERE.mesh().shape) == {"expert": 8}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (LayerSizes(experts=12), "E is 12; expected a multiple of the target's 8 devices"),
+        (LayerSizes(experts=8, per_token=9), "K is 9; expected at most E, 8"),
+        (LayerSizes(tokens=2**31 - 1), "T is 2147483647; expected at most 2147483647 token copies of all ranks"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        compile_layer(plain(), HERE, sizes)

@@ -1,0 +1,132 @@
+"""What operations move is what they read and write of the device's memory."""
+
+import jax.numpy as jnp
+import pytest
+
+from jax_moe_lb.aot.execution_counts import total
+from jax_moe_lb.aot.hlo import parse_module
+from jax_moe_lb.aot.memory import MemoryTraffic
+from tests.aot.programs import compiled_here
+
+KB = 1024
+
+
+def moved(program):
+    return {cost.instruction.opcode: cost.total for cost in MemoryTraffic(program.module).costs()}
+
+
+def test_an_elementwise_operation_reads_and_writes(tmp_path):
+    program = compiled_here(tmp_path, lambda x, y: jnp.sin(x) + y, jnp.zeros(256), jnp.zeros(256))
+    assert sum(moved(program).values()) == 3 * KB
+
+
+def test_a_gather_reads_what_it_picks(tmp_path):
+    program = compiled_here(tmp_path, lambda x, i: x[i], jnp.zeros((1000, 256)), jnp.zeros(8, jnp.int32))
+    assert 2 * 8 * KB <= sum(moved(program).values()) < 3 * 8 * KB
+
+
+def test_a_loop_moves_as_often_as_it_runs(exchanging):
+    module = exchanging.module
+    costs = MemoryTraffic(module).costs()
+    entry = module.computations[module.entry]
+    assert all((cost.computation is entry) == (cost.times == 1) for cost in costs)
+    assert {cost.times for cost in costs} == {1, 5, 6} - {6}
+    assert total(costs) > 0
+
+
+TEXT = """
+%update (big: f32[1024,256], rows: f32[1,256], at: s32[]) -> f32[1024,256] {
+  %big = f32[1024,256]{1,0} parameter(0)
+  %rows = f32[1,256]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %dus = f32[1024,256]{1,0} dynamic-update-slice(%big, %rows, %at, %zero)
+}
+
+%nested (n: f32[1024,256], i: s32[]) -> f32[1,256] {
+  %n = f32[1024,256]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %none = s32[] constant(0)
+  ROOT %pick = f32[1,256]{1,0} dynamic-slice(%n, %i, %none), dynamic_slice_sizes={1,256}
+}
+
+%picks (p: f32[1024,256], j: s32[]) -> f32[1,256] {
+  %p = f32[1024,256]{1,0} parameter(0)
+  %j = s32[] parameter(1)
+  %c = bf16[1024,256]{1,0} convert(%p)
+  ROOT %inner = f32[1,256]{1,0} fusion(%p, %j), kind=kLoop, calls=%nested
+}
+
+%later (a: f32[1024,256], b: f32[1,256], d: s32[]) -> f32[1024,256] {
+  %a = f32[1024,256]{1,0} parameter(0)
+  %b = f32[1,256]{1,0} parameter(1)
+  %d = s32[] parameter(2)
+  ROOT %updated = f32[1024,256]{1,0} fusion(%a, %b, %d), kind=kLoop, calls=%update
+}
+
+%hands_on (h: f32[1024,256]) -> bf16[256,1024] {
+  %h = f32[1024,256]{1,0} parameter(0)
+  %narrow = bf16[1024,256]{1,0} convert(%h)
+  ROOT %turned = bf16[256,1024]{1,0} transpose(%narrow), dimensions={1,0}
+}
+
+ENTRY %main (x: f32[1024,256], r: f32[1,256], k: s32[]) -> f32[1024,256] {
+  %x = f32[1024,256]{1,0} parameter(0)
+  %r = f32[1,256]{1,0} parameter(1)
+  %k = s32[] parameter(2)
+  %in_place = f32[1024,256]{1,0} fusion(%x, %r, %k), kind=kLoop, calls=%update
+  %start = ((f32[1024,256], f32[1,256], s32[]), f32[1024,256]{1,0}, u32[]) async-start(%x, %r, %k), calls=%later
+  %short = ((f32[1024,256], f32[1,256], s32[]), f32[1024,256]{1,0}, u32[]) fusion-start(%x, %r, %k), calls=%update
+  %shorter = f32[1024,256]{1,0} fusion-done(%short)
+  %wrapped = ((f32[1024,256], f32[1,256], s32[]), f32[1024,256]{1,0}, u32[]) fusion-start(%x, %r, %k), calls=%later
+  %wrapping = f32[1024,256]{1,0} fusion-done(%wrapped)
+  %beside = f32[1024,256]{1,0} async-done(%start)
+  %picked = f32[1,256]{1,0} fusion(%x, %k), kind=kLoop, calls=%picks
+  %transposed = bf16[256,1024]{1,0} fusion(%x), kind=kLoop, calls=%hands_on
+  %to_fast = (f32[1024,256]{1,0:S(1)}, f32[1024,256]{1,0}, u32[]) copy-start(%x)
+  %fast = f32[1024,256]{1,0:S(1)} copy-done(%to_fast)
+  %ours = (f32[1024,256]{1,0}, s32[]) custom-call(%x, %k), custom_call_target="moe_lb_copy_join"
+  %theirs = f32[1024,256]{1,0} custom-call(%x), custom_call_target="mosaic_gpu_v2"
+  ROOT %view = f32[1024,256]{1,0} bitcast(%in_place)
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def by_name():
+    module = parse_module(TEXT)
+    return {cost.instruction.name: cost.amount for cost in MemoryTraffic(module, frozenset({1})).costs()}
+
+
+def test_an_update_in_place_moves_the_update(by_name):
+    # The row is read and written, and the place is read.
+    assert by_name["in_place"] == 2 * KB + 4
+
+
+def test_an_update_beside_other_work_moves_the_update(by_name):
+    assert by_name["beside"] == by_name["shorter"] == by_name["wrapping"] == by_name["in_place"]
+    assert "start" not in by_name
+
+
+def test_a_slice_inside_a_nested_fusion_reads_the_slice(by_name):
+    # The conversion that nothing uses reads nothing.
+    assert by_name["picked"] == 2 * KB + 4
+
+
+def test_what_is_only_handed_on_is_read(by_name):
+    assert by_name["transposed"] == KB * KB + KB * KB // 2
+
+
+def test_a_copy_into_fast_memory_only_reads(by_name):
+    assert by_name["fast"] == KB * KB
+    assert "to_fast" not in by_name
+
+
+def test_custom_calls(by_name):
+    # Ours take most operands only to come after what makes them.
+    assert "ours" not in by_name
+    assert by_name["theirs"] == 2 * KB * KB
+
+
+def test_a_view_moves_nothing(by_name):
+    assert "view" not in by_name

@@ -1,0 +1,78 @@
+"""A report has what the compiler said, and what follows from it."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from jax_moe_lb.aot import LayerSizes, Target, print_report
+from jax_moe_lb.aot.compile import read_report
+from tests.aot.programs import make_mesh
+
+KEYS = {"temp_bytes", "argument_bytes", "flops_over_ideal", "hbm_bytes", "host_waits", "collectives", "custom_calls"}
+KEYS |= {"fits"}
+
+
+@pytest.fixture(scope="module")
+def report(exchanging):
+    target = Target.parse("h100:1x8")
+    return read_report(target, exchanging.compiled, make_mesh(), exchanging.folder, 2 * 16**3, 1.5)
+
+
+def test_json_has_what_is_promised(report):
+    found = json.loads(json.dumps(report.to_json()))
+    assert found.keys() >= KEYS
+    assert found["flops_over_ideal"] == 11
+    assert found["argument_bytes"] == 16 * 16 * 4
+    assert found["fits"] is True
+    # A CPU has no thunks of a GPU.
+    assert found["host_waits"] is None
+    assert {one["kind"] for one in found["collectives"]} >= {"all-gather", "all-to-all"}
+
+
+def test_memory_is_compared_with_all_that_a_program_takes(report):
+    full = replace(report, memory_bytes=report.total_bytes)
+    assert full.fits
+    assert not replace(full, argument_bytes=full.argument_bytes + 1).fits
+    assert replace(full, memory_bytes=None).fits is None
+
+
+def test_an_unknown_ideal_gives_no_quotient(report):
+    assert replace(report, ideal_flops=None).flops_over_ideal is None
+
+
+def test_tables_tell_the_same(report):
+    console = Console(width=200, file=io.StringIO())
+    print_report(replace(report, custom_calls={"a": 2}, host_waits=3), "a title", console)
+    text = console.file.getvalue()
+    for part in (
+        "a title",
+        "11.000 of the ideal",
+        "yes: ",
+        "host waits",
+        "a x 2",
+        "all-gather",
+        "node, expert",
+        "not run",
+    ):
+        assert part in text
+
+
+def test_the_ideal_of_a_layer():
+    sizes = LayerSizes(hidden=16, inner=8, experts=4, tokens=32, per_token=2)
+    router, copies = 32 * 16 * 4, 32 * 2 * 3 * 16 * 8
+    assert sizes.ideal_flops == 2 * (router + copies)
+
+
+@pytest.mark.parametrize(
+    "text", ["H", "H=", "H=0", "H=1.5", "H=-1", "Z=1", "H=1,H=2", "H=1;F=2", "H=99999999999", "h=1", "", "H=\u0661"]
+)
+def test_bad_sizes_are_refused(text):
+    with pytest.raises(ValueError, match=r"^sizes is .*; expected some of H, F, E, T and K, such as H=2048,"):
+        LayerSizes.parse(text)
+
+
+def test_sizes_that_are_not_given_stay():
+    assert LayerSizes.parse("H=64, T=32") == replace(LayerSizes(), hidden=64, tokens=32)

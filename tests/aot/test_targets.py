@@ -1,0 +1,70 @@
+"""Targets are read from text, and their compilers are asked for in words."""
+
+import pytest
+
+from jax_moe_lb.aot import Target
+from jax_moe_lb.aot.targets import GPUS, TPUS
+
+GOOD = {
+    "h100:1x8": ("cuda", "h100", (1, 1, 8), 1),
+    "h100:2x8": ("cuda", "h100", (2, 1, 8), 2),
+    "h200:8x2x4": ("cuda", "h200", (8, 2, 4), 8),
+    "b200:4x8": ("cuda", "b200", (4, 1, 8), 4),
+    "gb200:1x18x4": ("cuda", "gb200", (1, 18, 4), 1),
+    "v5e:2x4": ("tpu", "v5e", (2, 4), 1),
+    "v5p:2x2x1": ("tpu", "v5p", (2, 2, 1), 1),
+    "tpu7x:2x2x1": ("tpu", "tpu7x", (2, 2, 1), 1),
+}
+
+BAD = [
+    "",
+    "h100",
+    "h100:",
+    "h100:8",
+    "h100:0x8",
+    "h100:axb",
+    "h100:1x8x",
+    "h100:-1x8",
+    "h100:1x2x3x4",
+    "h100:9999x9999",
+    "h100:1x99999999999999999999",
+    "x100:1x8",
+    "x100:8",
+    "H100:1x8",
+    "x100:1x8",
+    "h100:\u0661x8",
+    "h100:1x8\n",
+    "v5e",
+    "v5e:2",
+    "tpu:2x2",
+]
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_good_targets(text):
+    target = Target.parse(text)
+    assert (target.platform, target.kind, target.shape, target.num_domains) == GOOD[text]
+    assert target.name == text
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_targets_are_refused_with_what_was_expected(text):
+    with pytest.raises(ValueError, match=r"^target is .*; expected NAME:NODESxGPUS .* h100, .* h100:1x8, .* v5e:2x4$"):
+        Target.parse(text)
+
+
+def test_devices_are_described():
+    assert Target.parse("h100:1x8").device is GPUS["h100"]
+    assert Target.parse("v5e:2x4").device is TPUS["v5e"]
+    assert Target.parse("tpu7x:2x2x1").device is None
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_what_xla_is_told_is_what_is_known(name):
+    gpu, config = GPUS[name], GPUS[name].config()
+    assert f"major: {gpu.compute_capability}" in config
+    assert f"device_memory_size: {gpu.memory_bytes}\n" in config
+    assert config.count("{") == config.count("}")
+    # Between the data sheet's size and 15 % less, in units of 10^9.
+    sheet = {"a100": 80, "h100": 80, "h200": 141, "b200": 192, "gb200": 192}[name] * 1e9
+    assert 0.85 * sheet < gpu.memory_bytes < 1.1 * sheet

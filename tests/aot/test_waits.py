@@ -1,0 +1,137 @@
+"""Host waits are counted from the steps of XLA's runtime on a GPU."""
+
+import pytest
+
+from jax_moe_lb.aot.execution_counts import answers_from_host, host_waits, parse_thunks
+from jax_moe_lb.aot.hlo import parse_module
+
+# As XLA writes it, shortened: a loop of unknown length that holds a condition whose branch holds another one, a loop
+# whose length is known, and a graph with a condition.
+SEQUENCE = """\
+001: kCopy          [source       | next=002 (1)] kCopy
+004: kWhile         [prev=003 (1) | next=021 (1)]   
+condition:
+    005: kCustomKernel [source | sink] wrapped_compare_1 grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
+  body:
+    006: kCustomKernel [source       | sink        ] loop_add_fusion_1 grid: [1, 1, 1] threads: [1, 1, 1]
+    019: kConditional  [prev=009 (1) | next=020 (1)]       
+      false_branch:
+        010: kCustomKernel [source       | next=011 (1)] gemm_fusion_dot_4 grid: [8192, 1, 1] threads: [64, 1, 1]
+      true_branch:
+        013: kWhile [prev=012 (1) | next=018 (1)]           
+condition:
+            014: kCustomKernel [source | sink] wrapped_compare_1 grid: [1, 1, 1] threads: [1, 1, 1]
+          body:
+            016: kCustomKernel [source       | next=017 (1)] gemm_fusion_dot_4 grid: [8192, 1, 1]
+        018: kCopy  [prev=013 (1) | sink        ] kCopy
+    020: kCopy         [prev=019 (1) | sink        ] kCopy
+021: kWhile         [prev=004 (1) | next=000 (1)]   
+condition:
+    022: kCustomKernel [source | sink] loop_compare_fusion grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
+  body:
+    024: kCustomKernel [source       | next=025 (1)] gemm_fusion_dot_4 grid: [8192, 1, 1] threads: [64, 1, 1]
+000: kCommandBuffer [prev=021 (1) | sink        ] 
+    026: kCustomKernel [source       | next=027 (1)] input_reduce_fusion_1 grid: [64, 1, 1] threads: [256, 1, 1]
+    032: kConditional  [prev=028 (1) | sink        ]       
+      false_branch:
+        029: kCustomKernel [source       | next=030 (1)] gemm_fusion_dot_4 grid: [8192, 1, 1] threads: [64, 1, 1]
+      true_branch:
+        031: kCopy [source | sink] kCopy
+"""  # noqa: W291 (XLA's spaces)
+
+METADATA = """\
+thunk_metadata {
+  thunk_info {
+    profile_annotation: "copy.1"
+    thunk_id: 1
+  }
+  thunk_kind: "kCopy"
+}
+thunk_metadata {
+  thunk_info {
+    profile_annotation: "while.1"
+    thunk_id: 4
+  }
+  thunk_kind: "kWhile"
+}
+thunk_metadata {
+  thunk_info {
+    profile_annotation: "while.2"
+    thunk_id: 13
+  }
+}
+thunk_metadata {
+  thunk_info {
+    profile_annotation: "while.3"
+    thunk_id: 21
+  }
+}
+"""
+
+MODULE = """
+ENTRY %main (x: s32[]) -> s32[] {{
+  %x = s32[] parameter(0)
+  %while.1 = s32[] while(%x), condition=%c, body=%b, metadata={{op_name="{scope}/while"}}
+  %while.2 = s32[] while(%x), condition=%c, body=%b
+  ROOT %while.3 = s32[] while(%x), condition=%c, body=%b, backend_config={{"known_trip_count":{{"n":"5"}}}}
+}}
+"""
+
+# A loop whose body asks the host, between sends to it and to another device.
+CALLBACK = """
+%b (p: s32[]) -> s32[] {
+  %p = s32[] parameter(0)
+  %sent = token[] send-done(%p), channel_id=1, is_host_transfer=true
+  %received = (s32[], token[]) recv-done(%sent), channel_id=2, is_host_transfer=true
+  %passed = (s32[], token[]) recv-done(%sent), channel_id=3
+  ROOT %answer = s32[] get-tuple-element(%received), index=0
+}
+
+ENTRY %main (x: s32[]) -> s32[] {
+  %x = s32[] parameter(0)
+  ROOT %while.1 = s32[] while(%x), body=%b, backend_config={"known_trip_count":{"n":"5"}}
+}
+"""
+
+
+def kinds(thunks):
+    return [(thunk.kind, thunk.label, kinds(thunk.children)) for thunk in thunks if thunk.children]
+
+
+def test_the_tree_is_read():
+    leaf = ("kWhile", "true_branch")
+    assert kinds(parse_thunks(SEQUENCE)) == [
+        ("kWhile", "", [("kConditional", "body", [(*leaf, [])])]),
+        ("kWhile", "", []),
+        ("kCommandBuffer", "", [("kConditional", "", [])]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scope", "waits"),
+    [
+        # Two looks at the condition of the outer loop; inside, a branch is chosen and a loop looks twice.
+        ("others", 2 + 1 + 2),
+        # A balanced step looks once, and goes on.
+        ("further_rounds", 1),
+    ],
+)
+def test_waits_of_loops_and_branches(scope, waits):
+    module = parse_module(MODULE.format(scope=scope))
+    assert host_waits(module, SEQUENCE, METADATA) == waits
+
+
+def test_a_loop_without_a_name_counts_as_one_of_unknown_length():
+    module = parse_module(MODULE.format(scope="others"))
+    assert host_waits(module, SEQUENCE, "") == (2 + 1 + 2) + 2
+
+
+def test_a_program_without_loops_never_waits():
+    module = parse_module(MODULE.format(scope="others"))
+    assert host_waits(module, "001: kCopy [source | sink] kCopy\n", METADATA) == 0
+
+
+def test_a_tpu_waits_for_each_answer_of_the_host():
+    module = parse_module(CALLBACK)
+    assert answers_from_host(module) == 5
+    assert answers_from_host(parse_module(MODULE.format(scope="others"))) == 0

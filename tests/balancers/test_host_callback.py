@@ -1,0 +1,127 @@
+"""A planner of a user's that fails, on one device or on all, stops all devices with one message."""
+
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jax_moe_lb import HostCallback, System, Topology
+from jax_moe_lb.core import plain_plan
+from tests.layer_cases import Case, make_mesh, sharded_moe
+
+COUNTS = np.array([[4, 0], [3, 1]], np.int32)
+MOST_S = 60.0
+"""Exchanges wait 120 s for ranks that do not come."""
+
+
+def fails(counts, plan, topology):
+    raise ZeroDivisionError("no load\nto divide by")
+
+
+def leaves(counts, plan, topology):
+    raise SystemExit(3)
+
+
+def loses_a_token(counts, plan, topology):
+    quota = plan.quota.copy()
+    quota[np.unravel_index(quota.argmax(), quota.shape)] -= 1
+    return replace(plan, quota=quota)
+
+
+def serves_elsewhere(counts, plan, topology):
+    """A legal plan that others do not have: one more token of expert 0 is served by rank 1."""
+    placement, quota = plan.placement.copy(), plan.quota.copy()
+    placement[1, -1] = 0
+    quota[0, :2] += (-1, 1)
+    return replace(plan, placement=placement, quota=quota)
+
+
+class Once:
+    """Of all calls, the third is answered by another planner."""
+
+    def __init__(self, other):
+        self.other, self.calls, self.lock = other, 0, threading.Lock()
+
+    def __call__(self, counts, plan, topology):
+        with self.lock:
+            self.calls += 1
+            planner = self.other if self.calls == 3 else lambda counts, plan, topology: plan
+        return planner(counts, plan, topology)
+
+
+BAD = {
+    "raises": (fails, r"planner raised ZeroDivisionError in \S*test_host_callback.py, line \d+: no load to divide by"),
+    "exits": (leaves, r"planner raised SystemExit in \S*test_host_callback.py, line \d+: 3"),
+    "illegal": (loses_a_token, r"plan.quota of expert 0 sums to \d+ tokens; expected the \d+ of counts"),
+    "no plan": (lambda counts, plan, topology: None, "planner returned NoneType; expected a Plan"),
+    "domain": (lambda counts, plan, topology: replace(plan, domain=1), "plan of domain 1; expected 2, as it was given"),
+    "relay": (
+        lambda counts, plan, topology: replace(plan, relay=plan.placement),
+        "planner returned ndarray for relay; expected None, as it was given",
+    ),
+    "slots": (
+        lambda counts, plan, topology: replace(plan, placement=plan.placement[:, :1]),
+        r"planner returned an array of shape \(2, 1\); expected \(2, 2\), as it was given",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_the_message_says_what_the_planner_did(name):
+    planner, message = BAD[name]
+    start, topology = plain_plan(COUNTS, Topology.flat(2), 2), Topology.flat(2)
+    run = jax.jit(lambda counts: HostCallback(planner).rebalance(counts, start, topology, ())[0].quota)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"ValueError: HostCallback: .*{message}"):
+        jax.block_until_ready(run(COUNTS))
+
+
+@pytest.mark.parametrize("name", ["raises", "illegal", "differs"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_planner_that_fails_on_one_device_stops_all(name, check_vma):
+    other = {"raises": fails, "illegal": loses_a_token, "differs": serves_elsewhere}[name]
+    mesh = make_mesh((2, 2), ("data", "expert"))
+    topology, balancer = Topology.from_mesh(mesh), HostCallback(Once(other))
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec(), check_vma=check_vma)
+    def run(counts):
+        plan, _ = balancer.rebalance(counts[0], plain_plan(counts[0], topology, 2), topology, ())
+        # Who did not stop would wait here for who did.
+        return jax.lax.psum(plan.quota.sum() + 0 * jax.lax.axis_index("expert"), ("data", "expert"))
+
+    start = time.monotonic()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"HostCallback on rank [01]: \S+") as stopped:
+        jax.block_until_ready(run(jnp.stack([COUNTS, COUNTS])))
+    assert time.monotonic() - start < MOST_S
+    words = {"raises": "ZeroDivisionError", "illegal": "plan.quota of expert 0", "differs": "another plan than on rank"}
+    assert words[name] in str(stopped.value)
+    # Afterwards the devices take other work.
+    np.testing.assert_array_equal(run(jnp.stack([COUNTS, COUNTS])), 2 * 2 * COUNTS.sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 8), (2, 4)])
+def test_a_layer_does_not_wait_for_the_device_that_failed(sizes):
+    case, mesh = Case(), make_mesh(sizes, ("data", "expert"))
+    layer = sharded_moe(mesh, Topology.from_mesh(mesh), System(HostCallback(Once(fails)), replica_slots=1))
+    x = jnp.ones((8 * case.num_tokens, case.width), jnp.float32)
+    start = time.monotonic()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"HostCallback on rank \d: planner raised ZeroDivisionError"):
+        jax.block_until_ready(jax.jit(layer)(x, jnp.ones(x.shape[0], bool), *case.params("float32")))
+    assert time.monotonic() - start < MOST_S
+
+
+def test_on_numpy_arrays_errors_are_the_planners_own():
+    start, topology = plain_plan(COUNTS, Topology.flat(2), 2), Topology.flat(2)
+    with pytest.raises(ZeroDivisionError):
+        HostCallback(fails).rebalance(COUNTS, start, topology, ())
+    with pytest.raises(ValueError, match=r"plan.quota of expert 0 sums to 6 tokens; expected the 7 of counts"):
+        HostCallback(loses_a_token).rebalance(COUNTS, start, topology, ())
+    wide = HostCallback(lambda counts, plan, topology: replace(plan, quota=plan.quota.astype(np.int64)))
+    assert wide.rebalance(COUNTS, start, topology, ())[0].quota.dtype == np.int32

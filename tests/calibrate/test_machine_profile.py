@@ -1,0 +1,101 @@
+"""What `calibrate` measured becomes a file, with warnings where it should not be trusted."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+import pytest
+
+from jax_moe_lb.calibrate import measure as calibrate
+from jax_moe_lb.calibrate.machine_profile import Measured, MeasuredExchange, to_yaml, warnings
+from jax_moe_lb.sim.config import load_config
+
+NODE, GPU = MeasuredExchange("node", 2, 45e9, 2e-5), MeasuredExchange("gpu", 8, 300e9, 4e-6)
+SOUND = Measured(
+    machine="node, 16 x NVIDIA H100 80GB HBM3",
+    platform="gpu",
+    date="2026-01-31",
+    busy=0.3,
+    cores=64,
+    ranks=16,
+    exchanges=(NODE, GPU),
+    rows=(1.0, 1024.0),
+    flops_per_s=(1e12, 500e12),
+    dense_flops_per_s=500e12,
+    copy_bytes_per_s=300e9,
+    planner_s=50e-6,
+    hbm_bytes_per_s=3e12,
+    memory_bytes=80_000_000_000,
+)
+
+
+def test_nothing_is_said_of_sound_figures():
+    assert list(warnings(SOUND)) == []
+    assert "Warning" not in to_yaml(SOUND, 256, 512)
+
+
+def test_figures_far_from_the_preset_are_named():
+    slow = replace(SOUND, exchanges=(NODE, replace(GPU, bytes_per_s=90e9)), planner_s=200e-6)
+    assert list(warnings(slow)) == [
+        "the rate of level gpu is 9e+10 B/s, 4.0 times below the 3.6e+11 of h100_node",
+        "planner is 0.0002 s, 3.3 times above the 6e-05 of h100_node",
+    ]
+    assert "# Warning: the rate of level gpu is" in to_yaml(slow, 256, 512)
+    # Of a device without a preset nothing is known.
+    assert list(warnings(replace(slow, machine="node, 16 x Another", platform="tpu"))) == []
+
+
+def test_load_is_named():
+    (line,) = warnings(replace(SOUND, busy=40.0))
+    assert "load average was 40.0 on 64 cores" in line
+
+
+def test_every_level_is_written(tmp_path):
+    (tmp_path / "m.yaml").write_text(to_yaml(SOUND, 256, 512))
+    cluster = load_config("CONFIG", str(tmp_path / "m.yaml")).cluster.build()
+    assert [(one.name, one.size, one.links, one.bytes_per_s) for one in cluster.levels] == [
+        ("node", 2, 8, 45e9),
+        ("gpu", 8, 1, 300e9),
+    ]
+    assert (cluster.memory_bytes, cluster.hbm_bytes_per_s) == (80e9, 3e12)
+
+
+@dataclass(frozen=True)
+class Device:
+    """As much of a device as says where it is."""
+
+    id: int
+    process_index: int
+    slice_index: int | None = None
+    platform: str = "gpu"
+
+
+@pytest.mark.parametrize(
+    ("platform", "slices", "expected"),
+    [
+        # Of eight processes with a GPU each: a node is a slice.
+        ("gpu", 2, (2, 4)),
+        ("gpu", 1, (1, 8)),
+        # CPUs have no links but those between processes.
+        ("cpu", 2, (8, 1)),
+    ],
+)
+def test_nodes_are_those_that_jax_can_see(platform, slices, expected):
+    devices = [Device(at, at, at * slices // 8, platform) for at in range(8)]
+    assert calibrate.by_node(devices).shape == expected
+
+
+def test_nodes_have_equally_many_devices():
+    devices = [Device(at, 0, int(at > 2)) for at in range(8)]
+    with pytest.raises(ValueError, match="nodes have 3 and 5 devices; expected equally many in all of them"):
+        calibrate.by_node(devices)
+
+
+def test_each_level_is_exchanged_alone(monkeypatch):
+    for name, value in {"HIDDEN": 8, "MANY_ROWS": 64, "REPEATS": 1}.items():
+        monkeypatch.setattr(calibrate, name, value)
+    grid = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = jax.sharding.Mesh(grid, ("node", "gpu"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    found = [calibrate._exchange(mesh, level) for level in mesh.axis_names]
+    assert [(one.level, one.size) for one in found] == [("node", 2), ("gpu", 2)]
+    assert all(one.bytes_per_s > 0 and one.latency_s > 0 for one in found)

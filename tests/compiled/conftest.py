@@ -1,8 +1,0 @@
-import pytest
-
-from tests.compiled.programs import exchanging_program
-
-
-@pytest.fixture(scope="session")
-def exchanging(tmp_path_factory):
-    return exchanging_program(tmp_path_factory.mktemp("exchanging"))

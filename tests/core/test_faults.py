@@ -1,0 +1,217 @@
+"""Bad values under `checks="deferred"`: no program stops, nothing is lost silently, and the host is told the same."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import Balancer, System, TopK, Topology, feplb, greedy, moe, plain, raise_on_fault
+from jax_moe_lb.core import needs_more_rounds
+from jax_moe_lb.core.stats import HOMES, NO_FAULT, PLAN, ROUNDS, ROUTING
+from jax_moe_lb.transport import Direct, MultiRailDispatch, PeerCopy, TwoPhase
+from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+from tests.planners.planner_cases import STOPPED
+
+BY_NAME = {workload.name: workload for workload in WORKLOADS}
+CASE = Case()
+
+
+def arguments(name="zipf", num_shards=8):
+    x, mask = CASE.tokens(BY_NAME[name], num_shards, "float32")
+    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
+    return x, mask, *CASE.params("float32"), target
+
+
+def flat():
+    mesh = make_mesh((8,), ("expert",))
+    return mesh, Topology.from_mesh(mesh)
+
+
+@dataclass(frozen=True)
+class Spoilt(Balancer):
+    """Edits a plan as one of the functions below says."""
+
+    spoil: object
+
+    def rebalance(self, counts, plan, topology, state):
+        return self.spoil(plan), state
+
+
+def loses_a_token(plan):
+    return replace(plan, quota=plan.quota.at[0, 0].add(-1))
+
+
+def holds_what_is_not_there(plan):
+    return replace(plan, placement=plan.placement.at[2, -1].set(99))
+
+
+def relays_from_nowhere(plan):
+    held = plan.placement.at[2, -1].set(0)
+    return replace(plan, placement=held, relay=jnp.where(held < 0, -1, held // 2).at[2, -1].set(5))
+
+
+def sprays_rows_that_are_not_there(plan):
+    return replace(plan, rails=jnp.zeros((8, 8, 4), jnp.int32).at[0, 5, 0].set(1))
+
+
+# One of each array; every rule of a plan is broken in test_plan.py, where no layer is compiled.
+BROKEN = (loses_a_token, holds_what_is_not_there)
+
+
+def message_of(layer, *args):
+    with pytest.raises(STOPPED) as caught:
+        jax.block_until_ready(jax.jit(layer)(*args))
+    (line,) = {line for line in str(caught.value).splitlines() if "expected" in line}
+    return line.split("ValueError: ")[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spoil", "replicate", "dispatch"),
+    [
+        *((spoil, None, Direct()) for spoil in BROKEN),
+        (loses_a_token, PeerCopy(), TwoPhase()),
+        (relays_from_nowhere, PeerCopy(), Direct()),
+        (sprays_rows_that_are_not_there, None, MultiRailDispatch()),
+    ],
+)
+def test_an_illegal_plan_gives_way_to_plain_expert_parallelism(spoil, replicate, dispatch):
+    mesh = make_mesh((2, 4), ("node", "gpu"))
+    topology = Topology.from_mesh(mesh, ("node", "gpu"), ranks_per_domain=8, rails_per_node=4)
+    system = System(Spoilt(spoil), dispatch=dispatch, replica_slots=2)
+    system = system if replicate is None else replace(system, replicate=replicate)
+    args = arguments()
+    (y, stats), gradients = with_gradients(sharded_moe(mesh, topology, system, checks="deferred"))(*args)
+    (want, _), want_gradients = dense_with_gradients(TopK(2))(*args)
+    assert_close((y, gradients), (want, want_gradients), 1e-5)
+    assert stats.fault.code.tolist() == [PLAN]
+    np.testing.assert_array_equal(stats.load_after, stats.load_before)
+    with pytest.raises(ValueError, match="expected") as deferred:
+        raise_on_fault(stats)
+    assert str(deferred.value) == message_of(sharded_moe(mesh, topology, system), *args[:4])
+
+
+def out_of_range(logits, bias, info):
+    routing = TopK(2)(logits, bias, info)
+    bad = (jnp.arange(logits.shape[0]) + info.first == 30)[:, None]
+    return replace(routing, experts=jnp.where(bad, 99, routing.experts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("router", "value", "says"),
+    [
+        (TopK(2), np.nan, "router logits of rank 1 give weights that are not finite; expected finite logits"),
+        (out_of_range, 0.0, r"expert ids of rank 1 include 99 \(2 bad ones\); expected 0 to 15, or -1 for no expert"),
+    ],
+    ids=["not finite", "out of range"],
+)
+def test_bad_routing_gets_no_expert_and_is_told(router, value, says):
+    mesh, topology = flat()
+    x, mask, kernel, experts, _ = arguments()
+    spoilt = x.at[30, 0].set(value)
+    good, _ = jax.jit(sharded_moe(mesh, topology, greedy(2), checks="deferred"))(x, mask, kernel, experts)
+    y, stats = jax.jit(sharded_moe(mesh, topology, greedy(2), router, checks="deferred"))(spoilt, mask, kernel, experts)
+    others = np.delete(np.arange(x.shape[0]), 30)
+    np.testing.assert_allclose(np.asarray(y)[others], np.asarray(good)[others], atol=1e-6)
+    # A token without an expert must not pass for one that was served, if its routing was not finite.
+    assert np.isnan(np.asarray(y)[30]).all() if np.isnan(value) else (np.asarray(y)[30] == 0).all()
+    assert stats.fault.code.tolist() == [ROUTING]
+    assert int(stats.counts.sum()) == 2 * int(mask.sum()) - 2
+    with pytest.raises(ValueError, match=says):
+        raise_on_fault(stats)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checks", ["callback", "deferred"])
+@pytest.mark.parametrize("system", [plain(), feplb(2)], ids=["plain", "feplb"])
+def test_too_few_rounds_are_a_fault(system, checks):
+    mesh, topology = flat()
+    system = replace(system, dispatch=replace(system.dispatch, headroom=0.5, max_rounds=2))
+    args = arguments("one_hot")
+    if checks == "callback":
+        says = message_of(sharded_moe(mesh, topology, system), *args[:4])
+    else:
+        y, stats = jax.jit(sharded_moe(mesh, topology, system, checks=checks))(*args[:4])
+        assert np.isnan(np.asarray(y)).all()
+        assert stats.fault.code.tolist() == [ROUNDS]
+        with pytest.raises(ValueError, match="max_rounds") as caught:
+            raise_on_fault(stats)
+        says = str(caught.value)
+    assert says.startswith("max_rounds is 2; expected at least the ")
+
+
+@pytest.mark.slow
+def test_layers_behind_one_that_was_not_served_do_not_hide_it():
+    mesh, topology = flat()
+    layer = jax.jit(sharded_moe(mesh, topology, plain(0.5).with_rounds(1), checks="deferred"))
+    x, mask, kernel, experts, _ = arguments("one_hot")
+    y, stats = layer(x, mask, kernel, experts)
+    _, behind = layer(y, mask, kernel, experts)
+    both = jax.tree.map(lambda *leaves: np.stack(leaves), stats, behind)
+    assert both.fault.code.tolist() == [[ROUNDS], [ROUTING]]
+    assert needs_more_rounds(both)
+    with pytest.raises(ValueError, match=r"^entry 0: max_rounds is 1; expected at least the "):
+        raise_on_fault(both)
+    # What was wrong before it is wrong in any program.
+    assert not needs_more_rounds(jax.tree.map(lambda leaf: leaf[::-1], both))
+    assert not needs_more_rounds(behind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", [greedy(2), feplb(2)], ids=["greedy", "feplb"])
+def test_enough_rounds_need_no_loop(system):
+    mesh, topology = flat()
+    system = replace(system, dispatch=replace(system.dispatch, headroom=0.7, max_rounds=6))
+    args = arguments("zipf")
+    layer = with_gradients(sharded_moe(mesh, topology, system, checks="deferred"))
+    (y, stats), gradients = layer(*args)
+    (want, _), want_gradients = dense_with_gradients(TopK(2))(*args)
+    assert_close((y, gradients), (want, want_gradients), 1e-5)
+    assert stats.rounds.min() > 1
+    raise_on_fault(stats)
+
+
+@pytest.mark.slow
+def test_places_that_are_no_permutation_make_outputs_nan():
+    mesh, topology = flat()
+    x, _, kernel, experts, _ = arguments()
+
+    def one_rank(x, kernel, experts, homes):
+        y, stats, _ = moe(x, kernel, experts, TopK(2), greedy(2), topology, homes=homes, checks="deferred")
+        return y, jax.tree.map(lambda leaf: leaf[None], stats)
+
+    ranks, whole = PartitionSpec("expert"), PartitionSpec()
+    run = jax.jit(
+        jax.shard_map(
+            one_rank, mesh=mesh, in_specs=(ranks, whole, ranks, whole), out_specs=(ranks, PartitionSpec(None))
+        )
+    )
+    homes = jnp.arange(16, dtype=jnp.int32)
+    y, stats = run(x, kernel, experts, homes)
+    assert stats.fault.code.tolist() == [NO_FAULT]
+    y, stats = run(x, kernel, experts, homes.at[3].set(4))
+    assert np.isnan(np.asarray(y)).all()
+    assert stats.fault.code.tolist() == [HOMES]
+    with pytest.raises(ValueError, match="homes of layer 0 has 4 2 times; expected a permutation of 0 to 15"):
+        raise_on_fault(stats)
+
+
+@pytest.mark.slow
+def test_a_fault_in_one_group_is_told_of_that_group():
+    """And with more dimensions, such as layers, of that entry."""
+    mesh = make_mesh((2, 4), ("data", "expert"))
+    x, mask, kernel, experts, _ = arguments()
+    layer = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), greedy(), checks="deferred"))
+    _, good = layer(x, mask, kernel, experts)
+    y, bad = layer(x.at[6 * CASE.num_tokens, 0].set(jnp.nan), mask, kernel, experts)
+    assert np.isfinite(np.asarray(y)[: 4 * CASE.num_tokens]).all()
+    raise_on_fault(good)
+    with pytest.raises(ValueError, match=r"^group 1 of 2: router logits of rank 2 give"):
+        raise_on_fault(bad)
+    with pytest.raises(ValueError, match=r"^entry 2, group 1 of 2: router logits of rank 2 give"):
+        raise_on_fault(jax.tree.map(lambda *leaves: np.stack(leaves), good, good, bad))

@@ -1,0 +1,91 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+from jax_moe_lb import Topology
+from jax_moe_lb.core import Level
+from jax_moe_lb.core.topology import _ranks_per_process as ranks_per_process
+from tests.layer_cases import make_mesh
+
+
+def test_one_axis_is_one_level():
+    topology = Topology.from_mesh(make_mesh((2, 4), ("data", "expert")))
+    assert topology.levels == (Level("gpu", 4),)
+    assert (topology.num_ranks, topology.ranks_per_domain, topology.num_domains) == (4, 4, 1)
+    assert topology.expert_axes == ("expert",)
+    assert topology.data_axes == ("data",)
+
+
+def test_axes_become_the_innermost_levels():
+    mesh = make_mesh((2, 2, 2), ("a", "b", "c"))
+    topology = Topology.from_mesh(mesh, ("a", "b", "c"), bytes_per_s=(1e9, 2e9, 4e9), latency_s=(1e-2, 1e-5, 1e-6))
+    assert [level.name for level in topology.levels] == ["dc", "node", "gpu"]
+    assert topology.levels[0] == Level("dc", 2, 1e9, 1e-2)
+    assert (topology.num_ranks, topology.ranks_per_domain, topology.data_axes) == (8, 2, ())
+    two = Topology.from_mesh(mesh, ("b", "c"), ranks_per_domain=4)
+    assert [level.name for level in two.levels] == ["node", "gpu"]
+    assert (two.ranks_per_domain, two.data_axes) == (4, ("a",))
+
+
+def test_a_topology_is_a_static_argument():
+    mesh = make_mesh((2, 4), ("data", "expert"))
+    assert hash(Topology.from_mesh(mesh)) == hash(Topology.from_mesh(mesh))
+
+
+@pytest.mark.parametrize(
+    ("axis", "options", "message"),
+    [
+        ("ep", {}, r"expert_axis names 'ep'; expected an axis of the mesh, one of \('data', 'expert'\)"),
+        (("expert", "expert"), {}, r"expert_axis is \('expert', 'expert'\); expected one to three different"),
+        ((), {}, r"expert_axis is \(\); expected one to three different"),
+        ("expert", {"ranks_per_domain": 3}, r"ranks_per_domain is 3; expected a divisor of the 4 ranks"),
+        ("expert", {"ranks_per_domain": 0}, r"ranks_per_domain is 0; expected at least 1"),
+        ("expert", {"rails_per_node": 0}, r"rails_per_node is 0; expected at least 1"),
+        ("expert", {"bytes_per_s": (1.0, 2.0)}, r"bytes_per_s has 2 values; expected one per expert axis"),
+        ("expert", {"bytes_per_s": (0.0,)}, r"bytes_per_s is 0.0; expected > 0"),
+        ("expert", {"latency_s": (-1.0,)}, r"latency_s is -1.0; expected >= 0"),
+        ("expert", {"flops_per_s": -1.0}, r"flops_per_s is -1.0; expected > 0"),
+    ],
+)
+def test_bad_topologies_are_refused(axis, options, message):
+    with pytest.raises(ValueError, match=message):
+        Topology.from_mesh(make_mesh((2, 4), ("data", "expert")), axis, **options)
+
+
+def test_bad_levels_are_refused():
+    with pytest.raises(ValueError, match=r"Level.name is 'rack'; expected one of"):
+        Level("rack", 2)
+    with pytest.raises(ValueError, match=r"levels are \['gpu', 'node'\]; expected some of .* in this order"):
+        Topology((Level("gpu", 2), Level("node", 2)), 2)
+    with pytest.raises(ValueError, match=r"num_ranks is 0; expected at least 1"):
+        Topology.flat(0)
+
+
+def test_data_axes_are_said_or_all_others():
+    mesh = AbstractMesh((2, 2, 2), ("data", "expert", "tensor"))
+    assert Topology.from_mesh(mesh).data_axes == ("data", "tensor")
+    assert Topology.from_mesh(mesh, data_axes="data").data_axes == ("data",)
+    assert Topology.from_mesh(mesh, data_axes=()).data_axes == ()
+    for wrong in ("expert", "fsdp", ("data", "data")):
+        with pytest.raises(ValueError, match=r"data_axes is .*; expected different ones of \('data', 'tensor'\)"):
+            Topology.from_mesh(mesh, data_axes=wrong)
+
+
+@pytest.mark.parametrize(
+    ("processes", "axes", "together"),
+    [
+        ([[0, 0, 1, 1], [0, 0, 1, 1]], ("expert",), 2),
+        ([[0, 0, 0, 0], [1, 1, 1, 1]], ("expert",), 4),
+        ([[0, 1, 2, 3], [0, 1, 2, 3]], ("expert",), 1),
+        ([[0, 0, 0, 0], [1, 1, 1, 1]], ("data", "expert"), 4),
+        ([[0, 0, 0, 0], [1, 1, 1, 1]], ("expert", "data"), 1),
+        ([[0, 0, 0, 1], [1, 1, 1, 1]], ("expert",), 1),
+    ],
+)
+def test_ranks_that_share_a_process_are_read_off_the_mesh(processes, axes, together):
+    devices = np.vectorize(lambda process: SimpleNamespace(process_index=process), otypes=[object])(processes)
+    assert ranks_per_process(devices, ("data", "expert"), axes) == together
+    assert Topology.from_mesh(make_mesh((2, 4), ("data", "expert"))).ranks_per_process == 4
+    assert Topology.from_mesh(AbstractMesh((4,), ("expert",))).ranks_per_process is None

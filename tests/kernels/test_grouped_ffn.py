@@ -1,0 +1,210 @@
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_moe_lb import Experts
+from jax_moe_lb.kernels import ClampedSwiGLU, geglu, grouped_matmul, relu_squared, row_windows
+from jax_moe_lb.kernels import backends as grouped_kernels
+from jax_moe_lb.kernels import grouped_ffn as op
+from jax_moe_lb.kernels.backends import _clear_all, _clear_rest, ragged_matmul, ragged_outer
+
+SIZES = {
+    "uneven": [5, 0, 17, 64, 1, 0, 300, 16],
+    "empty": [0] * 8,
+    "one group": [0, 0, 0, 420, 0, 0, 0, 0],
+    "full": [60] * 7 + [0],
+}
+NUM_ROWS, WIDTH, INNER = 420, 12, 20
+
+
+def case(dtype, gated=True, fused=False, biased=False):
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(NUM_ROWS, WIDTH))
+    up, gate = 0.3 * rng.normal(size=(2, 8, WIDTH, INNER))
+    down = 0.3 * rng.normal(size=(8, INNER, WIDTH))
+    experts = Experts(*(jnp.asarray(w, dtype) for w in (up, down)), jnp.asarray(gate, dtype) if gated else None)
+    if biased:
+        up_bias, gate_bias = jnp.asarray(rng.normal(size=(2, 8, INNER)), dtype)
+        down_bias = jnp.asarray(rng.normal(size=(8, WIDTH)), dtype)
+        experts = replace(experts, up_bias=up_bias, gate_bias=gate_bias if gated else None, down_bias=down_bias)
+    experts = experts.fused() if fused else experts
+    return jnp.asarray(rows, dtype), experts, jnp.asarray(rng.normal(size=rows.shape), dtype)
+
+
+def reference(rows, experts, sizes, upstream):
+    """Group by group, each with its own expert, whose gate is apart, and autodiff."""
+    if experts.is_fused:
+        out, row_gradients, gradients = reference(rows, experts.apart(), sizes, upstream)
+        return out, row_gradients, gradients.fused()
+    out, row_gradients = jnp.zeros_like(rows), jnp.zeros_like(rows)
+    gradients = jax.tree.map(jnp.zeros_like, experts)
+    start = 0
+    for g, size in enumerate(sizes):
+        if size:
+            part = slice(start, start + size)
+            expert = jax.tree.map(lambda w, g=g: w[g], experts)
+            y, vjp = jax.vjp(op.dense_ffn, rows[part], expert)
+            dx, dw = vjp(upstream[part])
+            out, row_gradients = out.at[part].set(y), row_gradients.at[part].set(dx)
+            gradients = jax.tree.map(lambda a, d, g=g: a.at[g].set(d), gradients, dw)
+        start += size
+    return out, row_gradients, gradients
+
+
+def relative_error(got, want):
+    scale = max(float(jnp.abs(want).max()), 1e-30)
+    return float(jnp.abs(got.astype(jnp.float32) - want.astype(jnp.float32)).max()) / scale
+
+
+def ragged_products(monkeypatch):
+    """The products that TPUs have, on a CPU."""
+    monkeypatch.setattr(
+        op, "grouped_matmul", lambda x, w, sizes, transposed=False: ragged_matmul(x, w, sizes, transposed=transposed)
+    )
+    monkeypatch.setattr(
+        op,
+        "grouped_outer",
+        lambda x, others, sizes, dtype, sums, parts: ragged_outer(x, others, sizes, dtype=dtype),
+    )
+    monkeypatch.setattr(
+        op,
+        "clear_tail",
+        lambda rows, sizes, *, are_results=False: (_clear_all if are_results else _clear_rest)(rows, sizes),
+    )
+    # More than one block at a time is cleared.
+    monkeypatch.setattr(grouped_kernels, "CLEARED_ROWS", 32)
+
+
+FORMS = {
+    # The last of 7 windows is moved back.
+    "custom call, in windows": lambda monkeypatch: monkeypatch.setattr(row_windows, "WINDOW_ROWS", 59),
+    "blocks": lambda monkeypatch: monkeypatch.setattr(grouped_matmul, "is_built", lambda platform: False),
+    "ragged": ragged_products,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(
+    ("gated", "fused", "biased"),
+    [(True, False, False), (True, True, False), (False, False, False), (True, False, True)],
+    ids=["swiglu", "fused", "gelu", "biases"],
+)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dtype", "relative"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+def test_all_forms_equal_one_expert_at_a_time(form, sizes, gated, fused, biased, dtype, relative, monkeypatch):
+    FORMS[form](monkeypatch)
+    rows, experts, upstream = case(dtype, gated, fused, biased)
+    # Among them a weight of 0, whose own gradient is not 0.
+    weights = (jnp.arange(NUM_ROWS, dtype=jnp.float32)[:, None] % 5) / 4
+    group_sizes, used = jnp.asarray(sizes, jnp.int32), sum(sizes)
+    wide_rows, wide_experts, wide_upstream = jax.tree.map(lambda a: a.astype(jnp.float32), (rows, experts, upstream))
+    want_y, want_rows, want_experts = reference(wide_rows, wide_experts, sizes, wide_upstream * weights)
+    want_weights = (want_y * wide_upstream).sum(1, keepdims=True)
+    # Rows that nobody wrote: whatever they hold must reach nothing.
+    beyond = jnp.arange(NUM_ROWS)[:, None] >= used
+    rows, upstream, weights = (jnp.where(beyond, jnp.nan, array) for array in (rows, upstream, weights))
+    y = jax.jit(lambda *args: op.grouped_ffn(*args))(rows, experts, group_sizes)
+    of_rows, of_weights, of_experts = jax.jit(lambda *args: op.grouped_ffn_gradients(*args, jnp.float32))(
+        rows, weights, experts, group_sizes, upstream
+    )
+    got = (y[:used], of_rows[:used], of_weights[:used], of_experts)
+    want = (want_y[:used], want_rows[:used], want_weights[:used], want_experts)
+    for ours, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert ours.size == 0 or relative_error(ours, expected) <= relative
+    for gradient in jax.tree.leaves(of_experts):
+        assert gradient.dtype == jnp.float32
+        assert (gradient[group_sizes == 0] == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("activation", "gated", "fused", "biased"),
+    [
+        (geglu, True, False, False),
+        (ClampedSwiGLU(0.5), True, True, True),
+        (relu_squared, False, False, True),
+        (jnp.tanh, False, False, False),
+    ],
+    ids=["geglu", "clamped, with biases", "relu squared, with biases", "own"],
+)
+def test_other_activations_have_their_gradients(activation, gated, fused, biased):
+    rows, experts, upstream = case("float32", gated, fused, biased)
+    experts = replace(experts, activation=activation)
+    sizes = SIZES["uneven"]
+    want = reference(rows, experts, sizes, upstream)
+    assert not np.allclose(want[0], reference(rows, replace(experts, activation=None), sizes, upstream)[0], atol=1e-2)
+    y, vjp = jax.vjp(lambda r, e: op.grouped_ffn(r, e, jnp.asarray(sizes, jnp.int32)), rows, experts)
+    row_gradients, gradients = vjp(upstream)
+    assert gradients.activation == activation
+    got, want = (y[:403], row_gradients[:403], gradients), (want[0][:403], want[1][:403], want[2])
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative_error(a, b) < 1e-5
+
+
+def test_last_products_take_weights_that_are_made_again(monkeypatch):
+    """Only gradients of rows come from these, and only by way of `up` and `gate`."""
+    monkeypatch.setattr(op, "products_are_by_group", lambda: False)
+    rows, experts, upstream = case("float32")
+    sizes, ones = jnp.asarray(SIZES["uneven"], jnp.int32), jnp.ones((NUM_ROWS, 1))
+
+    @partial(jax.jit, static_argnums=0)
+    def gradients(again):
+        return op.grouped_ffn_gradients(rows, ones, experts, sizes, upstream, jnp.float32, None, again)
+
+    def twice(after):
+        assert after.shape == (NUM_ROWS, INNER)
+        return jax.tree.map(lambda w: 2 * w, experts)
+
+    used = sum(SIZES["uneven"])
+    of_rows, of_weights, of_experts = gradients(None)
+    again_rows, *again = gradients(twice)
+    np.testing.assert_allclose(again_rows[:used], 2 * of_rows[:used], rtol=1e-5, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, again, [of_weights, of_experts])
+
+
+@pytest.mark.slow
+def test_the_op_is_differentiable_and_float64_stays_float64(x64):
+    rows, experts, upstream = case("float64")
+    sizes = SIZES["uneven"]
+    want = reference(rows, experts, sizes, upstream)
+    y, vjp = jax.vjp(lambda r, e: op.grouped_ffn(r, e, jnp.asarray(sizes, jnp.int32)), rows, experts)
+    row_gradients, gradients = vjp(upstream)
+    got, want = (y[:403], row_gradients[:403], gradients), (want[0][:403], want[1][:403], want[2])
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == jnp.float64
+        assert relative_error(a, b) < 1e-6
+        assert float(jnp.abs(a - b).max()) < 1e-12
+
+
+@pytest.mark.parametrize("form", [op.grouped_ffn, op.grouped_ffn_gradients])
+def test_temporaries_are_those_of_a_window_whatever_the_number_of_groups(form):
+    def temporaries_bytes(num_groups):
+        rows, weights, sizes = jnp.zeros((8192, 64)), jnp.zeros((8192, 1)), jnp.zeros(num_groups, jnp.int32)
+        up = jnp.zeros((num_groups, 64, 128))
+        experts = Experts(up, up.swapaxes(1, 2), up)
+        args = (rows, experts, sizes) if form is op.grouped_ffn else (rows, weights, experts, sizes, rows)
+        run = jax.jit(form if form is op.grouped_ffn else partial(form, sums_dtype=jnp.float32))
+        return run.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    rows_bytes = 8192 * 64 * 4
+    assert temporaries_bytes(64) < temporaries_bytes(4) + rows_bytes / 8
+    assert temporaries_bytes(64) < 1.25 * rows_bytes
+
+
+def test_experts_are_put_together_and_apart():
+    _, experts, _ = case("float32")
+    fused = experts.fused()
+    assert (fused.is_fused, experts.is_fused, fused.up.shape, fused.gate) == (True, False, (8, WIDTH, 2 * INNER), None)
+    jax.tree.map(np.testing.assert_array_equal, fused.apart(), experts)
+    assert fused.nbytes == experts.nbytes
+    assert fused.fused() is fused
+    assert experts.apart() is experts
+    # Without a gate there is nothing to put together.
+    _, gelu, _ = case("float32", gated=False)
+    assert gelu.fused() is gelu
+    assert not gelu.is_fused

@@ -1,0 +1,80 @@
+"""The kernel of weight gradients, run by Pallas's interpreter: compiled it is for GPUs alone."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas
+from jax.sharding import PartitionSpec
+
+from jax_moe_lb.kernels import backends as grouped_kernels
+from jax_moe_lb.kernels.backends import triton_outer
+from tests.layer_cases import make_mesh
+
+NUM_ROWS, INNER, OUTER = 320, 256, 128
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setattr(pallas, "pallas_call", partial(pallas.pallas_call, interpret=True))
+    monkeypatch.setattr(grouped_kernels, "get_default_device", lambda: SimpleNamespace(platform="gpu"))
+
+
+def make_operands(dtype=jnp.bfloat16, columns=INNER):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.normal(size=(NUM_ROWS, n)), dtype) for n in (columns, OUTER))
+
+
+def by_group(rows, others, group_sizes):
+    ends = np.cumsum(group_sizes)
+    rows, others = (np.asarray(array, np.float64) for array in (rows, others))
+    return np.stack([rows[e - n : e].T @ others[e - n : e] for n, e in zip(group_sizes, ends, strict=True)])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "group_sizes",
+    [(64, 128, 128), (0, 1, 0, 63, 65, 0), (0, 0), (NUM_ROWS,), (0, NUM_ROWS, 0)],
+    ids=["whole tiles", "uneven", "no rows", "one group", "one of three"],
+)
+def test_sums_of_groups(dtype, group_sizes):
+    rows, others = make_operands(dtype)
+    used = sum(group_sizes)
+    # What nobody wrote may be NaN, and is not read.
+    unwritten = (array.at[used:].set(jnp.nan) for array in (rows, others))
+    sums = triton_outer(*unwritten, jnp.array(group_sizes, jnp.int32), dtype=jnp.float32)
+    np.testing.assert_allclose(sums, by_group(rows, others, group_sizes), rtol=1e-5, atol=1e-4)
+
+
+def test_a_narrow_result_is_rounded_once():
+    rows, others = make_operands()
+    group_sizes = jnp.array([100, 200], jnp.int32)
+    wide, narrow = (triton_outer(rows, others, group_sizes, dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
+
+
+def test_on_a_mesh():
+    mesh = make_mesh((4,), ("expert",))
+    rows, others = make_operands()
+    group_sizes = jnp.tile(jnp.array([30, 0, 40], jnp.int32), 4)
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec("expert"), out_specs=PartitionSpec("expert"))
+    def sums(rows, others, group_sizes):
+        return triton_outer(rows, others, group_sizes, dtype=jnp.float32)
+
+    each = [by_group(rows[at : at + 80], others[at : at + 80], (30, 0, 40)) for at in range(0, NUM_ROWS, NUM_ROWS // 4)]
+    np.testing.assert_allclose(sums(rows, others, group_sizes), np.concatenate(each), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("operands", [make_operands(jnp.float32), make_operands(columns=INNER - 8)])
+def test_what_does_not_fit_is_left_to_others(operands):
+    assert triton_outer(*operands, jnp.array([NUM_ROWS], jnp.int32), dtype=jnp.float32) is None
+
+
+def test_it_is_for_gpus_alone(monkeypatch):
+    monkeypatch.setattr(grouped_kernels, "get_default_device", lambda: SimpleNamespace(platform="cpu"))
+    assert triton_outer(*make_operands(), jnp.array([NUM_ROWS], jnp.int32), dtype=jnp.float32) is None

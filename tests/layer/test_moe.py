@@ -1,0 +1,411 @@
+"""The executor on every kind of mesh, under every transformation, and given nonsense."""
+
+import math
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import (
+    Balancer,
+    Experts,
+    HostCallback,
+    Losses,
+    Plan,
+    System,
+    TopK,
+    Topology,
+    exact,
+    feplb,
+    greedy,
+    plain,
+    rails,
+)
+from jax_moe_lb.layer import CHECKPOINT_NAMES
+from jax_moe_lb.layer.moe import moe
+from jax_moe_lb.routing import ForceBalanced
+from jax_moe_lb.transport import Direct
+from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+
+BY_NAME = {workload.name: workload for workload in WORKLOADS}
+LAYOUTS = {
+    "expert axis": ((8,), ("expert",), "expert", {"ranks_per_domain": 4}),
+    "tuple of axes": ((2, 2, 2), ("dc", "node", "gpu"), ("dc", "node", "gpu"), {}),
+    "data x expert": ((2, 4), ("data", "expert"), "expert", {}),
+    "expert x data": ((4, 2), ("expert", "data"), "expert", {}),
+    "axes of one device": ((1, 2, 1, 4), ("stage", "data", "tensor", "expert"), "expert", {}),
+    "tuple with an axis of one device": ((1, 2, 4), ("dc", "node", "gpu"), ("dc", "node", "gpu"), {}),
+    "an axis of copies": ((2, 2, 2), ("data", "copy", "expert"), "expert", {"data_axes": "data"}),
+    "one device": ((1,), ("expert",), "expert", {}),
+}
+
+
+def arguments(case, workload, shards, dtype="float32"):
+    x, mask = case.tokens(workload, shards, dtype)
+    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
+    return x, mask, *case.params(dtype), target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "check_vma"),
+    [*((layout, True) for layout in LAYOUTS), ("data x expert", False)],
+)
+def test_every_layout_equals_dense(layout, check_vma):
+    sizes, names, axis, options = LAYOUTS[layout]
+    case, mesh = Case(), make_mesh(sizes, names)
+    topology = Topology.from_mesh(mesh, axis, **options)
+    # Headroom below 1, so that groups side by side need different numbers of rounds.
+    layer = with_gradients(sharded_moe(mesh, topology, greedy(1, headroom=0.3), check_vma=check_vma))
+    dense = dense_with_gradients(TopK(2))
+    groups = math.prod(mesh.shape[name] for name in topology.data_axes)
+    for name in ("zipf", "hot_rank", "empty_rank"):
+        args = arguments(case, BY_NAME[name], groups * topology.num_ranks)
+        (y, stats), gradients = layer(*args)
+        (want, _), want_gradients = dense(*args)
+        assert_close((y, gradients), (want, want_gradients), 1e-5)
+        assert stats.counts.shape == (groups, topology.num_ranks, case.num_experts)
+
+
+@pytest.mark.slow
+def test_exchanges_as_between_processes(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    test_every_layout_equals_dense("an axis of copies", True)
+
+
+@pytest.mark.slow
+def test_axes_of_one_device_may_be_in_no_type(one_device_axes_removed):
+    test_every_layout_equals_dense("axes of one device", True)
+
+
+@pytest.fixture
+def one_device_axes_removed():
+    """Sets what MaxText sets."""
+    name = "jax_remove_size_one_mesh_axis_from_type"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.mark.slow
+def test_groups_side_by_side_need_different_rounds():
+    """Two data shards, one idle: each takes as many rounds as its own plan needs."""
+    case, mesh = Case(), make_mesh((2, 4), ("data", "expert"))
+    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), plain(headroom=0.5)))
+    x, mask, *rest = arguments(case, BY_NAME["one_hot"], 8)
+    mask = mask & (jnp.arange(mask.shape[0]) < mask.shape[0] // 2)
+    (y, stats), gradients = layer(x, mask, *rest)
+    (want, _), want_gradients = dense_with_gradients(TopK(2))(x, mask, *rest)
+    assert_close((y, gradients), (want, want_gradients), 1e-5)
+    assert stats.rounds[0] > 1
+    assert stats.rounds[1] == 0
+
+
+@pytest.mark.slow
+def test_plain_gelu_experts():
+    case, mesh = Case(gated=False), make_mesh((8,), ("expert",))
+    args = arguments(case, BY_NAME["zipf"], 8)
+    (y, _), gradients = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), greedy()))(*args)
+    (want, _), want_gradients = dense_with_gradients(TopK(2))(*args)
+    assert_close((y, gradients), (want, want_gradients), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("headroom", [0.1, 0.5, 1.05, 8.0])
+def test_rounds_are_what_the_load_needs(headroom):
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    x, mask, kernel, experts, _ = arguments(case, BY_NAME["one_hot"], 8)
+    _, stats = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), plain(headroom)))(x, mask, kernel, experts)
+    capacity = int(np.ceil(headroom * case.num_tokens * case.per_tok))
+    assert int(stats.rounds[0]) == -(-int(stats.load_after.max()) // capacity)
+
+
+@pytest.mark.slow
+def test_stats_say_what_happened():
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    workload = BY_NAME["lognormal"]
+    x, mask, kernel, experts, _ = arguments(case, workload, 8)
+    _, stats = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), greedy(2)))(x, mask, kernel, experts)
+    counts = workload.counts(0, 8, case.num_tokens, case.num_experts, 2)
+    before = counts.sum(0).reshape(8, 2).sum(1)
+    np.testing.assert_array_equal(stats.counts[0], counts)
+    np.testing.assert_array_equal(stats.load_before[0], before)
+    assert stats.imbalance_before[0] == pytest.approx(before.max() / before.mean())
+    assert stats.straggler_before[0] == pytest.approx(before.max() - before.mean())
+    after = np.asarray(stats.load_after[0])
+    assert after.sum() == before.sum()
+    np.testing.assert_array_equal(stats.quota[0].sum(1), counts.sum(0))
+    np.testing.assert_array_equal(stats.quota[0].sum(0), after)
+    assert stats.imbalance_after[0] == pytest.approx(after.max() / after.mean())
+    assert stats.imbalance_after[0] < 1.05 < stats.imbalance_before[0]
+    expert_bytes = 3 * case.width * case.mlp_dim * 4
+    assert stats.weight_bytes_moved[0] % expert_bytes == 0
+    assert 1 <= stats.weight_bytes_moved[0] // expert_bytes <= 16
+    assert 0 < stats.rows_moved[0] <= before.sum()
+
+
+@pytest.mark.slow
+def test_force_balanced_routing_needs_no_balancing():
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    router = ForceBalanced(TopK(2))
+    args = arguments(case, BY_NAME["one_hot"], 8)
+    (y, stats), gradients = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), plain(), router))(*args)
+    (want, _), want_gradients = dense_with_gradients(router)(*args)
+    assert_close((y, gradients), (want, want_gradients), 1e-5)
+    assert stats.imbalance_before[0] == 1
+    assert stats.rounds[0] == 1
+
+
+@pytest.mark.slow
+def test_scan_over_layers_with_remat():
+    """Two layers with the same weights, residuals and router losses; nothing but the named values is kept."""
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    policy = jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)
+    losses = Losses(switch=0.1, sequence=0.1, z=0.01)
+    layer = sharded_moe(mesh, Topology.from_mesh(mesh), greedy(1, headroom=0.4), losses=losses)
+    x, mask, kernel, experts, target = arguments(case, BY_NAME["zipf"], 8)
+
+    def loss(x, kernel, experts, wrap):
+        def step(carry, _):
+            y, stats = wrap(layer)(carry[0], mask, kernel, experts)
+            return (carry[0] + 0.1 * y, carry[1] + stats.loss[0]), None
+
+        carry = (x, jnp.float32(0))
+        carry, _ = jax.lax.scan(step, carry, None, length=2)
+        return (carry[0] * target).sum() + carry[1]
+
+    def gradients(wrap):
+        return jax.jit(jax.grad(lambda *args: loss(*args, wrap), argnums=(0, 1, 2)))(x, kernel, experts)
+
+    expected = gradients(lambda f: f)
+    assert_close(gradients(lambda f: jax.checkpoint(f, policy=policy)), expected, 1e-5)
+    assert_close(gradients(jax.checkpoint), expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_the_layer_runs_twice_to_the_same_bits():
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), greedy(2, headroom=0.4)))
+    args = arguments(case, BY_NAME["zipf"], 8)
+    for a, b in zip(jax.tree.leaves(layer(*args)), jax.tree.leaves(layer(*args)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+def test_memory_of_one_hot_routing_is_near_the_mean():
+    """Same program, two buffers: 1.05 times the mean in rounds, or the worst case in one."""
+    case, mesh = Case(num_tokens=512, features=48), make_mesh((8,), ("expert",))
+    x, mask, kernel, experts, target = arguments(case, BY_NAME["one_hot"], 8)
+    temporaries = {}
+    for headroom in (1.05, 8.0):
+        layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), plain(headroom)))
+        compiled = layer.lower(x, mask, kernel, experts, target).compile()
+        temporaries[headroom] = compiled.memory_analysis().temp_size_in_bytes
+    assert temporaries[1.05] < 0.4 * temporaries[8.0]
+
+
+# ---- bad input ---------------------------------------------------------------
+
+
+def run_with(router, kernel_scale=1.0):
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    x, mask, kernel, experts, _ = arguments(case, BY_NAME["zipf"], 8)
+    layer = sharded_moe(mesh, Topology.from_mesh(mesh), greedy(), router)
+    return jax.block_until_ready(jax.jit(layer)(x, mask, kernel * kernel_scale, experts))
+
+
+def with_experts(change):
+    def router(logits, bias, info):
+        return TopK(2).with_experts(logits, change(TopK(2)(logits).experts, info.first))
+
+    return router
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("router", "scale", "message"),
+    [
+        (TopK(2), np.nan, r"router logits of rank 0 give weights that are not finite; expected finite logits"),
+        (TopK(2), np.inf, r"router logits of rank 0 give weights that are not finite; expected finite logits"),
+        (
+            with_experts(lambda experts, first: jnp.where(first == 48, 16, experts)),
+            1.0,
+            r"expert ids of rank 2 include 16 \(48 bad ones\); expected 0 to 15",
+        ),
+        (
+            with_experts(lambda experts, first: jnp.where(first == 24, -5, experts)),
+            1.0,
+            r"expert ids of rank 1 include -5 \(48 bad ones\); expected 0 to 15",
+        ),
+    ],
+    ids=["nan", "infinite", "too high", "too low"],
+)
+def test_bad_values_stop_all_ranks(router, scale, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        run_with(router, scale)
+    run_with(TopK(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_fault_in_one_data_parallel_group_stops_all_with_its_message(check_vma):
+    """The other group must not go on alone: it would wait in the next all-reduce until XLA ends the process."""
+    case, mesh = Case(), make_mesh((2, 4), ("data", "expert"))
+    x, mask, kernel, experts, _ = arguments(case, BY_NAME["zipf"], 8)
+    layer = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), greedy(), check_vma=check_vma))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"router logits of rank 2 give weights that are"):
+        jax.block_until_ready(layer(x.at[6 * case.num_tokens, 0].set(jnp.nan), mask, kernel, experts))
+    jax.block_until_ready(layer(x, mask, kernel, experts))
+
+
+@dataclass(frozen=True)
+class LosesOfExpertZero(Balancer):
+    """Its plan lacks a token of expert 0 where that has at least `limit`."""
+
+    limit: int
+
+    def rebalance(self, counts, plan, topology, state):
+        busy = counts[:, 0].sum(dtype=jnp.int32) >= self.limit
+        return replace(plan, quota=plan.quota.at[0, 0].add(-busy.astype(jnp.int32))), state
+
+
+@pytest.mark.slow
+def test_an_illegal_plan_in_one_data_parallel_group_stops_all():
+    case, mesh = Case(), make_mesh((2, 4), ("data", "expert"))
+    x, mask, kernel, experts, _ = arguments(case, BY_NAME["zipf"], 8)
+    # All tokens of the second group want expert 0.
+    x = x.at[4 * case.num_tokens :, case.features].set(100.0)
+    system = System(LosesOfExpertZero(4 * case.num_tokens))
+    layer = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), system))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"group 1 of 2: plan.quota of expert 0 sums to \d+ tokens"):
+        jax.block_until_ready(layer(x, mask, kernel, experts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", [np.nan, np.inf, -np.inf])
+def test_padding_may_hold_anything(padding):
+    """Outputs and gradients are those of padding that holds zeros."""
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    x, mask, kernel, experts, target = arguments(case, BY_NAME["empty_rank"], 8)
+    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), greedy()))
+    found, want = (layer(jnp.where(mask[:, None], x, value), mask, kernel, experts, target) for value in (padding, 0.0))
+    assert not mask.all()
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
+def test_tokens_of_another_dtype_are_refused_by_name():
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    x, mask, kernel, experts, _ = arguments(case, BY_NAME["zipf"], 8)
+    with pytest.raises(ValueError, match="x has dtype float16; expected bfloat16, float32 or float64"):
+        jax.eval_shape(sharded_moe(mesh, Topology.from_mesh(mesh), plain()), x.astype("float16"), mask, kernel, experts)
+
+
+def lose_a_token(counts, plan, topology):
+    quota = plan.quota.copy()
+    quota[np.unravel_index(quota.argmax(), quota.shape)] -= 1
+    return Plan(plan.placement, quota, domain=plan.domain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("planner", "message"),
+    [
+        (lose_a_token, r"plan.quota of expert \d+ sums to \d+ tokens; expected the \d+ of counts"),
+        (lambda counts, plan, topology: plan.quota, r"planner returned ndarray; expected a Plan"),
+        (
+            lambda counts, plan, topology: Plan(plan.placement[:, :2], plan.quota, domain=plan.domain),
+            r"planner returned an array of shape \(8, 2\); expected \(8, 3\), as it was given",
+        ),
+    ],
+)
+def test_a_bad_plan_never_reaches_a_copy(planner, message):
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    x, mask, kernel, experts, _ = arguments(case, BY_NAME["zipf"], 8)
+    system = System(HostCallback(planner), replica_slots=1)
+    layer = jax.jit(sharded_moe(mesh, Topology.from_mesh(mesh), system))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(layer(x, mask, kernel, experts))
+
+
+@pytest.mark.parametrize("headroom", [0.0, -1.0, float("nan"), float("inf")])
+def test_bad_headroom_is_refused(headroom):
+    with pytest.raises(ValueError, match=rf"headroom is {headroom}; expected a finite number above 0"):
+        Direct(headroom)
+
+
+def test_bad_shapes_are_refused():
+    mesh = make_mesh((8,), ("expert",))
+    topology = Topology.from_mesh(mesh)
+    x, kernel = jnp.zeros((4, 6)), jnp.zeros((6, 16))
+    with pytest.raises(ValueError, match=r"experts holds 3 experts on each of 8 ranks; expected 16 in all"):
+        moe(x, kernel, Experts(jnp.zeros((3, 6, 2)), jnp.zeros((3, 2, 6))), TopK(2), plain(), topology)
+    with pytest.raises(ValueError, match=r"x has width 6 and experts.up 5; expected that of the router's kernel, 6"):
+        moe(x, kernel, Experts(jnp.zeros((2, 5, 2)), jnp.zeros((2, 2, 5))), TopK(2), plain(), topology)
+    with pytest.raises(ValueError, match=r"topology has no expert_axes; expected one made by Topology.from_mesh"):
+        moe(x, kernel, Experts(jnp.zeros((2, 6, 2)), jnp.zeros((2, 2, 6))), TopK(2), plain(), Topology.flat(8))
+    with pytest.raises(ValueError, match=r"replica_slots is -1; expected at least 0"):
+        System(replica_slots=-1)
+
+
+@pytest.mark.slow
+def test_explicit_mesh():
+    from jax.sharding import AxisType
+
+    case, mesh = Case(), make_mesh((2, 4), ("data", "expert"), AxisType.Explicit)
+    topology = Topology.from_mesh(mesh)
+    args = arguments(case, BY_NAME["zipf"], 8)
+    tokens, whole = PartitionSpec(("data", "expert")), PartitionSpec()
+    specs = (tokens, tokens, whole, PartitionSpec("expert"), tokens)
+    placed = tuple(jax.device_put(arg, NamedSharding(mesh, spec)) for arg, spec in zip(args, specs, strict=True))
+    (y, _), gradients = with_gradients(sharded_moe(mesh, topology, greedy()))(*placed)
+    (want, _), want_gradients = dense_with_gradients(TopK(2))(*args)
+    assert_close((y, gradients), (want, want_gradients), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", [greedy(), feplb(), exact(), rails()], ids=["greedy", "feplb", "exact", "rails"])
+def test_the_whole_layer_lowers_for_a_gpu(system):
+    """Forward and backward, on a machine without one: exact-size exchanges, no emulation, no dense expansion, and
+    nobody called on a host.
+    """
+    case, mesh = Case(), make_mesh((2, 4), ("node", "gpu"))
+    topology = Topology.from_mesh(mesh, ("node", "gpu"), ranks_per_domain=8, rails_per_node=4)
+    layer = with_gradients(sharded_moe(mesh, topology, system, checks="deferred"))
+    args = arguments(case, BY_NAME["zipf"], 8, "bfloat16")
+    text = layer.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "ragged_all_to_all" in text
+    for absent in ("ragged_dot", "collective_permute", "python"):
+        assert absent not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", [greedy(), feplb()], ids=["greedy", "feplb"])
+def test_no_tokens_at_all(system):
+    case, mesh = Case(), make_mesh((8,), ("expert",))
+    layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), system))
+    x = jnp.zeros((0, case.width))
+    (y, stats), gradients = layer(x, jnp.zeros((0,), bool), *case.params("float32"), x)
+    assert y.shape == x.shape
+    assert int(stats.rounds[0]) == 0
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves(gradients))
+
+
+def test_derivatives_that_are_not_there_are_refused_in_one_line():
+    mesh = make_mesh((2,), ("expert",))
+    run = sharded_moe(mesh, Topology.from_mesh(mesh), greedy(1))
+    case = Case(num_tokens=4, num_experts=4)
+    kernel, experts = case.params(jnp.float32)
+    x, mask = jnp.ones((8, case.width)), jnp.ones(8, bool)
+
+    def total(x):
+        return run(x, mask, kernel, experts)[0].sum()
+
+    with pytest.raises(NotImplementedError, match="moe has no second derivatives"):
+        jax.eval_shape(jax.grad(lambda x: jax.grad(total)(x).sum()), x)
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        jax.jit(lambda x: jax.jvp(total, (x,), (x,))).lower(x)

@@ -1,0 +1,41 @@
+"""A profile names the stages of the pipeline: every operation that is worth one carries the name of its stage."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_moe_lb import Topology
+from jax_moe_lb.layer.systems import system_named
+from tests.layer_cases import Case, make_mesh, sharded_moe, with_gradients
+
+STAGES = {"route", "count", "plan", "address", "replicate", "dispatch", "experts", "combine"}
+AGAIN = {"replicate", "dispatch", "experts", "combine"}
+"""The stages of the backward pass, which routes and plans nothing."""
+
+
+def operations(system: str) -> list[tuple[str, list[str]]]:
+    """The operations of a layer and its gradients, each with the scopes that it stands in."""
+    mesh, case = make_mesh((8,), ("expert",)), Case()
+    run = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh), system_named(system), checks="deferred"))
+    kernel, experts = jax.eval_shape(lambda: case.params(jnp.float32))
+    x = jax.ShapeDtypeStruct((8 * case.num_tokens, case.width), jnp.float32)
+    text = run.lower(x, jax.ShapeDtypeStruct(x.shape[:1], bool), kernel, experts, x).as_text(debug_info=True)
+    names = dict(re.findall(r'^(#loc\d+) = loc\("([^"]*)"', text, re.MULTILINE))
+    found = re.findall(r"stablehlo\.(\w+).*loc\((#loc\d+)\)$", text, re.MULTILINE)
+    # A region is the first of an operation's lines, and its last has the name.
+    found += re.findall(r'"?stablehlo\.(all_\w+|collective_\w+).*?\}\) .*?loc\((#loc\d+)\)$', text, re.M | re.S)
+    return [(kind, re.split(r"[/()]+", names.get(at, ""))) for kind, at in found]
+
+
+@pytest.mark.parametrize("system", ["greedy", "feplb"])
+def test_every_stage_has_its_name(system):
+    found = operations(system)
+    forward = {name for _, scopes in found if "backward" not in scopes for name in scopes}
+    backward = {name for _, scopes in found if "backward" in scopes for name in scopes}
+    assert forward >= STAGES
+    assert backward & STAGES == AGAIN
+    exchanges = [scopes for kind, scopes in found if kind.startswith(("all_gather", "all_to_all", "collective"))]
+    assert len(exchanges) > 3
+    assert all(STAGES & set(scopes) for scopes in exchanges), "an exchange belongs to no stage"

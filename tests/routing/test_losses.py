@@ -1,0 +1,87 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jax_moe_lb import Losses, TopK
+from jax_moe_lb.routing.losses import sequence_loss, switch_loss
+from jax_moe_lb.routing.routers import mask_tokens, tokens_per_expert
+from tests.layer_cases import make_mesh
+
+LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)), jnp.float32)
+
+
+@pytest.mark.slow
+def test_switch_loss_is_1_when_uniform_and_e_when_collapsed():
+    uniform, one_hot = jnp.full(8, 1 / 8), jnp.eye(8)[3]
+    assert switch_loss(uniform, uniform) == pytest.approx(1)
+    assert switch_loss(one_hot, one_hot) == pytest.approx(8)
+
+
+@pytest.mark.slow
+def test_sequence_loss_against_a_loop():
+    routing = TopK(2)(LOGITS)
+    expected = []
+    for start in range(0, 64, 16):
+        experts = np.asarray(routing.experts[start : start + 16])
+        fraction = np.bincount(experts.reshape(-1), minlength=8) / 32
+        expected.append(8 * (fraction * np.asarray(routing.scores[start : start + 16]).mean(0)).sum())
+    assert sequence_loss(routing, 16) == pytest.approx(np.mean(expected), rel=1e-6)
+
+
+def group_loss(losses, mask=None):
+    """The losses over 8 ranks of 8 tokens each."""
+
+    def one_rank(logits, mask):
+        routing = mask_tokens(TopK(2)(logits), mask)
+        mine = tokens_per_expert(routing.experts.reshape(1, -1), 8)
+        counts = jax.lax.all_gather(mine[0], "expert", to="invarying")
+        return losses(routing, counts, ("expert",), 8)
+
+    mask = jnp.ones(64, bool) if mask is None else mask
+    spec = PartitionSpec("expert")
+    run = jax.shard_map(one_rank, mesh=make_mesh((8,), ("expert",)), in_specs=(spec, spec), out_specs=PartitionSpec())
+    return jax.jit(lambda logits: run(logits, mask))
+
+
+@pytest.mark.slow
+def test_losses_over_a_group_equal_those_of_all_its_tokens():
+    routing = TopK(2)(LOGITS)
+    fraction = tokens_per_expert(routing.experts.reshape(1, -1), 8)[0] / 128
+    expected = {
+        Losses(switch=0.5): 0.5 * switch_loss(fraction, routing.scores.mean(0)),
+        Losses(sequence=2.0): 2 * sequence_loss(routing, 8),
+        Losses(z=0.1): 0.1 * jnp.square(jax.nn.logsumexp(LOGITS, axis=1)).mean(),
+        Losses(): 0.0,
+    }
+    for losses, value in expected.items():
+        assert group_loss(losses)(LOGITS) == pytest.approx(float(value), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_gradients_of_the_switch_loss_over_a_group():
+    def reference(logits):
+        routing = TopK(2)(logits)
+        return switch_loss(tokens_per_expert(routing.experts.reshape(1, -1), 8)[0] / 128, routing.scores.mean(0))
+
+    got = jax.grad(group_loss(Losses(switch=1.0)))(LOGITS)
+    np.testing.assert_allclose(got, jax.grad(reference)(LOGITS), atol=1e-7)
+
+
+@pytest.mark.slow
+def test_padding_tokens_do_not_count():
+    mask = jnp.arange(64) < 40
+    garbage = jnp.where(mask[:, None], LOGITS, 1e6)
+    for losses in (Losses(switch=1.0), Losses(sequence=1.0), Losses(z=1.0)):
+        np.testing.assert_allclose(group_loss(losses, mask)(garbage), group_loss(losses, mask)(LOGITS), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_bad_losses_are_refused():
+    with pytest.raises(ValueError, match=r"Losses.z is -1.0; expected at least 0"):
+        Losses(z=-1.0)
+    with pytest.raises(ValueError, match=r"sequence_length is 7; expected a divisor of the 64 tokens"):
+        sequence_loss(TopK(2)(LOGITS), 7)
+    with pytest.raises(ValueError, match=r"sequence_length is None; expected a number of tokens"):
+        Losses(sequence=1.0)(TopK(2)(LOGITS), jnp.zeros((1, 8), jnp.int32), ("expert",), None)

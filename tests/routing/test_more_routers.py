@@ -1,0 +1,138 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_moe_lb import MoE, TokenInfo, TopK, Topology
+from jax_moe_lb.routing import ExpertChoice, HashRouter, NoisyTopK
+from jax_moe_lb.routing.more_routers import capacity, within_capacity
+from jax_moe_lb.routing.routers import NO_EXPERT, tokens_per_expert
+from tests.layer_cases import assert_close, make_mesh
+from tests.oracle import dense_moe
+
+LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(32, 8)), jnp.float32)
+WIDTH, INNER, NUM_EXPERTS = 16, 24, 8
+
+
+def test_every_expert_chooses_its_best_tokens():
+    mask = jnp.arange(32) % 5 != 0
+    routing = ExpertChoice(2, max_experts_per_tok=8)(LOGITS, info=TokenInfo(mask=mask))
+    assert tokens_per_expert(routing.experts.reshape(1, -1), 8)[0].tolist() == [8] * 8
+    scores = np.where(mask[:, None], np.asarray(jax.nn.softmax(LOGITS)), -1)
+    for e in range(8):
+        chosen = (np.asarray(routing.experts) == e).any(1)
+        assert set(np.flatnonzero(chosen)) == set(np.argsort(-scores[:, e], kind="stable")[:8])
+    served = np.asarray(routing.experts) != NO_EXPERT
+    np.testing.assert_array_equal(np.asarray(routing.weights)[~served], 0)
+    np.testing.assert_allclose(
+        np.asarray(routing.weights)[served],
+        np.take_along_axis(scores, np.maximum(np.asarray(routing.experts), 0), 1)[served],
+    )
+
+
+def test_a_token_has_no_more_experts_than_there_is_room_for():
+    equal = jnp.zeros((8, 4))  # all experts choose the same tokens
+    routing = ExpertChoice(2, max_experts_per_tok=2)(equal)
+    assert (routing.experts[:4] != NO_EXPERT).all()
+    assert (routing.experts[4:] == NO_EXPERT).all()
+
+
+@pytest.mark.parametrize(("per_tok", "num_experts"), [(1, 1), (1, 8), (3, 8), (8, 8), (6, 64)])
+def test_a_hash_gives_different_experts_and_uses_all(per_tok, num_experts):
+    ids = jnp.arange(4096, dtype=jnp.int32)
+    routing = HashRouter(per_tok)(jnp.zeros((4096, num_experts)), info=TokenInfo(ids=ids))
+    assert all(len(set(experts)) == per_tok for experts in routing.experts[:64].tolist())
+    load = tokens_per_expert(routing.experts.reshape(1, -1), num_experts)[0]
+    assert 2 * load.min() > load.max()
+
+
+def test_bad_routers_are_refused():
+    with pytest.raises(ValueError, match="token_ids is None; expected the ids"):
+        HashRouter(1)(LOGITS)
+    with pytest.raises(ValueError, match="num_experts_per_tok is 9; expected at most 8"):
+        HashRouter(9)(LOGITS, info=TokenInfo(ids=jnp.zeros(32, jnp.int32)))
+    with pytest.raises(ValueError, match="num_experts_per_tok is 3; expected 1 to max_experts_per_tok = 2"):
+        ExpertChoice(3, max_experts_per_tok=2)
+    with pytest.raises(ValueError, match=r"std is -1\.0; expected at least 0"):
+        NoisyTopK(TopK(1), std=-1.0)
+    with pytest.raises(ValueError, match=r"capacity_factor is 0\.0; expected above 0"):
+        capacity(0.0, 8, 8)
+
+
+def test_noise_moves_the_choice_and_not_the_weights():
+    router = NoisyTopK(TopK(2, renormalise=False), std=1.0)
+    one, other = (router(LOGITS, info=TokenInfo(key=jax.random.key(i))) for i in range(2))
+    assert (one.experts != other.experts).any()
+    scores = jax.nn.softmax(LOGITS, -1)
+    np.testing.assert_allclose(one.weights, jnp.take_along_axis(scores, one.experts, 1), rtol=1e-6)
+    np.testing.assert_array_equal(router(LOGITS).experts, TopK(2)(LOGITS).experts)
+
+
+def dropped(experts, limit):
+    """Copies beyond the limit of their expert, choice by choice."""
+    kept, room = np.full(experts.shape, NO_EXPERT), {}
+    for k in range(experts.shape[1]):
+        for t, e in enumerate(experts[:, k]):
+            room[e] = room.get(e, 0) + 1
+            if e != NO_EXPERT and room[e] <= limit:
+                kept[t, k] = e
+    return kept
+
+
+@pytest.mark.parametrize("limit", [1, 3, 100])
+def test_capacity_against_a_loop(limit):
+    experts = np.random.default_rng(1).integers(-1, 5, (40, 3)).astype(np.int32)
+    np.testing.assert_array_equal(within_capacity(jnp.asarray(experts), 5, limit), dropped(experts, limit))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("router", "options"),
+    [(TopK(2), {"capacity_factor": 0.75}), (HashRouter(2), {}), (ExpertChoice(2, 3), {}), (NoisyTopK(TopK(2)), {})],
+    ids=["capacity", "hash", "expert choice", "noisy"],
+)
+def test_a_layer_with_it_equals_a_dense_one(router, options):
+    """Rank by rank, since capacity and choice are a rank's; an uneven number of tokens, which are padded."""
+    mesh = make_mesh((2, 2), ("data", "expert"))
+    layer = MoE(
+        WIDTH, INNER, NUM_EXPERTS, router, mesh=mesh, topology=Topology.from_mesh(mesh), system="greedy",
+        rngs=nnx.Rngs(0), **options,
+    )  # fmt: skip
+    x, key = jax.random.normal(jax.random.key(1), (31, WIDTH)), jax.random.key(2)
+    ids = jax.random.randint(jax.random.key(3), (31,), 0, 50)
+    padded_ids = jnp.pad(ids, (0, 1)).reshape(4, 8)
+    mask = (jnp.arange(32) < 31).reshape(4, 8)
+    num_dropped = [0, 0]
+
+    def reference(layer, x):
+        outputs = []
+        for rank, part in enumerate(jnp.pad(x, ((0, 1), (0, 0))).reshape(4, 8, WIDTH)):
+            info = TokenInfo(0, mask[rank], padded_ids[rank], jax.random.fold_in(key, rank))
+
+            def routed(logits, bias, _, info=info, rank=rank):
+                routing = router(logits, bias, info)
+                if not options:
+                    return routing
+                live = jnp.where(info.mask[:, None], routing.experts, NO_EXPERT)
+                kept = jnp.asarray(dropped(np.asarray(live), capacity(0.75, live.size, NUM_EXPERTS)))
+                num_dropped[rank // 2] += int((kept != live).sum())
+                return replace_experts(routing, kept)
+
+            outputs.append(dense_moe(part, layer.kernel[...], layer._experts(), routed, mask[rank]))
+        return jnp.concatenate(outputs)[:31]
+
+    y, stats = nnx.jit(lambda layer, x: layer(x, token_ids=ids, key=key))(layer, x)
+    assert_close(y, reference(layer, x), 1e-5)
+    assert stats.dropped.tolist() == num_dropped
+    assert (stats.counts.sum((1, 2)) == stats.load_after.sum(1)).all()
+    if not options:
+        loss = nnx.grad(lambda layer, call: jnp.square(call(layer, x)).mean())
+        got = nnx.to_pure_dict(loss(layer, lambda layer, x: layer(x, token_ids=ids, key=key)[0]))
+        assert_close(got, nnx.to_pure_dict(loss(layer, reference)), 1e-5)
+
+
+def replace_experts(routing, experts):
+    """The same routing where dropped copies count 0."""
+    weights = jnp.where(experts == NO_EXPERT, 0, routing.weights)
+    return type(routing)(jnp.maximum(experts, 0), weights, routing.logits, routing.scores)

@@ -1,0 +1,215 @@
+"""Expert domains as mesh axes equal a dense layer, and have no collective where Algorithm 1 has no link."""
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import Chain, System, TopK, Topology, moe, plain
+from jax_moe_lb.balancers import Exact, HybridEP, RailS
+from jax_moe_lb.transport import Codec, Direct, ExpertDomains, GatherExpertDomain, MultiRailDispatch, hybrid_mesh
+from tests.algorithm_1 import collectives, connected, links, pairs
+from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+
+SKEWED = next(workload for workload in WORKLOADS if workload.name == "zipf")
+NAMES = ("dc", "node", "gpu")
+
+
+def domains_of(sizes, domain_sizes, mesh=None):
+    """Levels of these sizes, the innermost called gpu, split."""
+    names = NAMES[-len(sizes) :]
+    mesh = make_mesh(sizes, names) if mesh is None else mesh
+    split = hybrid_mesh(mesh, dict(zip(names, domain_sizes, strict=True)))
+    return split, ExpertDomains.from_mesh(split, Topology.from_mesh(mesh, names))
+
+
+def hybrid_moe(mesh, domains, system, codec=Codec()):
+    """As `sharded_moe`, experts gathered first."""
+    group = domains.between
+    by_rank, by_offset = PartitionSpec(domains.expert_axes), PartitionSpec(group.data_axes)
+
+    def one_rank(x, mask, kernel, experts):
+        held = GatherExpertDomain(domains, codec)(experts)
+        state = system.balancer.init((group.num_ranks, kernel.shape[1]))
+        y, stats, _ = moe(x, kernel, held, TopK(2), system, group, mask=mask, state=state)
+        return y, jax.tree.map(lambda leaf: leaf[None], stats)
+
+    specs = (by_rank, by_rank, PartitionSpec(), by_rank)
+    return jax.shard_map(one_rank, mesh=mesh, in_specs=specs, out_specs=(by_rank, by_offset))
+
+
+@functools.cache
+def inputs():
+    case = Case(num_tokens=12, gated=False)
+    kernel, experts = case.params("float32")
+    x, mask = case.tokens(SKEWED, 8, "float32")
+    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), "float32")
+    return x, mask, kernel, experts, target
+
+
+@functools.cache
+def dense():
+    return dense_with_gradients(TopK(2))(*inputs())
+
+
+def check_groups(hlo, sizes, domain_sizes, backward=True):
+    """Every collective of a training step, or of its forward pass, joins ranks as Algorithm 1 does."""
+    gathered, exchanged, scattered = set(), set(), set()
+    for operation, dtype, groups in collectives(hlo):
+        if operation == "all-gather" and dtype == "f32":
+            gathered.add(frozenset(pairs(groups)))
+        elif operation == "reduce-scatter":
+            scattered.add(frozenset(pairs(groups)))
+        elif operation in ("all-to-all", "all-gather"):  # tokens' addresses and their counts
+            exchanged.add(frozenset(pairs(groups)))
+        else:
+            assert operation == "all-reduce", operation  # gradients of the router
+    levels = range(len(sizes))
+    gather = {frozenset(links("gather", level, sizes, domain_sizes)) for level in levels}
+    exchange = set().union(*(links("exchange", level, sizes, domain_sizes) for level in levels))
+    assert gathered == gather - {frozenset()}
+    assert scattered == (gathered if backward else set())
+    # XLA keeps gathers of counts among one rank, which join none.
+    assert exchanged - {frozenset()} == ({frozenset(connected(exchange))} if exchange else set())
+    return sum(map(len, gather)), len(exchange)
+
+
+def assert_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+# One level, and two levels with domains across both.
+SPLITS = [((8,), (1,)), ((8,), (2,)), ((2, 4), (2, 2))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "domain_sizes"), SPLITS, ids=str)
+def test_layer_equals_dense_and_joins_ranks_as_algorithm_1_does(sizes, domain_sizes):
+    mesh, domains = domains_of(sizes, domain_sizes)
+    program = with_gradients(hybrid_moe(mesh, domains, plain())).lower(*inputs()).compile()
+    (y, stats), gradients = program(*inputs())
+    (want, _), want_gradients = dense()
+    assert_close((y, gradients), (want, want_gradients), 1e-5)
+    assert stats.counts.shape[:2] == (domains.domain_size, 8 // domains.domain_size)
+    check_groups(program.as_text(), sizes, domain_sizes)
+    if domain_sizes == (1,):
+        base = make_mesh((8,), ("gpu",))
+        layer = with_gradients(sharded_moe(base, Topology.from_mesh(base, "gpu"), plain()))
+        (plain_y, plain_stats), plain_gradients = layer(*inputs())
+        assert_equal((y, stats, gradients), (plain_y, plain_stats, plain_gradients))
+
+
+# Table VII: directed pairs of ranks, (exchange, gather), for S = 1, 2, 4 ...
+TABLE_VII = {
+    8: [(56, 0), (24, 8), (8, 24), (0, 56)],
+    16: [(240, 0), (112, 16), (48, 48), (16, 112), (0, 240)],
+    32: [(992, 0), (480, 32), (224, 96), (96, 224), (32, 480), (0, 992)],
+}
+
+
+def test_table_vii():
+    for size, counts in TABLE_VII.items():
+        for power, (exchange, gather) in enumerate(counts):
+            assert len(links("exchange", 0, (size,), (2**power,))) == exchange
+            assert len(links("gather", 0, (size,), (2**power,))) == gather
+
+
+def compile_all(sizes):
+    """Compiles a small layer for every domain size of so many devices; run in a process that has them."""
+    for size in sizes:
+        for power, counts in enumerate(TABLE_VII[size]):
+            devices = np.asarray(jax.devices()[:size])
+            base = Mesh(devices, ("gpu",), axis_types=(AxisType.Auto,))
+            mesh, domains = domains_of((size,), (2**power,), base)
+            case = Case(num_tokens=4, num_experts=32, mlp_dim=4, gated=False)
+            kernel, experts = case.params("float32")
+            x, mask = case.tokens(SKEWED, size, "float32")
+            lowered = jax.jit(hybrid_moe(mesh, domains, plain())).lower(x, mask, kernel, experts)
+            hlo = lowered.compile().as_text()
+            assert check_groups(hlo, (size,), (2**power,), backward=False) == counts[::-1], (size, power)
+            print(size, 2**power)
+
+
+@pytest.mark.slow
+def test_compiled_groups_on_8_16_and_32_devices():
+    code = (
+        "from jax_moe_lb import use_virtual_cpu_devices; use_virtual_cpu_devices(32)\n"
+        "from tests.test_hybrid import compile_all; compile_all([8, 16, 32])"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=600)
+    assert done.stdout.split("\n")[-2:] == ["32 32", ""], done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_the_plan_of_hybridep_serves_what_the_gathered_layer_serves():
+    """Two executions of one plan: every rank in one group, or equal offsets in groups of their own."""
+    mesh, domains = domains_of((8,), (2,))
+    whole = System(HybridEP(), dispatch=Direct(4.0), replica_slots=2)
+    (y, stats), gradients = with_gradients(sharded_moe(mesh, domains.whole, whole))(*inputs())
+    between = with_gradients(hybrid_moe(mesh, domains, plain(4.0)))
+    (want, between_stats), want_gradients = between(*inputs())
+    assert_close((y, gradients), (want, want_gradients), 1e-6)
+    # Loads by domain and offset, and by offset and domain.
+    np.testing.assert_array_equal(stats.load_after.reshape(4, 2), between_stats.load_after.T)
+
+
+@pytest.mark.slow
+def test_three_levels_at_once_equal_dense():
+    """Experts travel across datacenters, loads are exact inside them, tokens between their nodes take both rails."""
+    base = make_mesh((2, 2, 2), NAMES)
+    topology = Topology.from_mesh(base, NAMES, ranks_per_domain=4, rails_per_node=2)
+    mesh = hybrid_mesh(base, {"dc": 2, "node": 1, "gpu": 1})
+    domains = ExpertDomains.from_mesh(mesh, topology)
+    assert (domains.between.ranks_per_domain, domains.between.ranks_per_node) == (4, 2)
+    system = System(Chain((Exact(), RailS())), dispatch=MultiRailDispatch(), replica_slots=2)
+    (y, stats), gradients = with_gradients(hybrid_moe(mesh, domains, system))(*inputs())
+    (want, _), want_gradients = dense()
+    assert_close((y, gradients), (want, want_gradients), 1e-5)
+    assert stats.load_after.shape == (2, 4)
+    assert float(stats.imbalance_before.min()) > 1.3
+    assert float(stats.imbalance_after.max()) < 1.03
+
+
+def test_ranks_are_numbered_by_domain_and_domains_of_the_hardware_shrink():
+    mesh, domains = domains_of((2, 4), (2, 2))
+    assert mesh.axis_names == ("node_domain", "node_offset", "gpu_domain", "gpu_offset")
+    assert domains.expert_axes == ("node_domain", "gpu_domain", "gpu_offset", "node_offset")
+    assert domains.domain_size == domains.whole.ranks_per_domain == 4
+    assert [level.size for level in domains.between.levels] == [1, 2]
+    assert domains.between.ranks_per_domain == 2
+    assert domains_of((2, 4), (1, 4))[1].between.ranks_per_domain == 1
+
+
+def test_bad_domains_are_named():
+    mesh = make_mesh((2, 4), ("dc", "gpu"))
+    with pytest.raises(ValueError, match=r"domain_sizes\['gpu'\] is 3; expected a divisor of the axis' size 4"):
+        hybrid_mesh(mesh, {"gpu": 3})
+    with pytest.raises(ValueError, match=r"domain_sizes\['gpu'\] is 0"):
+        hybrid_mesh(mesh, {"gpu": 0})
+    with pytest.raises(ValueError, match="domain_sizes names 'node'; expected an axis of the mesh"):
+        hybrid_mesh(mesh, {"node": 2})
+    topology = Topology.from_mesh(mesh, ("dc", "gpu"))
+    with pytest.raises(ValueError, match=r"the mesh splits 'dc' into \{'dc_domain': 0"):
+        ExpertDomains.from_mesh(hybrid_mesh(mesh, {"gpu": 2}), topology)
+    with pytest.raises(ValueError, match=r"the mesh splits 'gpu' into .* expected parts of the topology's 4 members"):
+        ExpertDomains.from_mesh(hybrid_mesh(make_mesh((2, 2), ("dc", "gpu")), {"dc": 1, "gpu": 2}), topology)
+    with pytest.raises(ValueError, match="topology has no expert_axes"):
+        ExpertDomains.from_mesh(mesh, Topology.flat(8))
+    with pytest.raises(ValueError, match="different names"):
+        hybrid_mesh(make_mesh((2, 2), ("dc", "dc_domain")), {"dc": 1})
+    with pytest.raises(ValueError, match="domain_size is 0; expected at least 1"):
+        HybridEP(0)
+
+
+def test_the_plan_of_hybridep_refuses_a_size_that_is_no_part_of_its_domain():
+    mesh, domains = domains_of((8,), (2,))
+    with pytest.raises(ValueError, match="domain_size is 4; expected a divisor of the plan's domain of 2 ranks"):
+        jax.eval_shape(sharded_moe(mesh, domains.whole, System(HybridEP(4))), *inputs()[:4])
