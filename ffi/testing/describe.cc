@@ -2,7 +2,7 @@
 #include <cstring>
 #include <sstream>
 
-#include "ffi/testing/fake_xla.h"
+#include "ffi/testing/handler_calls.h"
 
 namespace moe_lb::testing {
 namespace {

@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "ffi/testing/fake_xla.h"
 #include "ffi/testing/random_calls.h"
 #include "ffi/testing/valid_calls.h"
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "ffi/testing/fake_xla.h"
+#include "ffi/common/registrations.h"
 
 namespace moe_lb::testing {
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "ffi/testing/fake_xla.h"
+#include "ffi/testing/handler_calls.h"
 
 namespace moe_lb::testing {
 

@@ -13,6 +13,7 @@
 
 #include "ffi/testing/cuda/memory.h"
 #include "ffi/testing/fake_xla.h"
+#include "ffi/testing/handler_calls.h"
 
 namespace moe_lb::testing {
 

@@ -15,7 +15,9 @@
 #include <vector>
 
 #include "ffi/common/testing.h"
-#include "ffi/testing/cuda/layers.h"
+#include "ffi/testing/cuda/copy_layer.h"
+#include "ffi/testing/cuda/layer_weights.h"
+#include "ffi/testing/cuda/planned_layer.h"
 #include "ffi/testing/cuda/processes.h"
 #include "ffi/testing/cuda/stand_in.h"
 #include "ffi/transport/neighbours_cuda.h"

@@ -19,7 +19,10 @@
 #include <vector>
 
 #include "ffi/common/testing.h"
-#include "ffi/testing/cuda/layers.h"
+#include "ffi/testing/cuda/copy_layer.h"
+#include "ffi/testing/cuda/layer_weights.h"
+#include "ffi/testing/cuda/planned_layer.h"
+#include "ffi/testing/cuda/rows_layer.h"
 #include "ffi/testing/cuda/stand_in.h"
 
 // The first report ends a process.

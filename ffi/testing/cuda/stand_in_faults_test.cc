@@ -13,7 +13,10 @@
 #include "ffi/common/driver_calls_cuda.h"
 #include "ffi/common/driver_cuda.h"
 #include "ffi/common/testing.h"
-#include "ffi/testing/cuda/layers.h"
+#include "ffi/testing/cuda/copy_layer.h"
+#include "ffi/testing/cuda/layer_weights.h"
+#include "ffi/testing/cuda/planned_layer.h"
+#include "ffi/testing/cuda/rows_layer.h"
 #include "ffi/testing/cuda/stand_in.h"
 
 namespace {

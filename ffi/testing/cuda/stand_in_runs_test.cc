@@ -10,7 +10,10 @@
 
 #include "ffi/common/testing.h"
 #include "ffi/planning/handlers.h"
-#include "ffi/testing/cuda/layers.h"
+#include "ffi/testing/cuda/copy_layer.h"
+#include "ffi/testing/cuda/layer_weights.h"
+#include "ffi/testing/cuda/planned_layer.h"
+#include "ffi/testing/cuda/rows_layer.h"
 #include "ffi/testing/cuda/stand_in.h"
 #include "ffi/testing/valid_calls.h"
 
