@@ -7,11 +7,11 @@
 
 #include "ffi/planning/chain.h"
 #include "ffi/planning/checks.h"
-#include "ffi/planning/flow_judge.h"
+#include "ffi/planning/flow_evaluator.h"
 #include "ffi/planning/localize.h"
 #include "ffi/planning/search.h"
 #include "ffi/planning/serving.h"
-#include "ffi/planning/subset_judge.h"
+#include "ffi/planning/subset_evaluator.h"
 #include "ffi/planning/thinning.h"
 
 namespace moe_lb {
@@ -111,13 +111,13 @@ class Planner {
     // No plan can be below the mean, rounded up, so whoever reaches it need not be improved.
     const int32_t mean = total_ / ranks + (total_ % ranks != 0);
     const int32_t enough = mean + mean / kCloseEnough;
-    for (const Giver rule : {Giver::kSurplus, Giver::kUseful, Giver::kHottest}) {
+    for (const DonorRule rule : {DonorRule::kSurplus, DonorRule::kUseful, DonorRule::kHottest}) {
       // A rule that comes so close to the mean leaves nothing worth the time of the others.
       if (max_load_ <= enough) return;
       chain_.Fill(now_, mean, rule);
       KeepIfBetter(mean);
     }
-    if (max_load_ <= enough || best_.num_ranks() > FlowJudge::kMaxRanks) return;
+    if (max_load_ <= enough || best_.num_ranks() > FlowEvaluator::kMaxRanks) return;
     now_.Reset();
     // The search knows where replicas stand and not what they serve. They start without tokens, and Level pushes tokens
     // to them.
@@ -135,23 +135,23 @@ class Planner {
 
   std::vector<Replica> SearchFor(int32_t enough) const {
     const size_t num_ranks = best_.num_ranks();
-    if (num_ranks > SubsetJudge::kMaxRanks) {
-      FlowJudge judge(tokens_, num_ranks, slots_);
-      return Search(tokens_, num_ranks, slots_, fan_out_, judge).Run(best_.Replicas(), enough, kFlowEffort);
+    if (num_ranks > SubsetEvaluator::kMaxRanks) {
+      FlowEvaluator evaluator(tokens_, num_ranks, slots_);
+      return Search(tokens_, num_ranks, slots_, fan_out_, evaluator).Run(best_.Replicas(), enough, kFlowEffort);
     }
-    // The judge of few ranks adds up tokens in 32 bits for many sets, so larger loads are halved until they fit. That
-    // may make the search choose worse, but never a wrong quota: KeepIfBetter levels with exact tokens.
+    // The evaluator of few ranks adds up tokens in 32 bits for many sets, so larger loads are halved until they fit.
+    // That may make the search choose worse, but never a wrong quota: KeepIfBetter levels with exact tokens.
     int shift = 0;
-    while ((total_ >> shift) > SubsetJudge::kMaxTokens) ++shift;
+    while ((total_ >> shift) > SubsetEvaluator::kMaxTokens) ++shift;
     std::vector<int32_t> coarse(tokens_.begin(), tokens_.end());
     for (int32_t& tokens : coarse) tokens >>= shift;
     const View<const int32_t> view(coarse.data(), coarse.size());
-    SubsetJudge judge(view, num_ranks);
-    return Search(view, num_ranks, slots_, fan_out_, judge).Run(best_.Replicas(), enough >> shift, kSubsetEffort);
+    SubsetEvaluator evaluator(view, num_ranks);
+    return Search(view, num_ranks, slots_, fan_out_, evaluator).Run(best_.Replicas(), enough >> shift, kSubsetEffort);
   }
 
   void FindFewest(int32_t limit) {
-    for (const Giver rule : {Giver::kSurplus, Giver::kUseful, Giver::kInTurn}) {
+    for (const DonorRule rule : {DonorRule::kSurplus, DonorRule::kUseful, DonorRule::kSequential}) {
       chain_.Fill(now_, limit, rule);
       // Not every rule keeps the limit, since a chain may run out of slots.
       if (now_.Level(limit) > limit) continue;

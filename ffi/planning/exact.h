@@ -39,7 +39,7 @@ struct ExactOptions {
 //   of 32 or more ranks that is the rule.
 // - Otherwise the placement is the result of a search and carries no guarantee. On recorded loads of
 //   256 experts, 8 ranks with two replica slots each, it was 0.1 % above the optimum of a mixed-integer
-//   program on average, and 1.4 % at worst. Above FlowJudge::kMaxRanks ranks there is no search.
+//   program on average, and 1.4 % at worst. Above FlowEvaluator::kMaxRanks ranks there is no search.
 // - The number of replicas is minimal only in that no single replica can be removed and the limit kept.
 //
 // The plan is a function of the arguments alone: no clock, fixed pseudo-random seed, ties to the lowest

@@ -67,13 +67,13 @@ class Moves {
   bool MoveOne(size_t first) {
     const auto begin = load_.begin() + static_cast<std::ptrdiff_t>(first);
     const auto most = std::max_element(begin, begin + static_cast<std::ptrdiff_t>(options_.domain));
-    const auto giver = static_cast<size_t>(most - load_.begin());
-    std::vector<size_t>& experts = dynamic_[giver];
+    const auto donor = static_cast<size_t>(most - load_.begin());
+    std::vector<size_t>& experts = dynamic_[donor];
     for (auto expert = experts.begin(); expert != experts.end(); ++expert) {
       const size_t taker = Taker(*expert, first);
-      // The taker must end below what the giver has now, or the highest load of the domain would not fall.
-      if (taker != kNone && load_[taker] + Served(*expert) < load_[giver]) {
-        Move(*expert, giver, taker);
+      // The taker must end below what the donor has now, or the highest load of the domain would not fall.
+      if (taker != kNone && load_[taker] + Served(*expert) < load_[donor]) {
+        Move(*expert, donor, taker);
         // An expert moves once at most, which ends the loop of Balance.
         experts.erase(expert);
         return true;
@@ -102,14 +102,14 @@ class Moves {
     return false;
   }
 
-  void Move(size_t expert, size_t giver, size_t taker) {
+  void Move(size_t expert, size_t donor, size_t taker) {
     const auto tokens = static_cast<int32_t>(Served(expert));
     *std::find(placement_[taker].begin(), placement_[taker].end(), -1) = static_cast<int32_t>(expert);
     // The home slot stays and only serves nothing: parameters and optimizer state live there, and the next microbatch
     // starts from home again.
-    quota_[expert][giver] = 0;
+    quota_[expert][donor] = 0;
     quota_[expert][taker] += tokens;
-    load_[giver] -= tokens;
+    load_[donor] -= tokens;
     load_[taker] += tokens;
     --open_[taker];
   }

@@ -19,11 +19,11 @@ struct FeplbOptions {
 // Moves what homes serve of single experts, whole, in every domain on its own.
 //
 // The dynamic experts of a rank are the num_dynamic of its home experts that it serves most of. Until
-// no move is made: the giver is the rank with the highest load, the expert the busiest of its dynamic
+// no move is made: the donor is the rank with the highest load, the expert the busiest of its dynamic
 // experts that has not moved yet, and the taker the rank with the lowest load among those that have an
 // empty slot, have taken fewer than max_num_dyn, and hold no copy of the expert. The move is made if
-// the giver serves at least tau tokens of the expert, and the taker ends below what the giver has now.
-// Else, with `skip`, the giver's next dynamic expert is tried. Ties go to the lower rank and expert.
+// the donor serves at least tau tokens of the expert, and the taker ends below what the donor has now.
+// Else, with `skip`, the donor's next dynamic expert is tried. Ties go to the lower rank and expert.
 //
 //   placement: [R, S], the expert in each slot, -1 for an empty one. The first E / R slots of a rank
 //     hold its home experts in order; the home of expert e is rank e / (E / R).

@@ -15,9 +15,9 @@ namespace moe_lb {
 //   kept: to the existing slot that can take most tokens of the expert that it holds, or
 //   new:  to the first empty slot of the rank with most room among those that have one: it takes, of
 //         the experts that have their home in this domain and no slot on that rank, the one that the
-//         giver serves most of.
+//         donor serves most of.
 // Either takes no more than its rank has room for. `new` wins if it could take more than `kept` and
-// the move reaches min_tokens. No move exceeds the surplus. A giver that can give nothing is left
+// the move reaches min_tokens. No move exceeds the surplus. A donor that can give nothing is left
 // alone. Ties go to the lower rank, slot and expert.
 //
 //   placement: [R, S], the expert in each slot, -1 for an empty one.

@@ -4,12 +4,12 @@
 
 namespace moe_lb {
 
-Search::Search(View<const int32_t> tokens, size_t num_ranks, size_t slots, size_t fan_out, Judge& judge)
+Search::Search(View<const int32_t> tokens, size_t num_ranks, size_t slots, size_t fan_out, SwapEvaluator& evaluator)
     : home_experts_(tokens.size() / num_ranks),
       slots_(slots),
       fan_out_(fan_out),
       tokens_(tokens),
-      judge_(judge),
+      evaluator_(evaluator),
       slot_(num_ranks * slots, Swap::kNothing),
       sent_(num_ranks, 0) {
   for (uint32_t expert = 0; expert < tokens.size(); ++expert) {
@@ -33,9 +33,9 @@ const std::vector<Replica>& Search::Run(const std::vector<Replica>& start, int32
   for (int64_t left = steps; left > 0 && best_ > enough && !outside_.empty(); --left) {
     // The level is computed in integers, so that the plan is the same on every machine.
     const auto level = static_cast<int32_t>(top * left / steps * left / steps);
-    if (!Propose() || !judge_.Keeps(swap_, std::max(level, judge_.worst()))) continue;
+    if (!Propose() || !evaluator_.Keeps(swap_, std::max(level, evaluator_.worst()))) continue;
     Apply();
-    if (judge_.worst() == 0) KeepBest();
+    if (evaluator_.worst() == 0) KeepBest();
     FindSides();
   }
   return best_replicas_;
@@ -51,9 +51,9 @@ void Search::Start(const std::vector<Replica>& start) {
 }
 
 void Search::KeepBest() {
-  best_ = judge_.MaxLoad();
+  best_ = evaluator_.MaxLoad();
   // From now on a placement has no excess only if it is better by a token at least.
-  judge_.SetLimit(best_ - 1);
+  evaluator_.SetLimit(best_ - 1);
   best_replicas_.clear();
   for (size_t slot = 0; slot < slot_.size(); ++slot) {
     if (slot_[slot] != Swap::kNothing) best_replicas_.push_back({slot_[slot], static_cast<uint32_t>(slot / slots_)});
@@ -71,12 +71,12 @@ uint32_t Search::DrawRank(const std::vector<uint32_t>& ranks) {
   return ranks[Draw(static_cast<uint32_t>(ranks.size()))];
 }
 
-// The ranks on both sides of the judge's cut.
+// The ranks on both sides of the evaluator's cut.
 void Search::FindSides() {
   inside_.clear();
   outside_.clear();
   for (uint32_t rank = 0; rank < sent_.size(); ++rank) {
-    ((judge_.cut() & Bit(rank)) != 0 ? inside_ : outside_).push_back(rank);
+    ((evaluator_.cut() & Bit(rank)) != 0 ? inside_ : outside_).push_back(rank);
   }
 }
 
@@ -93,7 +93,7 @@ bool Search::Propose() {
   int32_t falls_back = 0;
   // Where no other rank outside holds the dropped expert, its tokens fall back on the cut, and the new one must have
   // more.
-  if (*slot != Swap::kNothing && (holders_[*slot] & ~Bit(swap_.rank) & ~judge_.cut()) == 0) {
+  if (*slot != Swap::kNothing && (holders_[*slot] & ~Bit(swap_.rank) & ~evaluator_.cut()) == 0) {
     falls_back = tokens_[*slot];
   }
   swap_.added = DrawExpert(falls_back);
@@ -113,13 +113,13 @@ uint32_t Search::DrawExpert(int32_t more_than) {
     for (size_t i = first; i < first + home_experts_; ++i) hotter += hot_tokens_[i] > more_than ? 1u : 0u;
     if (hotter == 0) continue;
     const uint32_t expert = by_tokens_[first + Draw(hotter)];
-    if ((holders_[expert] & ~judge_.cut()) == 0) return expert;
+    if ((holders_[expert] & ~evaluator_.cut()) == 0) return expert;
   }
   return Swap::kNothing;
 }
 
 void Search::Apply() {
-  judge_.Commit(swap_);
+  evaluator_.Commit(swap_);
   slot_[swap_slot_] = swap_.added;
   if (swap_.dropped != Swap::kNothing) {
     holders_[swap_.dropped] &= ~Bit(swap_.rank);

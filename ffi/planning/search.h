@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "ffi/common/view.h"
-#include "ffi/planning/judge.h"
 #include "ffi/planning/serving.h"
+#include "ffi/planning/swap_evaluator.h"
 
 namespace moe_lb {
 
@@ -25,9 +25,9 @@ struct Effort {
 class Search {
  public:
   // tokens: [E]. slots: replicas per rank, at least 1. fan_out: replicas of the experts of a home rank.
-  Search(View<const int32_t> tokens, size_t num_ranks, size_t slots, size_t fan_out, Judge& judge);
+  Search(View<const int32_t> tokens, size_t num_ranks, size_t slots, size_t fan_out, SwapEvaluator& evaluator);
 
-  // Starts from these replicas; `judge` must be in its first state. Ends early at a maximum of `enough`.
+  // Starts from these replicas; `evaluator` must be in its first state. Ends early at a maximum of `enough`.
   // The best replicas found, by rank.
   const std::vector<Replica>& Run(const std::vector<Replica>& start, int32_t enough, Effort effort);
 
@@ -46,13 +46,13 @@ class Search {
   size_t slots_;
   size_t fan_out_;
   View<const int32_t> tokens_;
-  Judge& judge_;
+  SwapEvaluator& evaluator_;
   std::vector<uint32_t> by_tokens_;  // [E], each rank's experts, hottest first
   std::vector<int32_t> hot_tokens_;  // [E], tokens of by_tokens_
   std::vector<RankSet> holders_;     // [E]
   std::vector<uint32_t> slot_;       // [R * slots], experts or kNothing
   std::vector<size_t> sent_;         // [R], replicas of its experts
-  std::vector<uint32_t> inside_;     // ranks of the judge's cut
+  std::vector<uint32_t> inside_;     // ranks of the evaluator's cut
   std::vector<uint32_t> outside_;    // the others
   Swap swap_;                        // proposed
   size_t swap_slot_ = 0;             // index into slot_

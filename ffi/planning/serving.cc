@@ -93,7 +93,7 @@ void Serving::MoveReplica(uint32_t entry, uint32_t to) {
 
 void Serving::Remove(uint32_t entry) {
   const uint32_t home = expert_[entry];
-  // Home may be above the limit afterwards; whoever removes replicas relieves it.
+  // Home may be above the limit afterwards; whoever removes replicas offloads it.
   const int32_t tokens = tokens_[entry];
   tokens_[home] += tokens;
   load_[rank_[home]] += tokens;
@@ -125,19 +125,19 @@ void Serving::Restore(const Amounts& amounts, uint32_t removed) {
 
 int32_t Serving::Level(int32_t limit) {
   for (uint32_t rank = 0; rank < num_ranks(); ++rank) {
-    while (!Relieve(rank, limit)) {
+    while (!OffloadRank(rank, limit)) {
       int64_t sum = 0;
       for (const uint32_t reached : queue_) sum += load_[reached];
       const auto count = static_cast<int64_t>(queue_.size());
       // What these ranks serve can be served nowhere else, so on one of them the load is at least the mean, rounded up,
-      // and no quota of these replicas keeps a lower limit. Ranks relieved before stay so, as the limit only rises.
+      // and no quota of these replicas keeps a lower limit. Ranks offloaded before stay so, as the limit only rises.
       limit = static_cast<int32_t>((sum + count - 1) / count);
     }
   }
   return limit;
 }
 
-bool Serving::Relieve(uint32_t rank, int32_t limit) {
+bool Serving::OffloadRank(uint32_t rank, int32_t limit) {
   while (load_[rank] > limit) {
     // Every mark of an earlier search is now out of date, without clearing anything.
     ++search_;

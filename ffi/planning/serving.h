@@ -58,11 +58,11 @@ class Serving {
   // lower maximum than their mean load, rounded up; the limit rises to that.
   int32_t Level(int32_t limit);
 
-  // Whether `rank` can be brought to the limit. If not, no quota of these replicas keeps it, and what
-  // was moved stays moved; nobody else is above the limit who was not before.
-  bool Relieve(uint32_t rank, int32_t limit);
+  // Moves tokens of `rank` to other ranks until its load is at most the limit; false if that is impossible. No quota of
+  // these replicas then keeps the limit, and moved tokens stay moved. Loads of other ranks do not rise above the limit.
+  bool OffloadRank(uint32_t rank, int32_t limit);
 
-  // After it failed: the ranks that tokens of `rank` could be moved to, itself included.
+  // After OffloadRank failed: the ranks that tokens of `rank` can be moved to, including itself.
   const std::vector<uint32_t>& reached() const { return queue_; }
 
   // The replica, not removed, of an expert on a rank that has one.

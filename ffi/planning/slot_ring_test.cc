@@ -21,12 +21,12 @@ constexpr milliseconds kLong(20000);
 bool Always(size_t) { return true; }
 bool Never(size_t) { return false; }
 
-void SlotsAreHandedOutInTurn() {
+void SlotsAreHandedOutInOrder() {
   SlotRing ring(3);
-  for (size_t turn = 0; turn < 7; ++turn) {
+  for (size_t take = 0; take < 7; ++take) {
     const auto slot = ring.Reserve(Always, kSoon);
     EXPECT(slot);
-    EXPECT_EQ(*slot, turn % 3);
+    EXPECT_EQ(*slot, take % 3);
     ring.Launch(*slot);
   }
 }
@@ -53,7 +53,7 @@ void ARetiredSlotIsNeverUsedAgain() {
   SlotRing ring(2);
   EXPECT_EQ(*ring.Reserve(Always, kSoon), 0u);
   ring.Retire(0);
-  for (int turn = 0; turn < 3; ++turn) {
+  for (int take = 0; take < 3; ++take) {
     EXPECT_EQ(*ring.Reserve(Always, kSoon), 1u);
     ring.Launch(1);
   }
@@ -150,7 +150,7 @@ void NoSlotIsUsedWhileItsLastCallRuns() {
 }  // namespace
 
 int main() {
-  SlotsAreHandedOutInTurn();
+  SlotsAreHandedOutInOrder();
   AFullRingGivesUp();
   AReservedSlotIsNotAskedFor();
   ARetiredSlotIsNeverUsedAgain();

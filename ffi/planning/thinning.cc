@@ -22,10 +22,10 @@ void Thinning::Thin(Serving& serving, int32_t limit) {
     if (!MayGo(serving, entry, slack)) continue;
     serving.Remove(entry);
     // Removal adds load to home alone, so only home has to be brought back to the limit.
-    if (serving.Relieve(serving.rank(serving.expert(entry)), limit)) {
+    if (serving.OffloadRank(serving.rank(serving.expert(entry)), limit)) {
       serving.Save(&saved_);
     } else {
-      // Relieve may have moved tokens all over the plan before it failed, so amounts are restored as a whole.
+      // OffloadRank may have moved tokens all over the plan before it failed, so amounts are restored as a whole.
       serving.Restore(saved_, entry);
     }
   }

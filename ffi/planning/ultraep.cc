@@ -124,16 +124,16 @@ class Domain {
     for (const int64_t load : load_) room_.push_back(std::max<int64_t>(limit - load, 0));
     open_ = empty_;
     std::fill(holder_of_.begin(), holder_of_.end(), kNone);
-    for (const size_t giver : by_load_) {
+    for (const size_t donor : by_load_) {
       // Ranks come by their load, so none after this one has a surplus.
-      if (load_[giver] <= limit) break;
-      if (!Give(giver, load_[giver] - limit, floor)) return false;
+      if (load_[donor] <= limit) break;
+      if (!Give(donor, load_[donor] - limit, floor)) return false;
     }
     return true;
   }
 
-  bool Give(size_t giver, int64_t need, Floor floor) {
-    for (size_t i = giver * home_; i < (giver + 1) * home_ && need > 0; ++i) {
+  bool Give(size_t donor, int64_t need, Floor floor) {
+    for (size_t i = donor * home_; i < (donor + 1) * home_ && need > 0; ++i) {
       const size_t expert = by_served_[i];
       MarkHolders(expert);
       // The home keeps one token, as in the released code.

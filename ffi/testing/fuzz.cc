@@ -141,7 +141,7 @@ class Runner {
     pending.one = std::move(one);
     pending.site = MakeSite(pending.one);
     Execute(pending, *pending.site, random);
-    // Calls overlap on purpose: an earlier one is judged only when many are pending, so that the calls of other sites
+    // Calls overlap on purpose: an earlier one is verified only when many are pending, so that the calls of other sites
     // run beside it.
     Drain(max_pending_);
   }
@@ -168,11 +168,11 @@ class Runner {
   // Until at most so many are not over.
   void Drain(size_t count) {
     while (pending_.size() > count) {
-      Judge(*pending_.front());
+      Check(*pending_.front());
       pending_.pop_front();
     }
     while (!pending_.empty() && pending_.front()->IsOver()) {
-      Judge(*pending_.front());
+      Check(*pending_.front());
       pending_.pop_front();
     }
   }
@@ -260,21 +260,21 @@ class Runner {
     throw std::invalid_argument("no handler " + name);
   }
 
-  void Judge(Pending& pending) {
+  void Check(Pending& pending) {
     const Case& one = pending.one;
     running = &one;
-    bool ok = JudgeOne(one, pending.site->instantiated());
+    bool ok = CheckOne(one, pending.site->instantiated());
     for (size_t device = 0; device < pending.executions.size(); ++device) {
       const std::optional<Ending> ending = pending.executions[device]->Wait(kLimit);
       if (!ending) Fail(one, "the call does not end");
-      ok = JudgeOne(one, *ending) && ok;
-      if (ending->ok) JudgeResults(one, one.call.devices[device], ending->rets);
+      ok = CheckOne(one, *ending) && ok;
+      if (ending->ok) CheckResults(one, one.call.devices[device], ending->rets);
     }
     Counts& counts = counts_[one.handler->name];
     (one.kind == Kind::kValid ? counts.valid : ok ? counts.succeeded : counts.refused) += 1;
   }
 
-  static bool JudgeOne(const Case& one, const Ending& ending) {
+  static bool CheckOne(const Case& one, const Ending& ending) {
     if (ending.wrote_argument) Fail(one, "an argument was written");
     if (ending.ok) return true;
     if (ending.message.empty()) Fail(one, "an error without a message");
@@ -283,10 +283,10 @@ class Runner {
     return false;
   }
 
-  static void JudgeResults(const Case& one, const Operands& operands, const std::vector<Array>& rets) {
-    const auto& judge = AllValidCalls().at(one.handler->name).judge;
-    if (judge == nullptr) return;
-    const std::string wrong = judge(one.call.attributes, operands, rets);
+  static void CheckResults(const Case& one, const Operands& operands, const std::vector<Array>& rets) {
+    const auto& verify = AllValidCalls().at(one.handler->name).verify;
+    if (verify == nullptr) return;
+    const std::string wrong = verify(one.call.attributes, operands, rets);
     if (!wrong.empty()) Fail(one, "a call succeeded, and " + wrong);
   }
 
@@ -379,7 +379,7 @@ Usage Measure() {
   return {resident * sysconf(_SC_PAGESIZE), NumEntries("/proc/self/fd"), NumEntries("/proc/self/task")};
 }
 
-// Each call is made at a new call site and at one that stays, by turns.
+// Calls alternate between a new call site and a persistent one.
 void CallMany(Runner& runner, const std::vector<Case>& cases, uint64_t calls, Random& random) {
   std::vector<std::shared_ptr<CallSite>> sites;
   for (const Case& one : cases) sites.push_back(runner.MakeSite(one));

@@ -11,12 +11,12 @@
 namespace moe_lb::testing {
 
 // What is wrong with one device's results; empty if nothing is.
-using Judge = std::function<std::string(const Attributes&, const Operands&, const std::vector<Array>& rets)>;
+using Verifier = std::function<std::string(const Attributes&, const Operands&, const std::vector<Array>& rets)>;
 
 struct ValidCalls {
   std::function<Call(Random&)> make;  // a random call, which must succeed
   bool blocks = false;                // the handler waits for the other devices: each needs a thread
-  Judge judge = nullptr;              // of whatever call succeeds
+  Verifier verify = nullptr;          // of whatever call succeeds
 };
 
 // By the handler's name. A handler without an entry fails the fuzz: write one in the file of its part.

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "ffi/testing/plan_judges.h"
+#include "ffi/testing/plan_verifiers.h"
 #include "ffi/testing/random_placement.h"
 #include "ffi/testing/valid_calls.h"
 
@@ -142,10 +142,10 @@ Call Spray(Random& random) {
 
 std::map<std::string, ValidCalls> ValidPlannerCalls() {
   return {
-      {"moe_lb_plan_greedy", {Greedy, false, JudgeEdit}},   {"moe_lb_plan_eplb_plus", {EplbPlus, false, JudgeFill}},
-      {"moe_lb_plan_feplb", {Feplb, false, JudgeEdit}},     {"moe_lb_plan_fastermoe", {FasterMoe, false, JudgeEdit}},
-      {"moe_lb_plan_ultraep", {UltraEp, false, JudgeEdit}}, {"moe_lb_plan_relay", {Relay, false, JudgeRelay}},
-      {"moe_lb_plan_exact", {Exact, false, JudgeExact}},    {"moe_lb_plan_spray", {Spray, false, JudgeSpray}},
+      {"moe_lb_plan_greedy", {Greedy, false, VerifyEdit}},   {"moe_lb_plan_eplb_plus", {EplbPlus, false, VerifyFill}},
+      {"moe_lb_plan_feplb", {Feplb, false, VerifyEdit}},     {"moe_lb_plan_fastermoe", {FasterMoe, false, VerifyEdit}},
+      {"moe_lb_plan_ultraep", {UltraEp, false, VerifyEdit}}, {"moe_lb_plan_relay", {Relay, false, VerifyRelay}},
+      {"moe_lb_plan_exact", {Exact, false, VerifyExact}},    {"moe_lb_plan_spray", {Spray, false, VerifySpray}},
   };
 }
 

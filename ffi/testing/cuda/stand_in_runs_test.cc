@@ -96,7 +96,7 @@ void HostPlansAreRight() {
   EXPECT_EQ(plan.num_wrong(), 0);
 }
 
-// Random calls of every planner, with the judges of the fuzz.
+// Random calls of every planner, with the verifiers of the fuzz.
 void EveryPlannerPlans() {
   Gpu gpu(0, 0);
   Random random(1);
@@ -127,7 +127,7 @@ void EveryPlannerPlans() {
       }
       // The status: 0 is a plan.
       EXPECT_EQ(rets.back().bytes[0], 0);
-      if (valid.judge) EXPECT_EQ(valid.judge(call.attributes, call.devices[0], rets), std::string());
+      if (valid.verify) EXPECT_EQ(valid.verify(call.attributes, call.devices[0], rets), std::string());
     }
   }
   ExpectNoViolations();

@@ -5,18 +5,18 @@
 #include <cstdint>
 
 #include "ffi/common/view.h"
-#include "ffi/planning/judge.h"
 #include "ffi/planning/serving.h"
+#include "ffi/planning/swap_evaluator.h"
 
 namespace moe_lb {
 
-class FlowJudge : public Judge {
+class FlowEvaluator : public SwapEvaluator {
  public:
   static constexpr size_t kMaxRanks = 64;
 
   // Nothing is replicated and the limit is 0. slots: replicas per rank. `tokens` [E] must outlive this
   // object.
-  FlowJudge(View<const int32_t> tokens, size_t num_ranks, size_t slots);
+  FlowEvaluator(View<const int32_t> tokens, size_t num_ranks, size_t slots);
 
   bool Keeps(const Swap& swap, int32_t threshold) override;
   void Commit(const Swap& swap) override;

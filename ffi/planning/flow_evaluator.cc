@@ -1,10 +1,10 @@
-#include "ffi/planning/flow_judge.h"
+#include "ffi/planning/flow_evaluator.h"
 
 #include <algorithm>
 
 namespace moe_lb {
 
-FlowJudge::FlowJudge(View<const int32_t> tokens, size_t num_ranks, size_t slots)
+FlowEvaluator::FlowEvaluator(View<const int32_t> tokens, size_t num_ranks, size_t slots)
     // There is room for as many removed replicas as for those that a placement can have, so that Compact runs only once
     // in that many swaps.
     : capacity_(tokens.size() + 2 * num_ranks * slots), now_(tokens, num_ranks), trial_(now_) {
@@ -15,25 +15,25 @@ FlowJudge::FlowJudge(View<const int32_t> tokens, size_t num_ranks, size_t slots)
   FindCut();
 }
 
-void FlowJudge::Apply(const Swap& swap) {
+void FlowEvaluator::Apply(const Swap& swap) {
   // The flow starts from that of the placement before, which differs by one swap, so few tokens must be pushed.
   trial_ = now_;
   if (swap.dropped != Swap::kNothing) trial_.Remove(trial_.Find(swap.dropped, swap.rank));
   trial_.Add(swap.added, swap.rank, 0);
 }
 
-bool FlowJudge::Keeps(const Swap& swap, int32_t threshold) {
+bool FlowEvaluator::Keeps(const Swap& swap, int32_t threshold) {
   Apply(swap);
   int64_t stuck = 0;
-  // A rank that cannot be relieved keeps what it has above the limit, and their sum is the largest excess. Past the
+  // A rank that cannot be offloaded keeps what it has above the limit, and their sum is the largest excess. Past the
   // threshold the rest need not be known: most swaps are refused.
   for (uint32_t rank = 0; rank < trial_.num_ranks() && stuck <= threshold; ++rank) {
-    if (!trial_.Relieve(rank, limit_)) stuck += trial_.load(rank) - limit_;
+    if (!trial_.OffloadRank(rank, limit_)) stuck += trial_.load(rank) - limit_;
   }
   return stuck <= threshold;
 }
 
-void FlowJudge::Commit(const Swap& swap) {
+void FlowEvaluator::Commit(const Swap& swap) {
   Apply(swap);
   std::swap(now_, trial_);
   // Removed replicas leave their entries behind, and every copy of `now_` carries them along.
@@ -41,7 +41,7 @@ void FlowJudge::Commit(const Swap& swap) {
   FindCut();
 }
 
-void FlowJudge::Compact() {
+void FlowEvaluator::Compact() {
   trial_.Reset();
   for (auto entry = static_cast<uint32_t>(now_.num_experts()); entry < now_.num_entries(); ++entry) {
     if (!now_.removed(entry)) trial_.Add(now_.expert(entry), now_.rank(entry), now_.tokens(entry));
@@ -49,30 +49,30 @@ void FlowJudge::Compact() {
   std::swap(now_, trial_);
 }
 
-void FlowJudge::SetLimit(int32_t limit) {
+void FlowEvaluator::SetLimit(int32_t limit) {
   limit_ = limit;
   FindCut();
 }
 
-int32_t FlowJudge::MaxLoad() {
+int32_t FlowEvaluator::MaxLoad() {
   trial_ = now_;
   return trial_.Level(mean_);
 }
 
-// The cut is made of the ranks that cannot be relieved and of all that they reach: what these serve cannot leave them.
-// Relieving one rank changes the flow of others, so the cut is looked for when all have been relieved as far as
+// The cut is made of the ranks that cannot be offloaded and of all that they reach: what these serve cannot leave them.
+// Offloading one rank changes the flow of others, so the cut is looked for when all have been offloaded as far as
 // possible.
-void FlowJudge::FindCut() {
+void FlowEvaluator::FindCut() {
   int64_t stuck = 0;
   for (uint32_t rank = 0; rank < now_.num_ranks(); ++rank) {
-    if (!now_.Relieve(rank, limit_)) stuck += now_.load(rank) - limit_;
+    if (!now_.OffloadRank(rank, limit_)) stuck += now_.load(rank) - limit_;
   }
   worst_ = static_cast<int32_t>(stuck);
   if (stuck == 0) return;
   cut_ = 0;
   for (uint32_t rank = 0; rank < now_.num_ranks(); ++rank) {
     if (now_.load(rank) <= limit_) continue;
-    now_.Relieve(rank, limit_);
+    now_.OffloadRank(rank, limit_);
     for (const uint32_t reached : now_.reached()) cut_ |= Bit(reached);
   }
 }

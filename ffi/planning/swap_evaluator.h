@@ -1,4 +1,4 @@
-// How far a placement is from keeping a limit, and which ranks stand in the way.
+// Evaluates swaps of a placement: the excess of its loads above a limit, and the ranks that cause it.
 #pragma once
 
 #include <cstdint>
@@ -21,9 +21,9 @@ struct Swap {
 // The excess of a set of ranks is the number of tokens that no rank outside of it can serve, minus its
 // size times the limit. By max-flow and min-cut, some quota keeps the limit if and only if no set has
 // an excess above 0, and the largest excess is the number of tokens that cannot be served within it.
-class Judge {
+class SwapEvaluator {
  public:
-  virtual ~Judge() = default;
+  virtual ~SwapEvaluator() = default;
 
   // Whether no excess would be above `threshold`, which is at least 0.
   virtual bool Keeps(const Swap& swap, int32_t threshold) = 0;

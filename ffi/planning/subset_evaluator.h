@@ -7,20 +7,20 @@
 #include <vector>
 
 #include "ffi/common/view.h"
-#include "ffi/planning/judge.h"
+#include "ffi/planning/swap_evaluator.h"
 
 namespace moe_lb {
 
-// A swap changes the table by two masked additions, so that a placement is judged in less than 100 ns,
+// A swap changes the table by two masked additions, so that a placement is evaluated in less than 100 ns,
 // without a flow.
-class SubsetJudge : public Judge {
+class SubsetEvaluator : public SwapEvaluator {
  public:
   static constexpr size_t kMaxRanks = 8;
 
   // Nothing is replicated and the limit is 0. tokens: [E], their sum at most kMaxTokens, so that no
   // excess overflows; must outlive this object.
   static constexpr int64_t kMaxTokens = (int64_t{1} << 27) - 1;
-  SubsetJudge(View<const int32_t> tokens, size_t num_ranks);
+  SubsetEvaluator(View<const int32_t> tokens, size_t num_ranks);
 
   bool Keeps(const Swap& swap, int32_t threshold) override;
   void Commit(const Swap& swap) override;

@@ -1,11 +1,11 @@
-#include "ffi/planning/subset_judge.h"
+#include "ffi/planning/subset_evaluator.h"
 
 #include <algorithm>
 #include <limits>
 
 namespace moe_lb {
 
-SubsetJudge::SubsetJudge(View<const int32_t> tokens, size_t num_ranks)
+SubsetEvaluator::SubsetEvaluator(View<const int32_t> tokens, size_t num_ranks)
     : num_sets_(size_t{1} << num_ranks), tokens_(tokens) {
   const size_t home_experts = tokens.size() / num_ranks;
   std::array<int32_t, kMaxRanks> load = {};
@@ -27,16 +27,18 @@ SubsetJudge::SubsetJudge(View<const int32_t> tokens, size_t num_ranks)
   FindCut();
 }
 
-SubsetJudge::Change SubsetJudge::Dropped(const Swap& swap) const {
+SubsetEvaluator::Change SubsetEvaluator::Dropped(const Swap& swap) const {
   if (swap.dropped == Swap::kNothing) return {0, 0};
   return {holders_[swap.dropped] & ~(1 << swap.rank), tokens_[swap.dropped]};
 }
 
-SubsetJudge::Change SubsetJudge::Added(const Swap& swap) const { return {holders_[swap.added], tokens_[swap.added]}; }
+SubsetEvaluator::Change SubsetEvaluator::Added(const Swap& swap) const {
+  return {holders_[swap.added], tokens_[swap.added]};
+}
 
 // In blocks without branches, for the sake of vector instructions. The block that stood in the way of the last
 // swap goes first: most swaps are refused, and mostly for the same reason.
-bool SubsetJudge::Keeps(const Swap& swap, int32_t threshold) {
+bool SubsetEvaluator::Keeps(const Swap& swap, int32_t threshold) {
   constexpr int32_t kBlock = kSets / kBlocks;
   const Change dropped = Dropped(swap);
   const Change added = Added(swap);
@@ -59,7 +61,7 @@ bool SubsetJudge::Keeps(const Swap& swap, int32_t threshold) {
   return true;
 }
 
-void SubsetJudge::Commit(const Swap& swap) {
+void SubsetEvaluator::Commit(const Swap& swap) {
   const Change dropped = Dropped(swap);
   const Change added = Added(swap);
   const int32_t back = dropped.holders | 1 << swap.rank;
@@ -74,13 +76,13 @@ void SubsetJudge::Commit(const Swap& swap) {
   FindCut();
 }
 
-void SubsetJudge::SetLimit(int32_t limit) {
+void SubsetEvaluator::SetLimit(int32_t limit) {
   for (size_t set = 1; set < num_sets_; ++set) excess_[set] += size_[set] * (limit_ - limit);
   limit_ = limit;
   FindCut();
 }
 
-int32_t SubsetJudge::MaxLoad() {
+int32_t SubsetEvaluator::MaxLoad() {
   int32_t highest = 0;
   for (size_t set = 1; set < num_sets_; ++set) {
     const int32_t tokens = excess_[set] + size_[set] * limit_;
@@ -93,7 +95,7 @@ int32_t SubsetJudge::MaxLoad() {
 
 // Of all sets of the largest excess, the lowest number is the one that is contained in all others.
 // Found in blocks, for the sake of vector instructions.
-void SubsetJudge::FindCut() {
+void SubsetEvaluator::FindCut() {
   constexpr size_t kBlock = 16;
   worst_ = 0;
   for (const int32_t excess : excess_) worst_ = worst_ > excess ? worst_ : excess;
