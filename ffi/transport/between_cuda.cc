@@ -39,8 +39,8 @@ class Hash {
   uint64_t value_ = 14695981039346656037u;
 };
 
-// Stands for what all must ask alike.
-uint64_t AskedBy(const PeerAttributes& attributes, const PeerShare& share) {
+// Hash of the request: site, tables, shapes and sizes, which must be equal on all processes.
+uint64_t HashOf(const PeerAttributes& attributes, const PeerShare& share) {
   Hash hash;
   hash.Add(attributes.site.data(), attributes.site.size());
   hash.Add(share.wanted);
@@ -114,8 +114,8 @@ CUdeviceptr Between::Word(size_t rank, const std::atomic<uint32_t>& word) const 
 
 // ---- a call ------------------------------------------------------------------------
 
-Outcome Between::Meet(const PeerAttributes& attributes, const Brought& brought, const Status& refusal) {
-  const uint32_t number = brought.begun->number;
+Outcome Between::Meet(const PeerAttributes& attributes, const CallArguments& arguments, const Status& refusal) {
+  const uint32_t number = arguments.pending->number;
   std::vector<PeerTask> tasks;
   std::vector<PeerShare> shares;
   Outcome outcome = {refusal ? At(attributes.site, *refusal) : Ok(), false};
@@ -123,8 +123,8 @@ Outcome Between::Meet(const PeerAttributes& attributes, const Brought& brought, 
   if (Status bad = Cuda(cudaSetDevice(device_), "cudaSetDevice"); bad && !outcome.failure) outcome = {bad, false};
   const Outcome ring = group_->WaitForRing(attributes.site, number, attributes.timeout_s);
   if (!outcome.failure) outcome = ring;
-  if (!outcome.failure) outcome = Prepare(attributes, brought, &tasks, &shares);
-  if (outcome.failure) return Fail(number, outcome, brought.begun.get());
+  if (!outcome.failure) outcome = Prepare(attributes, arguments, &tasks, &shares);
+  if (outcome.failure) return Fail(number, outcome, arguments.pending.get());
   const PeerTable table(std::move(shares));
   // `copy_join` also waits for those that read this rank's weights, as XLA knows nothing of their streams.
   for (const PeerTask& task : tasks) {
@@ -132,31 +132,31 @@ Outcome Between::Meet(const PeerAttributes& attributes, const Brought& brought, 
     const auto is_own = [&](const PeerPiece& piece) {
       return piece.source != PeerSource::kNothing && table.participant(piece.from_rank) == group_->own();
     };
-    auto& readers = brought.begun->readers;
+    auto& readers = arguments.pending->readers;
     if (reader == group_->own() || std::count(readers.begin(), readers.end(), reader) > 0) continue;
     if (std::any_of(task.pieces.begin(), task.pieces.end(), is_own)) readers.push_back(reader);
   }
-  outcome = Queue(attributes, brought, table, tasks);
+  outcome = Queue(attributes, arguments, table, tasks);
   // Also after a failure: part of the copies may be queued.
-  if (Status bad = End(brought); bad && !outcome.failure) outcome = {At(attributes.site, *bad), false};
-  if (outcome.failure) brought.begun->readers = group_->ShowFailure(number, outcome);
+  if (Status bad = End(arguments); bad && !outcome.failure) outcome = {At(attributes.site, *bad), false};
+  if (outcome.failure) arguments.pending->readers = group_->ShowFailure(number, outcome);
   return outcome;
 }
 
 // Up to where all ranks agree on what is copied.
-Outcome Between::Prepare(const PeerAttributes& attributes, const Brought& brought, std::vector<PeerTask>* tasks,
+Outcome Between::Prepare(const PeerAttributes& attributes, const CallArguments& arguments, std::vector<PeerTask>* tasks,
                          std::vector<PeerShare>* shares) {
-  const uint32_t number = brought.begun->number;
-  const PeerShare& own = brought.share;
+  const uint32_t number = arguments.pending->number;
+  const PeerShare& own = arguments.share;
   const auto problem = [&](const Status& bad) { return Outcome{At(attributes.site, *bad), false}; };
   if (Status bad = PlanTasks(own, tasks)) return problem(bad);
   Announcement announcement;
-  announcement.asked = AskedBy(attributes, own);
+  announcement.request_hash = HashOf(attributes, own);
   if (Status bad = Share(own, &announcement)) return problem(bad);
   group_->Announce(number, announcement);
   const Outcome outcome = group_->WaitForAll(attributes.site, number, attributes.timeout_s);
   if (outcome.failure) return outcome;
-  if (Status bad = MapShares(attributes, brought, *tasks, shares)) return problem(bad);
+  if (Status bad = MapShares(attributes, arguments, *tasks, shares)) return problem(bad);
   return {};
 }
 
@@ -179,9 +179,9 @@ Status Between::Share(const PeerShare& share, Announcement* announcement) {
 
 // Only what this process copies: a rank that it does not copy from does not wait for it, and may have freed what it
 // announced.
-Status Between::MapShares(const PeerAttributes& attributes, const Brought& brought, const std::vector<PeerTask>& tasks,
-                          std::vector<PeerShare>* shares) {
-  shares->assign(group_->size(), brought.share);
+Status Between::MapShares(const PeerAttributes& attributes, const CallArguments& arguments,
+                          const std::vector<PeerTask>& tasks, std::vector<PeerShare>* shares) {
+  shares->assign(group_->size(), arguments.share);
   const PeerTable table(*shares);
   std::set<std::tuple<size_t, PeerSource, size_t>> read;
   for (const PeerTask& task : tasks) {
@@ -194,7 +194,7 @@ Status Between::MapShares(const PeerAttributes& attributes, const Brought& broug
   }
   for (const auto& [rank, source, kind] : read) {
     if (rank == group_->own()) continue;
-    const SharedCall& call = group_->call(rank, brought.begun->number);
+    const SharedCall& call = group_->call(rank, arguments.pending->number);
     const SharedArray& array = source == PeerSource::kHome ? call.home[kind] : call.slots[kind];
     const std::byte* here = nullptr;
     if (Status bad = mapped_.Find(group_->process(rank), array, device_, attributes.timeout_s, &here)) return bad;
@@ -207,10 +207,10 @@ Status Between::MapShares(const PeerAttributes& attributes, const Brought& broug
 
 // All processes go through the tasks of all in the same order, so the first that is not queued never waits for one that
 // will not be.
-Outcome Between::Queue(const PeerAttributes& attributes, const Brought& brought, const PeerTable& table,
+Outcome Between::Queue(const PeerAttributes& attributes, const CallArguments& arguments, const PeerTable& table,
                        const std::vector<PeerTask>& tasks) {
-  const uint32_t number = brought.begun->number;
-  const cudaStream_t stream = brought.turn->gpu->copies();
+  const uint32_t number = arguments.pending->number;
+  const cudaStream_t stream = arguments.resources->gpu->copies();
   const DriverCalls& driver = DriverCalls::Get();
   const auto problem = [&](const Status& bad) { return Outcome{At(attributes.site, *bad), false}; };
   const auto reader = [&](size_t task) { return table.participant(tasks[task].to_rank); };
@@ -249,21 +249,23 @@ Outcome Between::WaitForTask(const PeerAttributes& attributes, uint32_t number, 
 }
 
 // The word first, so that it is set when XLA's stream has come past the join: the process may end then.
-Status Between::End(const Brought& brought) const {
-  const uint32_t number = brought.begun->number;
-  const Turn& turn = *brought.turn;
+Status Between::End(const CallArguments& arguments) const {
+  const uint32_t number = arguments.pending->number;
+  const LaunchResources& resources = *arguments.resources;
   const DriverCalls& driver = DriverCalls::Get();
   const CUdeviceptr word = Word(group_->own(), group_->call(group_->own(), number).copied);
-  Status bad = driver.Error(driver.write_value(turn.gpu->copies(), word, number, 0), "cuStreamWriteValue32 of copied");
+  Status bad =
+      driver.Error(driver.write_value(resources.gpu->copies(), word, number, 0), "cuStreamWriteValue32 of copied");
   // Others must not wait for what will not come. After an error nothing here reads their weights for anybody's use.
   if (bad) group_->ShowCopied(number);
-  const Status failed = Cuda(cudaEventRecord(turn.copied.get(), turn.gpu->copies()), "cudaEventRecord of copies");
-  brought.begun->turns.push_back(brought.turn);
+  const Status failed =
+      Cuda(cudaEventRecord(resources.copied.get(), resources.gpu->copies()), "cudaEventRecord of copies");
+  arguments.pending->awaited.push_back(arguments.resources);
   return bad ? bad : failed;
 }
 
-Outcome Between::Fail(uint32_t number, Outcome outcome, Begun* begun) {
-  begun->readers = group_->ShowFailure(number, outcome);
+Outcome Between::Fail(uint32_t number, Outcome outcome, PendingCall* pending) {
+  pending->readers = group_->ShowFailure(number, outcome);
   group_->ShowCopied(number);
   return outcome;
 }

@@ -13,8 +13,8 @@
 
 namespace moe_lb::peer_cuda {
 
-struct Begun;
-struct Brought;
+struct PendingCall;
+struct CallArguments;
 
 // A group of processes, as this one's GPU sees it. Each process queues only the copies into its own memory: it reads
 // mapped memory of the others and writes none, so that what a process that ends leaves half done is its own.
@@ -36,9 +36,9 @@ class Between {
   uint32_t Next() { return group_->Next(); }
 
   // Announces the call, waits for the others, and queues the copies into this process.
-  Outcome Meet(const PeerAttributes& attributes, const Brought& brought, const Status& refusal);
+  Outcome Meet(const PeerAttributes& attributes, const CallArguments& arguments, const Status& refusal);
   // Ends the call here and with the others; nothing of it is queued.
-  Outcome Fail(uint32_t number, Outcome outcome, Begun* begun);
+  Outcome Fail(uint32_t number, Outcome outcome, PendingCall* pending);
 
   // Makes a stream wait until a rank has copied all that it copies in this call.
   Status WaitForReader(cudaStream_t stream, uint32_t number, size_t rank) const;
@@ -50,15 +50,15 @@ class Between {
 
   Status LockPages();
   Status Share(const PeerShare& share, Announcement* announcement);
-  Status MapShares(const PeerAttributes& attributes, const Brought& brought, const std::vector<PeerTask>& tasks,
+  Status MapShares(const PeerAttributes& attributes, const CallArguments& arguments, const std::vector<PeerTask>& tasks,
                    std::vector<PeerShare>* shares);
-  Outcome Prepare(const PeerAttributes& attributes, const Brought& brought, std::vector<PeerTask>* tasks,
+  Outcome Prepare(const PeerAttributes& attributes, const CallArguments& arguments, std::vector<PeerTask>* tasks,
                   std::vector<PeerShare>* shares);
-  Outcome Queue(const PeerAttributes& attributes, const Brought& brought, const PeerTable& table,
+  Outcome Queue(const PeerAttributes& attributes, const CallArguments& arguments, const PeerTable& table,
                 const std::vector<PeerTask>& tasks);
   Outcome WaitForTask(const PeerAttributes& attributes, uint32_t number, size_t rank, size_t task,
                       cudaStream_t stream) const;
-  Status End(const Brought& brought) const;
+  Status End(const CallArguments& arguments) const;
   CUdeviceptr Word(size_t rank, const std::atomic<uint32_t>& word) const;
 
   ProcessGroup* const group_;

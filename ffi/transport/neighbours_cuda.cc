@@ -74,11 +74,11 @@ Status Neighbours::Send(int64_t process, const PeerNote& note, int descriptor) {
 
 bool Neighbours::Take(int64_t process, PeerNote::Kind kind, uint64_t id, PeerNote* note, Descriptor* descriptor) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = kept_.find({process, {kind, id}});
-  if (found == kept_.end()) return false;
+  const auto found = notes_.find({process, {kind, id}});
+  if (found == notes_.end()) return false;
   *note = found->second.first;
   *descriptor = std::move(found->second.second);
-  kept_.erase(found);
+  notes_.erase(found);
   return true;
 }
 
@@ -165,7 +165,7 @@ bool Neighbours::Read(const std::shared_ptr<Link>& link, int64_t process) {
         return true;
       case Received::kNote:
         const std::lock_guard<std::mutex> lock(mutex_);
-        kept_.insert_or_assign({process, {note.kind, note.id}}, Kept(note, std::move(descriptor)));
+        notes_.insert_or_assign({process, {note.kind, note.id}}, StoredNote(note, std::move(descriptor)));
     }
   }
 }

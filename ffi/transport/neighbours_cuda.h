@@ -58,7 +58,7 @@ class Neighbours {
     bool is_open = true;
   };
   using Key = std::pair<int64_t, std::pair<PeerNote::Kind, uint64_t>>;
-  using Kept = std::pair<PeerNote, Descriptor>;
+  using StoredNote = std::pair<PeerNote, Descriptor>;
 
   void Watch();
   void Accept();
@@ -77,7 +77,7 @@ class Neighbours {
   std::atomic<int64_t> num_sent_{0};
   std::map<int64_t, std::shared_ptr<Link>> links_;
   std::set<int64_t> ended_;
-  std::map<Key, Kept> kept_;
+  std::map<Key, StoredNote> notes_;
   std::vector<std::function<void(int64_t)>> on_end_;
 };
 

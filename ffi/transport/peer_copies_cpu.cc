@@ -27,14 +27,14 @@ Tickets& OpenTickets() {
 
 // ---- what the ranks meet for ---------------------------------------------------
 
-static std::vector<PeerShare> SharesOf(View<Brought> brought) {
+static std::vector<PeerShare> SharesOf(View<CallArguments> arguments) {
   std::vector<PeerShare> shares;
-  for (const Brought& one : brought) shares.push_back(one.share);
+  for (const CallArguments& one : arguments) shares.push_back(one.share);
   return shares;
 }
 
-void Copy(View<Brought> brought, Meeting::Finish finish) {
-  const std::vector<PeerShare> shares = SharesOf(brought);
+void Copy(View<CallArguments> arguments, Meeting::Finish finish) {
+  const std::vector<PeerShare> shares = SharesOf(arguments);
   // The copies of all are planned from the table of one, so it must be that of all: each rank has computed it for
   // itself.
   if (Status bad = CheckEqualTables(shares)) return finish(bad);
@@ -43,18 +43,18 @@ void Copy(View<Brought> brought, Meeting::Finish finish) {
   RunPeerTasks(std::move(tasks), PeerTable(shares), [finish] { finish(Ok()); });
 }
 
-static void Sum(View<Brought> brought, Meeting::Finish finish) {
-  const std::vector<PeerShare> shares = SharesOf(brought);
+static void Sum(View<CallArguments> arguments, Meeting::Finish finish) {
+  const std::vector<PeerShare> shares = SharesOf(arguments);
   if (Status bad = CheckEqualTables(shares)) return finish(bad);
   if (Status bad = CheckWanted(shares[0].wanted, shares[0].weights.num_home)) return finish(bad);
   // The types of rank 0 stand for those of all: they belong to the program, which is one for all devices.
-  RunPeerSums(shares[0].wanted, brought[0].numbers, PeerTable(shares), [finish] { finish(Ok()); });
+  RunPeerSums(shares[0].wanted, arguments[0].numbers, PeerTable(shares), [finish] { finish(Ok()); });
 }
 
 xf::TypeId Site::id = {};
 xf::TypeInfo Site::info = xf::MakeTypeInfo<Site>();
 
-template <void (*act)(View<Brought>, Meeting::Finish)>
+template <void (*act)(View<CallArguments>, Meeting::Finish)>
 static xf::ErrorOr<std::unique_ptr<Site>> MakeSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
                                                    int64_t chunk_bytes, double timeout_s, std::string_view site,
                                                    xf::Span<const int64_t> processes) {
@@ -99,10 +99,10 @@ xf::Future Failed(const Status& bad) {
 }
 
 // A bad rank arrives too: the others then fail at once and with its message, instead of waiting for their time-out.
-xf::Future Arrive(Site* site, const Arrival& who, Brought brought, Status refusal) {
+xf::Future Arrive(Site* site, const Arrival& who, CallArguments arguments, Status refusal) {
   xf::Promise promise;
   xf::Future future(promise);
-  site->meeting.Arrive(who, std::move(brought), std::move(refusal), [promise](const Outcome& outcome) {
+  site->meeting.Arrive(who, std::move(arguments), std::move(refusal), [promise](const Outcome& outcome) {
     // Completing the promise runs the rest of this device's program in here, up to its next collective, which blocks.
     // The rendezvous calls this on a thread of its own, or on XLA's.
     xf::Promise completed = promise;

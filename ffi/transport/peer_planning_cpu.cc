@@ -62,8 +62,8 @@ xf::Error PostHandler(xf::RunId run, int32_t device, PostSite* site, PeerInteger
   return xf::Error::Success();
 }
 
-// Plans, and fills `brought` with the copies of the plan.
-Status Plan(const PlannerCall& call, const Post& post, const PlannedArrays& arrays, Brought* brought) {
+// Plans, and fills `arguments` with the copies of the plan.
+Status Plan(const PlannerCall& call, const Post& post, const PlannedArrays& arrays, CallArguments* arguments) {
   const PeerAttributes& attributes = post.site->attributes;
   if (Status bad = CheckSame("numbers of the plan", NumWordsOf(call.results), static_cast<size_t>(post.plan_size))) {
     return bad;
@@ -72,11 +72,11 @@ Status Plan(const PlannerCall& call, const Post& post, const PlannedArrays& arra
   // not.
   if (Status bad = Attempt(call, call.operands, call.results)) return bad;
   const auto num_home = static_cast<size_t>(attributes.num_home);
-  if (Status bad = PlannedTables(call.results, num_home, &brought->tables)) return bad;
+  if (Status bad = PlannedTables(call.results, num_home, &arguments->tables)) return bad;
   PeerShareBuilder builder(attributes, post.who.device);
-  if (Status bad = ReadShare(TablesIn(call.results, num_home, brought->tables), arrays, &builder)) return bad;
-  // The share shows `brought->tables`. Moving `brought` into the meeting moves the vector and not its memory.
-  brought->share = builder.Take();
+  if (Status bad = ReadShare(TablesIn(call.results, num_home, arguments->tables), arrays, &builder)) return bad;
+  // The share shows `arguments->tables`. Moving `arguments` into the meeting moves the vector and not its memory.
+  arguments->share = builder.Take();
   return Ok();
 }
 
@@ -91,13 +91,13 @@ xf::Future PlanAndStart(const PlannerCall& call, VectorResult& ticket, PeerInteg
                          "; expected one that post gave in this run of the program and that was not used yet"));
   }
   PlannedArrays arrays;
-  Brought brought;
+  CallArguments arguments;
   Status refusal = SortPlannedArrays(args, rets, &arrays);
-  if (!refusal) refusal = Plan(call, post, arrays, &brought);
+  if (!refusal) refusal = Plan(call, post, arrays, &arguments);
   // This and the ticket come before the arrival, with which the future may complete and others may read the results.
   if (!refusal) PassOn(arrays.before, arrays.after);
   WriteTicket(OpenTickets().Open(run.run_id, {}), ticket->typed_data());
-  return Arrive(post.site.get(), post.who, std::move(brought), std::move(refusal));
+  return Arrive(post.site.get(), post.who, std::move(arguments), std::move(refusal));
 }
 
 // The handler of the planner whose arguments `make_call` takes.

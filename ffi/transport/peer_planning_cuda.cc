@@ -56,11 +56,11 @@ struct Post {
   std::vector<Shape> shapes;  // of the planner's operands; its results have the same
   size_t words = 0;           // of these
   Addresses home;
-  std::shared_ptr<Turn> turn;  // pinned: place, the operands, the plan
+  std::shared_ptr<LaunchResources> resources;  // pinned: place, the operands, the plan
   std::vector<int32_t> tables;
-  std::shared_ptr<Begun> begun;
+  std::shared_ptr<PendingCall> pending;
 
-  int32_t* operands() const { return turn->host + kPlaceWords; }
+  int32_t* operands() const { return resources->host + kPlaceWords; }
   int32_t* results() const { return operands() + words; }
 };
 using Posted = std::shared_ptr<Post>;
@@ -144,11 +144,11 @@ Status StartPost(cudaStream_t stream, const PeerIntegers& place, xf::ResultBuffe
   }
   // `ready` stands for the weights, the operands of the planner and the memory of the slots alike: all of them precede
   // `copy_post` on XLA's stream.
-  if (Status bad = QueueFetch(stream, place.typed_data(), operands, post->words, &post->turn)) return bad;
+  if (Status bad = QueueFetch(stream, place.typed_data(), operands, post->words, &post->resources)) return bad;
   return PassAllOn(stream, arrays.before, arrays.after);
 }
 
-xf::Error PostHandler(cudaStream_t stream, xf::RunId run, int32_t device, PostSite* site, Unjoined* unjoined,
+xf::Error PostHandler(cudaStream_t stream, xf::RunId run, int32_t device, PostSite* site, PendingJoins* pending_joins,
                       PeerIntegers place, xf::RemainingArgs args, xf::ResultBuffer<xf::S32> ticket,
                       xf::RemainingRets rets) {
   if (Status bad = CheckSame("numbers in place", place.element_count(), kPlaceWords)) return ToError(bad);
@@ -161,30 +161,30 @@ xf::Error PostHandler(cudaStream_t stream, xf::RunId run, int32_t device, PostSi
   post->site = site->site;
   post->plan = site->plan;
   const Addresses slots = AddressesOf(arrays.slots);
-  post->begun = std::make_shared<Begun>(run.run_id, TicketOf(device, slots), slots);
+  post->pending = std::make_shared<PendingCall>(run.run_id, TicketOf(device, slots), slots);
   // Before anything is queued that outlasts this call.
-  site->site->Begin(post->begun.get());
-  unjoined->Add(post->begun);
+  site->site->Begin(post->pending.get());
+  pending_joins->Add(post->pending);
   const Status bad = StartPost(stream, place, ticket, arrays, post.get());
-  const Brought brought = {std::move(share), post->turn, post->begun, post};
+  const CallArguments arguments = {std::move(share), post->resources, post->pending, post};
   if (bad) {
-    Abandon(site->site.get(), brought, {bad, false});
-    return ToError(post->begun->Wait());
+    Abandon(site->site.get(), arguments, {bad, false});
+    return ToError(post->pending->Wait());
   }
-  OpenPosts().OpenAs(run.run_id, post->begun->ticket, post);
+  OpenPosts().OpenAs(run.run_id, post->pending->ticket, post);
   // What was posted keeps pinned memory.
-  post->begun->forget = [run_id = run.run_id, ticket = post->begun->ticket] {
+  post->pending->forget = [run_id = run.run_id, ticket = post->pending->ticket] {
     Posted open;
     static_cast<void>(OpenPosts().Close(run_id, ticket, &open));
   };
-  MeetWhenFetched(site->site, run, device, brought,
+  MeetWhenFetched(site->site, run, device, arguments,
                   [post = post.get()](PeerShare* shown) { return Plan(post, shown); });
   return xf::Error::Success();
 }
 
-xf::ErrorOr<std::unique_ptr<Unjoined>> InitializePost(cudaStream_t stream, PostSite* site, PeerIntegers,
-                                                      xf::RemainingArgs args, xf::ResultBuffer<xf::S32>,
-                                                      xf::RemainingRets rets) {
+xf::ErrorOr<std::unique_ptr<PendingJoins>> InitializePost(cudaStream_t stream, PostSite* site, PeerIntegers,
+                                                          xf::RemainingArgs args, xf::ResultBuffer<xf::S32>,
+                                                          xf::RemainingRets rets) {
   if (const Outcome outcome = site->site->Prepare(); outcome.failure) return xf::Unexpected(ToError(outcome));
   PostedArrays arrays;
   if (Status bad = SortPostedArrays(args, rets, site->num_kinds, &arrays)) return xf::Unexpected(ToError(bad));
@@ -194,7 +194,7 @@ xf::ErrorOr<std::unique_ptr<Unjoined>> InitializePost(cudaStream_t stream, PostS
   Status bad = Gpu::Current(&gpu);
   if (!bad) bad = gpu->Prepare(words);
   if (bad) return xf::Unexpected(ToError(bad));
-  return std::make_unique<Unjoined>(stream, gpu, words);
+  return std::make_unique<PendingJoins>(stream, gpu, words);
 }
 
 // ---- plan and copy -------------------------------------------------------------------
@@ -203,7 +203,7 @@ xf::ErrorOr<std::unique_ptr<Unjoined>> InitializePost(cudaStream_t stream, PostS
 Status TakePost(int64_t run_id, int32_t device, const PlannedArrays& arrays, Posted* post) {
   const Addresses slots = AddressesOf(arrays.posted);
   // Other memory may be what still runs uses.
-  if (OpenPosts().Close(run_id, TicketOf(device, slots), post) || (*post)->begun->slots != slots ||
+  if (OpenPosts().Close(run_id, TicketOf(device, slots), post) || (*post)->pending->slots != slots ||
       AddressesOf(arrays.slots) != slots) {
     return Refuse(
         "slots are not the buffers of a post in this run that was not used yet; expected `plan_and_copy` in the "
@@ -226,7 +226,7 @@ Status Upload(cudaStream_t stream, const PlannerCall& call, const Post& post) {
     MOE_LB_CUDA(CopyWords(to.data(), plan[i].flat().data(), to.size(), cudaMemcpyHostToDevice, stream));
   }
   // The pinned memory may come round again when this is reached.
-  MOE_LB_CUDA(cudaEventRecord(post.turn->uploaded.get(), stream));
+  MOE_LB_CUDA(cudaEventRecord(post.resources->uploaded.get(), stream));
   return Ok();
 }
 
@@ -249,9 +249,9 @@ xf::Error PlanAndStart(const PlannerCall& call, VectorResult& ticket, PeerIntege
   if (Status bad = SortPlannedArrays(args, rets, &arrays)) return ToError(bad);
   if (Status bad = TakePost(run.run_id, device, arrays, &post)) return ToError(bad);
   // Usually it is over by now. `copy_join` needs the events, which the last device to arrive names.
-  if (const Outcome outcome = post->begun->Wait(); outcome.failure) return ToError(outcome);
+  if (const Outcome outcome = post->pending->Wait(); outcome.failure) return ToError(outcome);
   if (Status bad = Finish(stream, call, *post, arrays, ticket)) return ToError(bad);
-  OpenTickets().OpenAs(run.run_id, post->begun->ticket, post->begun);
+  OpenTickets().OpenAs(run.run_id, post->pending->ticket, post->pending);
   return xf::Error::Success();
 }
 
@@ -290,7 +290,7 @@ XLA_FFI_DEFINE_HANDLER(kPost, PostHandler,
                            .Ctx<xf::RunId>()
                            .Ctx<xf::DeviceOrdinal>()
                            .Ctx<xf::State<PostSite>>()
-                           .Ctx<xf::Initialized<Unjoined>>()
+                           .Ctx<xf::Initialized<PendingJoins>>()
                            .Arg<PeerIntegers>()  // place [2]
                            .RemainingArgs()  // the planner's operands, home [L, ...] of each kind, what is passed on
                            .Ret<PeerIntegers>()  // ticket [2]

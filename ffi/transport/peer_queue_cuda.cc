@@ -52,8 +52,12 @@ Status CopyBatch(std::vector<void*> to, std::vector<const void*> from, std::vect
 // for an event that is not recorded yet would be no wait at all.
 class Queue {
  public:
-  Queue(View<Brought> brought, const PeerTable& table, const std::vector<PeerTask>& tasks)
-      : brought_(brought), table_(table), tasks_(tasks), done_(tasks.size(), nullptr), needed_(tasks.size(), false) {}
+  Queue(View<CallArguments> arguments, const PeerTable& table, const std::vector<PeerTask>& tasks)
+      : arguments_(arguments),
+        table_(table),
+        tasks_(tasks),
+        done_(tasks.size(), nullptr),
+        needed_(tasks.size(), false) {}
 
   Status Run() {
     for (const PeerTask& task : tasks_) {
@@ -64,10 +68,10 @@ class Queue {
     }
     // `copy_join` of an owner also waits for those that read its weights. XLA may reuse their memory as soon as the
     // owner's stream has passed the join, and knows nothing of the readers' streams.
-    for (size_t owner = 0; owner < brought_.size(); ++owner) {
-      for (size_t reader = 0; reader < brought_.size(); ++reader) {
+    for (size_t owner = 0; owner < arguments_.size(); ++owner) {
+      for (size_t reader = 0; reader < arguments_.size(); ++reader) {
         if (reader != owner && reads_.count({reader, owner}) == 0) continue;
-        brought_[owner].begun->turns.push_back(brought_[reader].turn);
+        arguments_[owner].pending->awaited.push_back(arguments_[reader].resources);
       }
     }
     return Ok();
@@ -77,9 +81,9 @@ class Queue {
   Status Add(size_t index) {
     const PeerTask& task = tasks_[index];
     const size_t reader = table_.participant(task.to_rank);
-    const Brought& to = brought_[reader];
-    const cudaStream_t stream = to.turn->gpu->copies();
-    MOE_LB_CUDA(cudaSetDevice(to.turn->gpu->device()));
+    const CallArguments& to = arguments_[reader];
+    const cudaStream_t stream = to.resources->gpu->copies();
+    MOE_LB_CUDA(cudaSetDevice(to.resources->gpu->device()));
     for (const PeerPiece& piece : task.pieces) {
       if (piece.source != PeerSource::kNothing) reads_.insert({reader, table_.participant(piece.from_rank)});
     }
@@ -88,44 +92,44 @@ class Queue {
     return needed_[index] ? Record(index, to) : Ok();
   }
 
-  Status Record(size_t index, const Brought& to) {
-    auto& forwards = to.turn->forwards;
-    size_t& used = num_forwards_[to.turn.get()];
+  Status Record(size_t index, const CallArguments& to) {
+    auto& forwards = to.resources->forwards;
+    size_t& used = num_forwards_[to.resources.get()];
     if (used == forwards.size()) forwards.emplace_back();
     Event& event = forwards[used++];
     // An event belongs to the device that is current when it is made: that of the stream that records it.
     if (Status bad = event.Make()) return bad;
-    MOE_LB_CUDA(cudaEventRecord(event.get(), to.turn->gpu->copies()));
+    MOE_LB_CUDA(cudaEventRecord(event.get(), to.resources->gpu->copies()));
     done_[index] = event.get();
     return Ok();
   }
 
-  const View<Brought> brought_;
+  const View<CallArguments> arguments_;
   const PeerTable& table_;
   const std::vector<PeerTask>& tasks_;
   std::vector<cudaEvent_t> done_;              // of each task that another one waits for
   std::vector<bool> needed_;                   // tasks that another one waits for
   std::set<std::pair<size_t, size_t>> reads_;  // (reader, owner)
-  std::map<const Turn*, size_t> num_forwards_;
+  std::map<const LaunchResources*, size_t> num_forwards_;
 };
 
-Status CopyAll(View<Brought> brought) {
+Status CopyAll(View<CallArguments> arguments) {
   std::vector<PeerShare> shares;
-  for (const Brought& one : brought) shares.push_back(one.share);
+  for (const CallArguments& one : arguments) shares.push_back(one.share);
   if (Status bad = CheckEqualTables(shares)) return bad;
   std::vector<PeerTask> tasks;
   if (Status bad = PlanTasks(shares[0], &tasks)) return bad;
   const PeerTable table(std::move(shares));
-  return Queue(brought, table, tasks).Run();
+  return Queue(arguments, table, tasks).Run();
 }
 
-// After all tasks, so that `copied` of a device means that it has received everything it asked for.
-Status RecordCopied(View<Brought> brought) {
+// Call it after all tasks are queued: `copied` then marks the end of all copies into a device.
+Status RecordCopied(View<CallArguments> arguments) {
   Status bad;
-  for (const Brought& one : brought) {
-    const Gpu& gpu = *one.turn->gpu;
+  for (const CallArguments& one : arguments) {
+    const Gpu& gpu = *one.resources->gpu;
     Status failed = Cuda(cudaSetDevice(gpu.device()), "cudaSetDevice");
-    if (!failed) failed = Cuda(cudaEventRecord(one.turn->copied.get(), gpu.copies()), "cudaEventRecord of copies");
+    if (!failed) failed = Cuda(cudaEventRecord(one.resources->copied.get(), gpu.copies()), "cudaEventRecord of copies");
     if (!bad) bad = failed;
   }
   return bad;
@@ -133,10 +137,10 @@ Status RecordCopied(View<Brought> brought) {
 
 // XLA frees the buffers of a program that failed, and part of the copies may be queued: every device waits for those of
 // all.
-void WaitForAll(View<Brought> brought) {
-  for (const Brought& one : brought) {
-    one.begun->turns.clear();
-    for (const Brought& other : brought) one.begun->turns.push_back(other.turn);
+void WaitForAll(View<CallArguments> arguments) {
+  for (const CallArguments& one : arguments) {
+    one.pending->awaited.clear();
+    for (const CallArguments& other : arguments) one.pending->awaited.push_back(other.resources);
   }
 }
 
@@ -158,15 +162,15 @@ Status QueueTask(const PeerTable& table, const PeerTask& task, cudaStream_t stre
   return CopyBatch(std::move(to), std::move(from), std::move(sizes), stream);
 }
 
-void Copy(View<Brought> brought, const Meeting::Finish& finish) {
-  // Each device is made current in its turn. The thread may be XLA's, which expects its own device afterwards.
+void Copy(View<CallArguments> arguments, const Meeting::Finish& finish) {
+  // The calls above change the current device. The thread may be XLA's, which expects its own device afterwards.
   int device = 0;
   Status bad = Cuda(cudaGetDevice(&device), "cudaGetDevice");
   if (bad) return finish(bad);
-  bad = CopyAll(brought);
-  const Status failed = RecordCopied(brought);
+  bad = CopyAll(arguments);
+  const Status failed = RecordCopied(arguments);
   if (!bad) bad = failed;
-  if (bad) WaitForAll(brought);
+  if (bad) WaitForAll(arguments);
   static_cast<void>(cudaSetDevice(device));
   finish(bad);
 }

@@ -105,7 +105,7 @@ void ProcessGroup::Announce(uint32_t number, const Announcement& announcement) c
   SharedCall& mine = call(own_, number);
   mine.queued.store(0, std::memory_order_relaxed);
   mine.forwarded.store(0, std::memory_order_relaxed);
-  mine.asked = announcement.asked;
+  mine.request_hash = announcement.request_hash;
   std::copy(announcement.home.begin(), announcement.home.end(), mine.home);
   std::copy(announcement.slots.begin(), announcement.slots.end(), mine.slots);
   mine.announced.store(number);
@@ -124,7 +124,7 @@ Outcome ProcessGroup::WaitForAll(const std::string& site, uint32_t number, doubl
     if (other.failed.load() == number) {
       return {Problem(other.message, other.is_internal != 0), other.timed_out != 0};
     }
-    if (other.asked == call(own_, number).asked) continue;
+    if (other.request_hash == call(own_, number).request_hash) continue;
     return {Refuse(site, ": rank ", rank, " asks for other copies than rank ", own_,
                    "; expected the same calls in the same order, with the same tables and sizes of weights"),
             false};

@@ -16,7 +16,7 @@ namespace moe_lb {
 
 // What a rank tells the others about one call.
 struct Announcement {
-  uint64_t asked = 0;
+  uint64_t request_hash = 0;
   std::vector<SharedArray> home;
   std::vector<SharedArray> slots;
 };

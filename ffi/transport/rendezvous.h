@@ -67,8 +67,8 @@ std::string MissingMessage(const RendezvousOptions& options, const std::vector<i
 // Threads: any; no thread waits in `Arrive`. A meeting is forgotten when all its ranks have come; of meetings that
 // failed the last `kMaxFailed` are remembered for those who come late.
 //
-// `Brought` is movable and default-constructible.
-template <typename Brought>
+// `CallArguments` is movable and default-constructible.
+template <typename CallArguments>
 class Rendezvous {
  public:
   static constexpr size_t kMaxFailed = 16;
@@ -76,10 +76,10 @@ class Rendezvous {
   using Done = std::function<void(const Outcome&)>;
   using Finish = std::function<void(const Status&)>;
 
-  // Does what the ranks met for. `brought` is in the order of the ranks and lives until `finish` is called: once,
+  // Does what the ranks met for. `arguments` is in the order of the ranks and lives until `finish` is called: once,
   // before `act` returns or later on a thread that is not XLA's, when everything is done. Throwing instead of calling
   // it fails the meeting.
-  using Act = std::function<void(View<Brought> brought, Finish finish)>;
+  using Act = std::function<void(View<CallArguments> arguments, Finish finish)>;
 
   // The options must have passed CheckOptions.
   Rendezvous(RendezvousOptions options, Act act)
@@ -88,15 +88,15 @@ class Rendezvous {
   // Returns at once (after `act`, for the last rank). `done` is called exactly once and must not throw: on this thread
   // before Arrive returns, or on a thread of its own (`Settlers`), so it may complete a promise of XLA. A rank out of
   // range is refused alone: nobody can wait for it.
-  void Arrive(const Arrival& who, Brought brought, Status refusal, Done done) {
-    shared_->Arrive(who, std::move(brought), std::move(refusal), std::move(done));
+  void Arrive(const Arrival& who, CallArguments arguments, Status refusal, Done done) {
+    shared_->Arrive(who, std::move(arguments), std::move(refusal), std::move(done));
   }
 
   // For handlers that block: returns the outcome.
-  Outcome ArriveAndWait(const Arrival& who, Brought brought, Status refusal) {
+  Outcome ArriveAndWait(const Arrival& who, CallArguments arguments, Status refusal) {
     // Shared, as `set_value` may still be returning when this thread has gone on.
     const auto promise = std::make_shared<std::promise<Outcome>>();
-    Arrive(who, std::move(brought), std::move(refusal),
+    Arrive(who, std::move(arguments), std::move(refusal),
            [promise](const Outcome& outcome) { promise->set_value(outcome); });
     return promise->get_future().get();
   }
@@ -111,29 +111,29 @@ class Rendezvous {
  private:
   struct Lane;
 
-  // One turn of a group: forgotten when every rank of every lane has come and been served.
-  struct Turn {
+  // The n-th meeting of a group. It is erased when every rank of every lane has arrived and been served.
+  struct Generation {
     std::vector<std::shared_ptr<Lane>> lanes;
     int64_t num_over = 0;
   };
 
-  // One group in one run: forgotten when no turn is open. All devices have then come equally often, so the next turn
-  // may as well be counted from 0.
+  // One group in one run. It is erased when no generation is open: all devices have then arrived equally often, so the
+  // next generation can count from 0.
   struct Group {
-    std::map<int64_t, int64_t> turn_of_device;
-    std::map<int64_t, Turn> turns;
+    std::map<int64_t, int64_t> generation_of_device;
+    std::map<int64_t, Generation> generations;
     bool failed = false;
   };
   using Key = std::pair<int64_t, int64_t>;  // run, group
 
   // One meeting.
   struct Lane {
-    explicit Lane(size_t num_ranks) : brought(num_ranks), refusals(num_ranks), here(num_ranks), dones(num_ranks) {}
+    explicit Lane(size_t num_ranks) : arguments(num_ranks), refusals(num_ranks), here(num_ranks), dones(num_ranks) {}
 
     Key key;
     std::weak_ptr<Group> group;
-    int64_t turn = 0;
-    std::vector<Brought> brought;
+    int64_t generation = 0;
+    std::vector<CallArguments> arguments;
     std::vector<Status> refusals;
     std::vector<bool> here;
     std::vector<Done> dones;
@@ -152,9 +152,9 @@ class Rendezvous {
     Shared(RendezvousOptions given_options, Act given_act)
         : options(std::move(given_options)), act(std::move(given_act)) {}
 
-    void Arrive(const Arrival& who, Brought brought, Status refusal, Done done);
-    std::shared_ptr<Lane> Join(const Arrival& who);            // with the lock held
-    std::shared_ptr<Lane> Open(const Key& key, int64_t turn);  // with the lock held
+    void Arrive(const Arrival& who, CallArguments arguments, Status refusal, Done done);
+    std::shared_ptr<Lane> Join(const Arrival& who);                  // with the lock held
+    std::shared_ptr<Lane> Open(const Key& key, int64_t generation);  // with the lock held
     void Meet(const std::shared_ptr<Lane>& lane, size_t last_rank);
     static void Settle(std::vector<Done> dones, const Outcome& outcome);
     void EndLate(const std::shared_ptr<Lane>& lane);
@@ -177,8 +177,8 @@ class Rendezvous {
 
 // ---- implementation ------------------------------------------------------------
 
-template <typename Brought>
-void Rendezvous<Brought>::Shared::Arrive(const Arrival& who, Brought brought, Status refusal, Done done) {
+template <typename CallArguments>
+void Rendezvous<CallArguments>::Shared::Arrive(const Arrival& who, CallArguments arguments, Status refusal, Done done) {
   if (who.rank < 0 || who.rank >= options.num_ranks) {
     done({Refuse(options.site, ": rank is ", who.rank, "; expected 0 to ", options.num_ranks - 1), false});
     return;
@@ -197,7 +197,7 @@ void Rendezvous<Brought>::Shared::Arrive(const Arrival& who, Brought brought, St
       if (lane->IsComplete()) Forget(*lane);
     } else {
       const auto rank = static_cast<size_t>(who.rank);
-      lane->brought[rank] = std::move(brought);
+      lane->arguments[rank] = std::move(arguments);
       lane->refusals[rank] = std::move(refusal);
       lane->dones[rank] = std::move(done);
     }
@@ -212,32 +212,33 @@ void Rendezvous<Brought>::Shared::Arrive(const Arrival& who, Brought brought, St
   }
 }
 
-template <typename Brought>
-std::shared_ptr<typename Rendezvous<Brought>::Lane> Rendezvous<Brought>::Shared::Join(const Arrival& who) {
+template <typename CallArguments>
+std::shared_ptr<typename Rendezvous<CallArguments>::Lane> Rendezvous<CallArguments>::Shared::Join(const Arrival& who) {
   const Key key(who.run_id, who.group);
   std::shared_ptr<Group>& group = groups[key];
   if (group == nullptr) group = std::make_shared<Group>();
-  // Turns are counted by device and not by rank, since with lanes several devices come as the same rank.
-  const int64_t turn = group->turn_of_device[who.device]++;
+  // Generations are counted by device and not by rank: with lanes, several devices arrive as the same rank.
+  const int64_t generation = group->generation_of_device[who.device]++;
   const auto rank = static_cast<size_t>(who.rank);
   const auto join = [&](const std::shared_ptr<Lane>& lane) {
     lane->here[rank] = true;
     ++lane->num_here;
     return lane;
   };
-  for (const std::shared_ptr<Lane>& lane : group->turns[turn].lanes) {
+  for (const std::shared_ptr<Lane>& lane : group->generations[generation].lanes) {
     if (!lane->here[rank]) return join(lane);
   }
-  return join(Open(key, turn));
+  return join(Open(key, generation));
 }
 
-template <typename Brought>
-std::shared_ptr<typename Rendezvous<Brought>::Lane> Rendezvous<Brought>::Shared::Open(const Key& key, int64_t turn) {
+template <typename CallArguments>
+std::shared_ptr<typename Rendezvous<CallArguments>::Lane> Rendezvous<CallArguments>::Shared::Open(const Key& key,
+                                                                                                  int64_t generation) {
   auto lane = std::make_shared<Lane>(static_cast<size_t>(options.num_ranks));
   lane->key = key;
   lane->group = groups[key];
-  lane->turn = turn;
-  groups[key]->turns[turn].lanes.push_back(lane);
+  lane->generation = generation;
+  groups[key]->generations[generation].lanes.push_back(lane);
   const auto timeout = std::chrono::duration_cast<Watchdog::Clock::duration>(options.timeout);
   // The watchdog's lock is taken under this one. It calls back without its own, so the two are never taken the other
   // way round.
@@ -246,8 +247,8 @@ std::shared_ptr<typename Rendezvous<Brought>::Lane> Rendezvous<Brought>::Shared:
   return lane;
 }
 
-template <typename Brought>
-void Rendezvous<Brought>::Shared::Meet(const std::shared_ptr<Lane>& lane, size_t last_rank) {
+template <typename CallArguments>
+void Rendezvous<CallArguments>::Shared::Meet(const std::shared_ptr<Lane>& lane, size_t last_rank) {
   // Where this comes too late the watchdog is already calling EndLate, which sees that the lane is complete.
   Watchdog::OfProcess().Cancel(lane->deadline);
   {
@@ -261,9 +262,10 @@ void Rendezvous<Brought>::Shared::Meet(const std::shared_ptr<Lane>& lane, size_t
     if (refusal) return End(lane, {At(options.site, *refusal), false});
   }
   try {
-    act({lane->brought.data(), lane->brought.size()}, [self = this->shared_from_this(), lane](const Status& failure) {
-      self->End(lane, {failure ? At(self->options.site, *failure) : Ok(), false});
-    });
+    act({lane->arguments.data(), lane->arguments.size()},
+        [self = this->shared_from_this(), lane](const Status& failure) {
+          self->End(lane, {failure ? At(self->options.site, *failure) : Ok(), false});
+        });
   } catch (const std::exception& error) {
     // `finish` may have been handed on before the exception. Whichever call of End comes first decides, and the other
     // does nothing.
@@ -274,8 +276,8 @@ void Rendezvous<Brought>::Shared::Meet(const std::shared_ptr<Lane>& lane, size_t
   lane->acting_thread = std::thread::id();
 }
 
-template <typename Brought>
-void Rendezvous<Brought>::Shared::EndLate(const std::shared_ptr<Lane>& lane) {
+template <typename CallArguments>
+void Rendezvous<CallArguments>::Shared::EndLate(const std::shared_ptr<Lane>& lane) {
   const std::lock_guard<std::mutex> lock(mutex);
   // The watchdog and the last rank race, and the lock decides: either the lane is complete here, or the last rank finds
   // `late` set and does not act.
@@ -292,8 +294,8 @@ void Rendezvous<Brought>::Shared::EndLate(const std::shared_ptr<Lane>& lane) {
   Settle(std::move(lane->dones), *lane->late);
 }
 
-template <typename Brought>
-void Rendezvous<Brought>::Shared::End(const std::shared_ptr<Lane>& lane, const Outcome& outcome) {
+template <typename CallArguments>
+void Rendezvous<CallArguments>::Shared::End(const std::shared_ptr<Lane>& lane, const Outcome& outcome) {
   std::vector<Done> dones;
   Done own;
   {
@@ -309,26 +311,26 @@ void Rendezvous<Brought>::Shared::End(const std::shared_ptr<Lane>& lane, const O
   if (own) own(outcome);
 }
 
-template <typename Brought>
-void Rendezvous<Brought>::Shared::Settle(std::vector<Done> dones, const Outcome& outcome) {
+template <typename CallArguments>
+void Rendezvous<CallArguments>::Shared::Settle(std::vector<Done> dones, const Outcome& outcome) {
   for (Done& done : dones) {
     if (done) Settlers::OfProcess().Run([done = std::move(done), outcome] { done(outcome); });
   }
 }
 
-template <typename Brought>
-void Rendezvous<Brought>::Shared::Forget(const Lane& lane) {
+template <typename CallArguments>
+void Rendezvous<CallArguments>::Shared::Forget(const Lane& lane) {
   const std::shared_ptr<Group> group = lane.group.lock();
   if (group == nullptr) return;
-  const auto turn = group->turns.find(lane.turn);
-  if (++turn->second.num_over == options.num_lanes) group->turns.erase(turn);
+  const auto generation = group->generations.find(lane.generation);
+  if (++generation->second.num_over == options.num_lanes) group->generations.erase(generation);
   // Another group may stand there by now, if this one was too old.
   const auto found = groups.find(lane.key);
-  if (group->turns.empty() && found != groups.end() && found->second == group) groups.erase(found);
+  if (group->generations.empty() && found != groups.end() && found->second == group) groups.erase(found);
 }
 
-template <typename Brought>
-void Rendezvous<Brought>::Shared::RememberFailed(Lane& lane) {
+template <typename CallArguments>
+void Rendezvous<CallArguments>::Shared::RememberFailed(Lane& lane) {
   const std::shared_ptr<Group> group = lane.group.lock();
   if (group == nullptr || group->failed) return;
   group->failed = true;
@@ -341,16 +343,16 @@ void Rendezvous<Brought>::Shared::RememberFailed(Lane& lane) {
   }
 }
 
-template <typename Brought>
-std::optional<Outcome> Rendezvous<Brought>::Shared::FailureOf(int64_t run_id) const {
+template <typename CallArguments>
+std::optional<Outcome> Rendezvous<CallArguments>::Shared::FailureOf(int64_t run_id) const {
   for (const auto& [run, outcome] : failed_runs) {
     if (run == run_id) return outcome;
   }
   return std::nullopt;
 }
 
-template <typename Brought>
-void Rendezvous<Brought>::Shared::FailRun(int64_t run_id, const Outcome& outcome) {
+template <typename CallArguments>
+void Rendezvous<CallArguments>::Shared::FailRun(int64_t run_id, const Outcome& outcome) {
   std::vector<Watchdog::Ticket> deadlines;
   {
     const std::lock_guard<std::mutex> lock(mutex);
@@ -363,8 +365,8 @@ void Rendezvous<Brought>::Shared::FailRun(int64_t run_id, const Outcome& outcome
         ++group;
         continue;
       }
-      for (const auto& [number, turn] : group->second->turns) {
-        for (const std::shared_ptr<Lane>& lane : turn.lanes) {
+      for (const auto& [number, generation] : group->second->generations) {
+        for (const std::shared_ptr<Lane>& lane : generation.lanes) {
           // One that is complete is acting, and ends by itself.
           if (lane->IsComplete() || lane->late) continue;
           lane->late = failed_runs.back().second;
@@ -379,11 +381,11 @@ void Rendezvous<Brought>::Shared::FailRun(int64_t run_id, const Outcome& outcome
   for (const Watchdog::Ticket& deadline : deadlines) Watchdog::OfProcess().Cancel(deadline);
 }
 
-template <typename Brought>
-size_t Rendezvous<Brought>::num_open() const {
+template <typename CallArguments>
+size_t Rendezvous<CallArguments>::num_open() const {
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   size_t count = 0;
-  for (const auto& [key, group] : shared_->groups) count += group->turns.size();
+  for (const auto& [key, group] : shared_->groups) count += group->generations.size();
   return count;
 }
 

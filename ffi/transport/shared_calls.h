@@ -24,7 +24,7 @@ struct alignas(64) SharedCall {
   std::atomic<uint32_t> queued;  // of the tasks of all, in their order: below it all of this process's are queued
   uint32_t timed_out;
   uint32_t is_internal;
-  uint64_t asked;  // stands for all that must be the same on all processes
+  uint64_t request_hash;  // of the request, which must be equal on all processes
   SharedArray home[kMaxKinds];
   SharedArray slots[kMaxKinds];
   char message[kMaxMessage];

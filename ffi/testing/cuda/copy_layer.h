@@ -14,9 +14,9 @@ class CopyLayer {
  public:
   CopyLayer(LayerShape shape, bool relays);
 
-  // One execution on one device; how it ended. Values are compared on the GPU's stream.
+  // Runs one execution on one device and returns its ending. Values are compared on the GPU's stream.
   Ending Run(Gpu& gpu, int64_t rank, int64_t run, const Between& between = {});
-  // One of a program with several layers, in which all copies are begun before the first is joined.
+  // One execution of a program with several layers that starts all copies before the first join.
   static Ending RunAll(const std::vector<CopyLayer*>& layers, Gpu& gpu, int64_t rank, int64_t run);
 
   int64_t num_wrong() const { return wrong_; }

@@ -203,7 +203,7 @@ void CallSitesShareStreams() {
   run_layers(60);
   EXPECT_EQ(NumStreams(), streams);
   EXPECT_EQ(PinnedBytes(), pinned);
-  // A turn makes the events of its relays when it is first used, and there are 8 turns on each of 4 devices.
+  // Launch resources create their relay events at the first use; each of 4 devices has 8 of them.
   EXPECT(NumEvents() - events <= 4 * 8 * 10);
 }
 
