@@ -6,7 +6,7 @@ from tests.exact_serving import Serving
 
 
 class SubsetJudge:
-    """subset_judge.h."""
+    """subset_evaluator.h."""
 
     def __init__(self, tokens: np.ndarray, num_ranks: int, slots: int) -> None:
         del slots
@@ -45,7 +45,7 @@ class SubsetJudge:
 
 
 class FlowJudge:
-    """flow_judge.h, with every flow from scratch."""
+    """flow_evaluator.h, with every flow from scratch."""
 
     def __init__(self, tokens: np.ndarray, num_ranks: int, slots: int) -> None:
         del slots
