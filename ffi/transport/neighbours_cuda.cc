@@ -9,7 +9,7 @@
 namespace moe_lb {
 namespace {
 
-// Who has connected and not said who it is, gets that long.
+// Time limit for the hello of a new connection.
 constexpr int kHelloMs = 5000;
 
 Received WaitForNote(const Descriptor& socket, PeerNote* note, Descriptor* descriptor) {
@@ -44,7 +44,7 @@ Status Neighbours::Connect(int64_t own, const std::map<int64_t, std::string>& ad
     return Refuse("this is process ", own, ", and was process ", before, " before; expected the same number");
   }
   for (const auto& [process, address] : addresses) {
-    // Of two processes the one with the greater number calls the other.
+    // Of two processes, the one with the larger number connects.
     if (process >= own || Find(process) != nullptr) continue;
     Descriptor socket;
     PeerNote hello;
@@ -68,7 +68,7 @@ Status Neighbours::Send(int64_t process, const PeerNote& note, int descriptor) {
   const std::shared_ptr<Link> link = Find(process);
   if (link == nullptr) return Refuse("process ", process, " is not connected with this one");
   ++num_sent_;
-  // A socket keeps the notes of several threads apart.
+  // Sockets preserve message boundaries between threads.
   return SendNote(link->socket, note, descriptor);
 }
 
@@ -95,7 +95,7 @@ void Neighbours::OnEnd(std::function<void(int64_t)> gone) {
     ended = ended_;
     on_end_.push_back(gone);
   }
-  // One that ends just now is told twice, which changes nothing.
+  // A process that ends now may be reported twice, which has no effect.
   for (const int64_t process : ended) gone(process);
 }
 
@@ -118,7 +118,7 @@ void Neighbours::AddLink(int64_t process, Descriptor socket) {
 
 void Neighbours::Wake() {
   const uint64_t one = 1;
-  // A counter that is full wakes the thread as well.
+  // A full counter wakes the thread too.
   static_cast<void>(!write(wake_.get(), &one, sizeof one));
 }
 

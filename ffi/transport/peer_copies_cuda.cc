@@ -1,12 +1,12 @@
-// Peer copies of NVIDIA GPUs: copy engines do them on a stream of their own. They are compiled and run
-// on a stand-in for the CUDA runtime; not run on a GPU.
+// Peer copies of NVIDIA GPUs, by copy engines on a separate stream. Compiled, and tested on a stand-in for the CUDA
+// runtime; not run on a GPU.
 //
-// The devices of a group meet once, on threads of their own: each arrives when its tables are on the host, and so all
-// that was computed before them is done; the last to arrive queues the copies of all devices. Meanwhile the programs
-// launch what follows, up to the join.
-// Where every rank is a process of its own, each queues the copies into its own memory (`Between`).
-// `copy_join` makes XLA's stream wait for the copies into this device, and for those out of it, so that XLA frees no
-// weights that somebody still reads. A program that fails before its join waits for them when it ends (`PendingJoins`).
+// The devices of a group meet once per call, on their own threads. Each arrives when its tables are on the host, so all
+// work before them is complete. The last to arrive queues the copies of all devices. Meanwhile the programs launch
+// their next operations, up to the join.
+// If every rank is a process of its own, each queues the copies into its own memory (`Between`).
+// `copy_join` makes XLA's stream wait for the copies into this device and for those out of it, so that XLA does not
+// free weights that are still read. A program that fails before its join waits for them at its end (`PendingJoins`).
 #include <cuda_runtime_api.h>
 
 #include <memory>
@@ -24,7 +24,8 @@ namespace moe_lb {
 namespace peer_cuda {
 namespace {
 
-// One per call site that starts copies. The device's thread keeps the site: its program may be gone by then.
+// State of one call site that starts copies. The device's thread shares ownership of the site, because the program may
+// end before it.
 struct StartSite {
   static xf::TypeId id;
   static xf::TypeInfo info;
@@ -43,7 +44,7 @@ xf::ErrorOr<std::unique_ptr<StartSite>> MakeSite(int64_t num_participants, int64
   return std::unique_ptr<StartSite>(new StartSite{std::make_shared<Site>(std::move(attributes))});
 }
 
-// One per call site of `copy_rows`.
+// State of one call site of `copy_rows`.
 struct RowSite {
   static xf::TypeId id;
   static xf::TypeInfo info;
@@ -89,7 +90,7 @@ xf::ErrorOr<std::unique_ptr<PendingJoins>> InitializeRows(cudaStream_t stream, R
 
 // ---- start -------------------------------------------------------------------------
 
-// What all calls that start copies are given.
+// Context of a call that starts copies.
 struct Launch {
   cudaStream_t stream;
   xf::RunId run;
@@ -98,22 +99,21 @@ struct Launch {
   PendingJoins* pending_joins;
 };
 
-// Begins the copies that a share asks for, whose tables are on the device still. Copy engines take addresses from the
-// host, so the host must know the tables before it can queue the copies: the device's thread waits for them, while this
-// one launches what follows.
+// Starts the copies of a share whose tables are still on the device. Copy engines take addresses from the host, so the
+// host must read the tables before it can queue the copies. The device's thread waits for them while this thread
+// launches the next operations.
 xf::Error Begin(const Launch& launch, const PeerIntegers& place, xf::ResultBuffer<xf::S32>& ticket, PeerShare share) {
   const Addresses addresses(share.slots.begin(), share.slots.end());
   const auto pending = std::make_shared<PendingCall>(launch.run.run_id, TicketOf(launch.device, addresses), addresses);
   Site* const site = launch.site.get();
-  // Before anything is queued that outlasts this call.
+  // Before any work is queued that outlives this call.
   site->Begin(pending.get());
   launch.pending_joins->Add(pending);
   const std::vector<MatrixView<const int32_t>*> tables = {&share.wanted, &share.relay, &share.first, &share.size};
   std::vector<View<const int32_t>> fetched;
   for (const MatrixView<const int32_t>* table : tables) fetched.push_back(table->flat());
   CallArguments arguments = {std::move(share), nullptr, pending};
-  // Nobody reads the ticket's value on a GPU, see OpenTickets; it is set because a result must not be what memory held
-  // before.
+  // The ticket's value is unused on a GPU, see OpenTickets. It is set so that the result is initialized.
   Status bad = Cuda(cudaMemsetAsync(ticket->typed_data(), 0, ticket->size_bytes(), launch.stream), "cudaMemsetAsync");
   if (!bad) bad = QueueFetch(launch.stream, place.typed_data(), fetched, 0, &arguments.resources);
   if (bad) {
@@ -151,7 +151,7 @@ Status ReadStart(const xf::AnyBuffer& wanted, const xf::AnyBuffer& relay, const 
 xf::Error StartHandler(cudaStream_t stream, xf::RunId run, int32_t device, StartSite* site, PendingJoins* pending_joins,
                        PeerIntegers place, xf::AnyBuffer wanted, xf::AnyBuffer relay, xf::RemainingArgs home,
                        xf::ResultBuffer<xf::S32> ticket, xf::RemainingRets slots) {
-  // Shapes are equal on all devices, so all are refused.
+  // Shapes are equal on all devices, so all fail alike.
   if (Status bad = CheckIntegers(place, ticket)) return ToError(bad);
   PeerShareBuilder builder(site->site->attributes, device);
   if (Status bad = ReadStart(wanted, relay, home, slots, &builder)) return ToError(bad);
@@ -170,7 +170,7 @@ xf::Error RowsHandler(cudaStream_t stream, xf::RunId run, int32_t device, RowSit
   for (size_t kind = 0; kind < kinds; ++kind) {
     if (Status bad = builder.Rows(*args.get<xf::AnyBuffer>(kind), **rets.get<xf::AnyBuffer>(kind))) return ToError(bad);
   }
-  // Before `ready` is recorded: copies write over some of it.
+  // Before `ready` is recorded, because copies overwrite part of it.
   for (size_t i = 0; i < passed.count; ++i) {
     const xf::AnyBuffer out = **rets.get<xf::AnyBuffer>(passed.first + i);
     if (Status bad = PassOn(stream, *args.get<xf::AnyBuffer>(kinds + i), out)) return ToError(bad);
@@ -187,7 +187,7 @@ Outcome Join(cudaStream_t stream, int64_t run_id, int32_t device, const Addresse
                    "computation of its `start`"),
             false};
   }
-  // Usually it is over by now. The events to wait for are those that the last device to arrive has named.
+  // The meeting has usually ended by now. Its last device sets the events to wait for.
   if (const Outcome outcome = pending->Wait(); outcome.failure) return outcome;
   Status bad = pending->JoinOn(stream);
   if (!bad && pending->between != nullptr)

@@ -1,4 +1,4 @@
-// Queues the copies of all devices of a meeting, on the thread of the device that came last.
+// Queues the copies of all devices of a meeting, on the thread of the last device to arrive.
 #include <cuda_runtime_api.h>
 
 #include <map>
@@ -14,26 +14,26 @@ namespace {
 Status CopyOneByOne(const std::vector<void*>& to, const std::vector<const void*>& from,
                     const std::vector<size_t>& sizes, cudaStream_t stream) {
   for (size_t i = 0; i < to.size(); ++i) {
-    // With unified addresses the runtime knows from the pointers which devices the two belong to.
+    // With unified addressing, the runtime derives both devices from the pointers.
     MOE_LB_CUDA(cudaMemcpyAsync(to[i], from[i], sizes[i], cudaMemcpyDefault, stream));
   }
   return Ok();
 }
 
-// Sources may be read only when the stream gets here, because what writes them is ordered before by events alone. The
-// attribute has no default: without it the call is refused.
+// Read sources in stream order, because only events order their writes before the copies. The attribute has no default:
+// the call fails without it.
 constexpr int kSourceOrderStream = 1;
-// This is a hint: copy engines leave the multiprocessors to the GEMMs that run beside the copies.
+// A hint: prefer copy engines, which leave the multiprocessors to concurrent GEMMs.
 constexpr unsigned kPreferOverlap = 1;
 
-// The batch has no order inside, which is fine: no piece of a task writes what another one writes or reads.
+// A batch is unordered, which is safe: pieces of a task neither write nor read what another one writes.
 Status CopyBatch(std::vector<void*> to, std::vector<const void*> from, std::vector<size_t> sizes, cudaStream_t stream) {
   if (to.empty()) return Ok();
   const DriverCalls& driver = DriverCalls::Get();
   if (driver.CheckBatches()) return CopyOneByOne(to, from, sizes, stream);
   BatchAttributes attributes = {kSourceOrderStream, {}, kPreferOverlap};
   size_t first = 0, refused = 0;
-  // Addresses are numbers for the driver, of the same size. It writes to none of the arrays.
+  // The driver takes addresses as integers of the same size, and writes to none of the arrays.
   static_assert(sizeof(CUdeviceptr) == sizeof(void*));
   auto* const targets = reinterpret_cast<CUdeviceptr*>(to.data());
   auto* const sources = reinterpret_cast<CUdeviceptr*>(from.data());
@@ -46,10 +46,9 @@ Status CopyBatch(std::vector<void*> to, std::vector<const void*> from, std::vect
   return CopyOneByOne(to, from, sizes, stream);
 }
 
-// Queues tasks, one after the other. The weights are made and the slots are free on all devices by then: every host
-// thread has waited for tables that were fetched after that, before it came here. So no stream waits for `ready`. A
-// task comes after all that it waits for, so an event is always recorded before a stream is told to wait for it: a wait
-// for an event that is not recorded yet would be no wait at all.
+// Queues tasks in order. By then, weights are computed and slots are free on all devices: every host thread has waited
+// for tables fetched after them. So no stream waits for `ready`. A task follows its dependencies, so an event is always
+// recorded before a stream waits for it: a wait for an unrecorded event would have no effect.
 class Queue {
  public:
   Queue(View<CallArguments> arguments, const PeerTable& table, const std::vector<PeerTask>& tasks)
@@ -66,8 +65,8 @@ class Queue {
     for (size_t i = 0; i < tasks_.size(); ++i) {
       if (Status bad = Add(i)) return bad;
     }
-    // `copy_join` of an owner also waits for those that read its weights. XLA may reuse their memory as soon as the
-    // owner's stream has passed the join, and knows nothing of the readers' streams.
+    // `copy_join` of an owner also waits for the readers of its weights. XLA may reuse their memory after the owner's
+    // stream has passed the join, and cannot see the readers' streams.
     for (size_t owner = 0; owner < arguments_.size(); ++owner) {
       for (size_t reader = 0; reader < arguments_.size(); ++reader) {
         if (reader != owner && reads_.count({reader, owner}) == 0) continue;
@@ -97,7 +96,7 @@ class Queue {
     size_t& used = num_forwards_[to.resources.get()];
     if (used == forwards.size()) forwards.emplace_back();
     Event& event = forwards[used++];
-    // An event belongs to the device that is current when it is made: that of the stream that records it.
+    // An event belongs to the device that is current at its creation: it must be that of the recording stream.
     if (Status bad = event.Make()) return bad;
     MOE_LB_CUDA(cudaEventRecord(event.get(), to.resources->gpu->copies()));
     done_[index] = event.get();
@@ -135,8 +134,8 @@ Status RecordCopied(View<CallArguments> arguments) {
   return bad;
 }
 
-// XLA frees the buffers of a program that failed, and part of the copies may be queued: every device waits for those of
-// all.
+// After a failure, part of the copies may be queued, and XLA frees the program's buffers: every device waits for the
+// copies of all.
 void WaitForAll(View<CallArguments> arguments) {
   for (const CallArguments& one : arguments) {
     one.pending->awaited.clear();

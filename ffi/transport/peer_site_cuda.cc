@@ -69,7 +69,7 @@ xf::TypeId PendingJoins::id = {};
 xf::TypeInfo PendingJoins::info = xf::MakeTypeInfo<PendingJoins>();
 
 void PendingJoins::Add(const std::shared_ptr<PendingCall>& pending) {
-  // A loop comes here once a round, and must not leave a note for each.
+  // A loop adds one call per iteration, so joined calls are removed.
   const auto is_joined = [](const auto& one) { return one->is_joined(); };
   calls_.erase(std::remove_if(calls_.begin(), calls_.end(), is_joined), calls_.end());
   calls_.push_back(pending);
@@ -79,9 +79,9 @@ PendingJoins::~PendingJoins() {
   gpu_->Launched(words_);
   for (const std::shared_ptr<PendingCall>& pending : calls_) {
     if (pending->is_joined()) continue;
-    // Until then another device may still queue copies into this one.
+    // Another device may queue copies into this one until the meeting ends.
     static_cast<void>(pending->Wait());
-    // An error here means that the device runs nothing any more, so nothing is left to wait for.
+    // An error means that the device has stopped, so there is no work to wait for.
     static_cast<void>(pending->JoinOn(stream_));
     if (pending->forget) pending->forget();
     std::shared_ptr<PendingCall> open;
@@ -117,7 +117,7 @@ void Site::Fail(PendingCall* pending, Outcome outcome) {
   pending->End(named);
 }
 
-// ---- what is fetched ---------------------------------------------------------------
+// ---- fetches -------------------------------------------------------------------------
 
 Status QueueFetch(cudaStream_t stream, const int32_t* place, const std::vector<View<const int32_t>>& fetched,
                   size_t more_words, std::shared_ptr<LaunchResources>* resources) {
@@ -127,8 +127,8 @@ Status QueueFetch(cudaStream_t stream, const int32_t* place, const std::vector<V
   if (Status bad = Gpu::Current(&gpu)) return bad;
   if (Status bad = gpu->Take(words, resources)) return bad;
   const cudaStream_t fetches = gpu->fetches();
-  // What is fetched is computed on XLA's stream, as are the weights, and the slots are another's memory until here. So
-  // all of that is over when the host has the tables.
+  // XLA's stream computes the tables and the weights, and uses the slots' memory for other arrays until here. So all of
+  // that is complete when the tables are on the host.
   MOE_LB_CUDA(cudaEventRecord((*resources)->ready.get(), stream));
   MOE_LB_CUDA(cudaStreamWaitEvent(fetches, (*resources)->ready.get(), 0));
   int32_t* to = (*resources)->host;
@@ -142,15 +142,13 @@ Status QueueFetch(cudaStream_t stream, const int32_t* place, const std::vector<V
   return Ok();
 }
 
-// Waits until the device has brought to the host what `resources->tables` stands for, which takes microseconds unless
-// the device lags behind.
+// Waits until the fetch recorded by `resources->tables` is complete: microseconds, unless the device lags behind.
 static Outcome WaitForHost(const LaunchResources& resources, const PeerAttributes& attributes, int64_t device) {
   using Clock = std::chrono::steady_clock;
   const Clock::time_point begin = Clock::now();
   const std::chrono::duration<double> patience(attributes.timeout_s);
   for (;;) {
-    // It is asked again and again, since cudaEventSynchronize has no time-out and a device that is stuck would hang the
-    // program.
+    // Poll, because cudaEventSynchronize has no time-out and would hang the program on a stuck device.
     const cudaError_t state = cudaEventQuery(resources.tables.get());
     if (state != cudaErrorNotReady) return {Cuda(state, "cudaEventQuery"), false};
     const Clock::duration waited = Clock::now() - begin;
@@ -159,7 +157,7 @@ static Outcome WaitForHost(const LaunchResources& resources, const PeerAttribute
                      " s; expected it to make progress"),
               true};
     }
-    // It first only yields, as a plan is on the critical path, and then sleeps so that it leaves the core to others.
+    // Yield at first, because a plan is on the critical path; then sleep to free the core.
     if (waited < std::chrono::microseconds(200)) {
       std::this_thread::yield();
     } else {
@@ -178,7 +176,7 @@ void MeetWhenFetched(const std::shared_ptr<Site>& site, xf::RunId run, int32_t d
   Copiers::Of(device).Enqueue([=, arguments = std::move(arguments), show = std::move(show)]() mutable {
     const Outcome fetched = WaitForHost(*arguments.resources, site->attributes, device);
     if (fetched.failure) return Abandon(site.get(), arguments, fetched);
-    // It arrives with a refusal too, so that nobody waits for this device.
+    // Arrive with a refusal too, so that the other devices do not wait.
     Status refusal = show(&arguments.share);
     const Arrival who = ArrivalOf(run, device, arguments.resources->host);
     site->Meet(who, std::move(arguments), std::move(refusal));

@@ -193,7 +193,7 @@ void AskForOther(int64_t rank, int64_t count) {
   Gpu gpu(0, 0, MemoryKind::kClassic);
   const Ending ending = (rank == 0 ? direct : copies).Run(gpu, rank, 1);
   EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INVALID_ARGUMENT);
-  EXPECT(Has(ending.message, "asks for other copies than rank"));
+  EXPECT(Has(ending.message, "requests other copies than rank"));
   Synchronize(gpu.stream());
   ExpectOk(copies.Run(gpu, rank, 2));
   Synchronize(gpu.stream());
