@@ -1,4 +1,4 @@
-// jax_moe_lb._ffi_cuda: the custom calls of NVIDIA GPUs, under the names that the CPU's have.
+// jax_moe_lb._ffi_cuda: the custom calls of NVIDIA GPUs, under the same names as those of the CPU.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -22,7 +22,7 @@ namespace nb = nanobind;
 using namespace moe_lb;
 using Reason = std::optional<std::string>;
 
-// Where there is no driver nothing is lacking.
+// Without a driver there is no failure.
 static Reason WhatIsLacking(Status (DriverCalls::*check)() const) {
   const DriverCalls& driver = DriverCalls::Get();
   return driver.is_there() ? (driver.*check)() : Ok();

@@ -9,7 +9,7 @@ uint32_t Hottest(const Serving& serving, uint32_t rank) {
   const auto first = static_cast<uint32_t>(rank * serving.home_experts());
   uint32_t best = first;
   for (uint32_t expert = first + 1; expert < first + serving.home_experts(); ++expert) {
-    // Equal tokens are not enough, so that ties go to the lower expert.
+    // Strictly more tokens are required, so that ties go to the lower expert.
     if (serving.tokens(expert) > serving.tokens(best)) best = expert;
   }
   return best;
@@ -43,7 +43,7 @@ void Chain::Start(const Serving& serving, int32_t limit) {
       rooms_.push_back({limit - load, rank});
     }
   }
-  // A rank is in the heap once at most: it leaves when it receives and comes back with the room that is left.
+  // A rank is in the heap at most once: it leaves when it receives and returns with its remaining room.
   std::make_heap(rooms_.begin(), rooms_.end());
 }
 
@@ -53,14 +53,14 @@ void Chain::AddRoom(int32_t tokens, uint32_t rank) {
   std::push_heap(rooms_.begin(), rooms_.end());
 }
 
-// The donor of the largest key, which is at least 0.
+// Returns the donor of the largest key, which is at least 0.
 template <typename Key>
 uint32_t Chain::Most(Key key) const {
   uint32_t best = 0;
   int64_t best_key = -1;
   for (const uint32_t rank : donors_) {
     const int64_t its_key = key(rank);
-    // Donors are in ascending order, so that a tie stays with the lower rank.
+    // Donors are in ascending order, so that ties go to the lower rank.
     if (its_key <= best_key) continue;
     best_key = its_key;
     best = rank;
@@ -69,7 +69,7 @@ uint32_t Chain::Most(Key key) const {
 }
 
 uint32_t Chain::PickDonor(const Serving& serving, int32_t limit, int32_t room, DonorRule rule) const {
-  // Two keys are packed into one number, the first one above. Tokens are below 2^31, so their product with it fits
+  // Two keys are packed into one number, the major one in the high bits. Tokens are below 2^31, so their product fits
   // int64.
   constexpr int64_t kAbove = int64_t{1} << 31;  // above all tokens
   const auto hottest = [&](uint32_t rank) { return serving.tokens(hottest_[rank]); };
@@ -90,8 +90,8 @@ uint32_t Chain::PickDonor(const Serving& serving, int32_t limit, int32_t room, D
 
 void Chain::Give(Serving& serving, int32_t limit, uint32_t donor, Room receiver, DonorRule rule) {
   const uint32_t expert = hottest_[donor];
-  // The piece closes the receiver or takes the expert whole, or ends the donor under kSequential. So no rank gets
-  // the same expert twice, which Serving relies on.
+  // The piece closes the receiver, takes the whole expert, or (kSequential) ends the donor. So no rank gets the same
+  // expert twice, as Serving requires.
   int32_t tokens = std::min(serving.tokens(expert), receiver.tokens);
   if (rule == DonorRule::kSequential) tokens = std::min(tokens, serving.load(donor) - limit);
   serving.Add(expert, receiver.rank, tokens);
@@ -103,8 +103,8 @@ void Chain::Give(Serving& serving, int32_t limit, uint32_t donor, Room receiver,
     hottest_[donor] = Hottest(serving, donor);
     return;
   }
-  // The others move up and stay in order, see Most. If the donor stopped because of its fan-out, its room is negative
-  // and AddRoom leaves it out.
+  // The other donors keep their order, see Most. If the donor stopped at its fan-out, its room is negative and AddRoom
+  // ignores it.
   donors_.erase(std::find(donors_.begin(), donors_.end(), donor));
   AddRoom(-surplus, donor);
 }

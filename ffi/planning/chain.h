@@ -1,4 +1,4 @@
-// A constructive placement: every replica fills its receiver, even beyond what its donor has to lose.
+// Constructive placement: every replica fills its receiver, even beyond the donor's surplus.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ enum class DonorRule {
   kSequential,  // highest initial load, until it has no surplus; gives at most its surplus
 };
 
-// Places replicas, starting from none, until no rank is above the limit or no slot can help.
+// Places replicas, starting from none, until no rank is above the limit or no free slot reduces a load.
 //
 // The rank with most room among those with a free slot receives min(hottest, room) tokens of a
 // donor's hottest expert. That may be more than the donor's surplus: it then has room itself, and

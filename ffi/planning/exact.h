@@ -13,7 +13,7 @@ struct ExactOptions {
   // The second step may raise the maximum load by this fraction. At least 0.
   double eps = 0;
 
-  // Replicas that may be made of the experts of one home rank, which sends their weights. At least 0.
+  // Maximum number of replicas of the experts of one home rank, which sends their weights. At least 0.
   int64_t max_fan_out = std::numeric_limits<int64_t>::max();
 
   // [R, E], tokens of each expert that start on each rank; columns sum to `tokens` at most, to less if some
@@ -32,7 +32,7 @@ struct ExactOptions {
 //    replicas is taken. None has a maximum above the limit.
 // 3. With counts, `Localize`.
 //
-// What is optimal, and what is not:
+// Optimality:
 // - For the replicas of the plan, no quota has a lower maximum than Level returned for them; step 2 may
 //   then use up to the limit.
 // - A maximum equal to the mean, rounded up, is optimal. With real loads and two replica slots on each

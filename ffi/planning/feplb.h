@@ -13,10 +13,10 @@ struct FeplbOptions {
   int64_t num_dynamic;  // home experts of a rank that may move; at least 1
   int64_t max_num_dyn;  // experts that a rank takes; at least 1
   int64_t tau;          // tokens of an expert that moves; 1 to 2^31 - 1
-  bool skip;            // whether a smaller expert moves where the busiest cannot
+  bool skip;            // if true, a smaller expert moves if the busiest cannot
 };
 
-// Moves what homes serve of single experts, whole, in every domain on its own.
+// Moves the tokens that a home serves of an expert, all of them, to another rank. Domains are planned separately.
 //
 // The dynamic experts of a rank are the num_dynamic of its home experts that it serves most of. Until
 // no move is made: the donor is the rank with the highest load, the expert the busiest of its dynamic

@@ -5,8 +5,7 @@
 namespace moe_lb {
 
 FlowEvaluator::FlowEvaluator(View<const int32_t> tokens, size_t num_ranks, size_t slots)
-    // There is room for as many removed replicas as for those that a placement can have, so that Compact runs only once
-    // in that many swaps.
+    // Reserve as many removed replicas as a placement can have, so that Compact runs once in that many swaps.
     : capacity_(tokens.size() + 2 * num_ranks * slots), now_(tokens, num_ranks), trial_(now_) {
   int64_t total = 0;
   for (const int32_t some : tokens) total += some;
@@ -16,7 +15,7 @@ FlowEvaluator::FlowEvaluator(View<const int32_t> tokens, size_t num_ranks, size_
 }
 
 void FlowEvaluator::Apply(const Swap& swap) {
-  // The flow starts from that of the placement before, which differs by one swap, so few tokens must be pushed.
+  // Start from the flow of the previous placement, which differs by one swap, so that few tokens must be pushed.
   trial_ = now_;
   if (swap.dropped != Swap::kNothing) trial_.Remove(trial_.Find(swap.dropped, swap.rank));
   trial_.Add(swap.added, swap.rank, 0);
@@ -25,8 +24,8 @@ void FlowEvaluator::Apply(const Swap& swap) {
 bool FlowEvaluator::Keeps(const Swap& swap, int32_t threshold) {
   Apply(swap);
   int64_t stuck = 0;
-  // A rank that cannot be offloaded keeps what it has above the limit, and their sum is the largest excess. Past the
-  // threshold the rest need not be known: most swaps are refused.
+  // A rank that cannot be offloaded keeps its load above the limit, and the sum of these is the largest excess. Stop at
+  // the threshold, because most swaps are refused.
   for (uint32_t rank = 0; rank < trial_.num_ranks() && stuck <= threshold; ++rank) {
     if (!trial_.OffloadRank(rank, limit_)) stuck += trial_.load(rank) - limit_;
   }
@@ -36,7 +35,7 @@ bool FlowEvaluator::Keeps(const Swap& swap, int32_t threshold) {
 void FlowEvaluator::Commit(const Swap& swap) {
   Apply(swap);
   std::swap(now_, trial_);
-  // Removed replicas leave their entries behind, and every copy of `now_` carries them along.
+  // Removed replicas leave their entries behind, and every copy of `now_` includes them.
   if (now_.num_entries() >= capacity_) Compact();
   FindCut();
 }
@@ -59,9 +58,8 @@ int32_t FlowEvaluator::MaxLoad() {
   return trial_.Level(mean_);
 }
 
-// The cut is made of the ranks that cannot be offloaded and of all that they reach: what these serve cannot leave them.
-// Offloading one rank changes the flow of others, so the cut is looked for when all have been offloaded as far as
-// possible.
+// The cut consists of the ranks that cannot be offloaded and of all that they reach: their tokens cannot leave the cut.
+// Offloading one rank changes the flow of others, so compute the cut after all are offloaded as far as possible.
 void FlowEvaluator::FindCut() {
   int64_t stuck = 0;
   for (uint32_t rank = 0; rank < now_.num_ranks(); ++rank) {

@@ -1,4 +1,4 @@
-// The same for up to 64 ranks, by a flow that starts from that of the placement before.
+// SwapEvaluator for up to 64 ranks, by a flow that starts from that of the previous placement.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,7 @@ class FlowEvaluator : public SwapEvaluator {
  public:
   static constexpr size_t kMaxRanks = 64;
 
-  // Nothing is replicated and the limit is 0. slots: replicas per rank. `tokens` [E] must outlive this
-  // object.
+  // Starts without replicas and with limit 0. slots: replicas per rank. `tokens` [E] must outlive this object.
   FlowEvaluator(View<const int32_t> tokens, size_t num_ranks, size_t slots);
 
   bool Keeps(const Swap& swap, int32_t threshold) override;

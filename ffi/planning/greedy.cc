@@ -16,7 +16,7 @@ Status Check(MatrixView<const int32_t> placement, MatrixView<const int32_t> quot
   return Ok();
 }
 
-// Tokens that a slot could take; none by default.
+// Number of tokens that a slot can take; none by default.
 struct Offer {
   size_t expert = 0;
   size_t slot = 0;
@@ -45,7 +45,7 @@ class Moves {
     FindServed();
   }
 
-  // The domain that starts at rank `first`.
+  // Balances the domain that starts at rank `first`.
   void Balance(size_t first) {
     const auto begin = surplus_.begin() + static_cast<std::ptrdiff_t>(first);
     const auto end = begin + static_cast<std::ptrdiff_t>(members_);
@@ -62,7 +62,7 @@ class Moves {
     const auto members = static_cast<int64_t>(members_);
     int64_t sum = 0;
     for (size_t rank = first; rank < first + members_; ++rank) sum += load[rank];
-    // The mean is rounded up so that there is always as much room below it as surplus above it.
+    // The mean is rounded up, so that the total room is at least the total surplus.
     const int64_t mean = (sum + members - 1) / members;
     for (size_t rank = first; rank < first + members_; ++rank) {
       surplus_[rank] = std::max<int64_t>(load[rank] - mean, 0);
@@ -70,7 +70,7 @@ class Moves {
     }
   }
 
-  // A rank that has a surplus never receives, so that what it serves can only shrink.
+  // A rank with a surplus never receives, so the set of experts that it serves can only shrink.
   void FindServed() {
     std::vector<size_t> donors;
     for (size_t rank = 0; rank < num_ranks(); ++rank) {
@@ -107,13 +107,13 @@ class Moves {
     room_[RankOf(taker.slot)] -= tokens;
   }
 
-  // The existing slot that can take most. Experts are visited in ascending order and slots are not, so a tie must be
-  // decided by the slot, as in the reference in JAX, which looks at the slots in order.
+  // Returns the existing slot that can take the most tokens. Experts are visited in ascending order and slots are not,
+  // so ties are resolved by slot, as in the JAX reference, which visits slots in order.
   Offer BestReplica(size_t donor, size_t first) const {
     Offer best;
     for (const size_t expert : serves_[donor]) {
       const int64_t served = quota_[expert][donor];
-      // An equal amount is looked at, since it may still win by a lower slot.
+      // Equal amounts are compared too, because a lower slot wins.
       if (served < best.tokens) continue;
       for (size_t slot = holders_.First(expert); slot != Holders::kEnd; slot = holders_.Next(slot)) {
         if (!IsInside(RankOf(slot), first)) continue;
@@ -125,8 +125,8 @@ class Moves {
     return best;
   }
 
-  // What an empty slot of the idlest rank could take. An expert of another domain has no replica here: its weights
-  // would have to cross domains.
+  // Returns the offer of an empty slot of the idlest rank. An expert of another domain has no replica here, because its
+  // weights would cross domains.
   Offer BestNew(size_t donor, size_t first) const {
     Offer best;
     const auto [slot, room] = IdlestEmptySlot(first);
@@ -134,7 +134,7 @@ class Moves {
     const size_t home_experts = quota_.rows() / num_ranks();
     for (const size_t expert : serves_[donor]) {
       const int64_t served = quota_[expert][donor];
-      // A second slot on a rank would serve nothing that the first could not.
+      // A second slot of the expert on a rank has no effect.
       const bool allowed = IsInside(expert / home_experts, first) && !Holds(RankOf(slot), expert);
       if (allowed && served > best.tokens) best = {expert, slot, served};
     }
@@ -150,7 +150,7 @@ class Moves {
   EmptySlot IdlestEmptySlot(size_t first) const {
     EmptySlot best = {0, 0};
     for (size_t rank = first; rank < first + members_; ++rank) {
-      // Equal room is not enough, so that ties go to the lower rank.
+      // Strictly more room is required, so that ties go to the lower rank.
       if (room_[rank] <= best.room) continue;
       const View<int32_t> slots = placement_[rank];
       const auto empty = std::find_if(slots.begin(), slots.end(), [](int32_t expert) { return expert < 0; });
@@ -183,7 +183,7 @@ class Moves {
 Status Greedy(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain, int64_t min_tokens,
               MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
   if (Status bad = Check(placement, quota, domain, min_tokens, new_placement, new_quota)) return bad;
-  // The operands belong to XLA, which may use them again, so the plan is edited in the results.
+  // XLA may reuse the operands, so the plan is edited in the results.
   std::copy(placement.flat().begin(), placement.flat().end(), new_placement.flat().begin());
   std::copy(quota.flat().begin(), quota.flat().end(), new_quota.flat().begin());
   const auto members = static_cast<size_t>(domain);

@@ -8,7 +8,7 @@
 
 namespace moe_lb {
 
-// Moves the surplus of the busiest ranks to idle ones, in every domain on its own.
+// Moves the surplus of the busiest ranks to idle ones. Domains are planned separately.
 //
 // A rank's surplus is what its load has above the domain's mean, rounded up; its room what it has
 // below. Until no rank of the domain has a surplus, the one with the largest gives tokens away:

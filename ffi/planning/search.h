@@ -1,4 +1,4 @@
-// A search over placements, for where slots are scarce and a constructive rule is not enough.
+// Search over placements, for few slots, if the constructive rules are not close to the mean.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,8 @@
 
 namespace moe_lb {
 
-// How long to search. Both are constants of the caller, so that a plan depends on nothing but its input.
+// Number of steps and tolerance of a search. Both are constants of the caller, so that a plan depends only on its
+// input.
 struct Effort {
   int64_t steps;
   int64_t margin;  // excess is tolerated up to 1 / margin of the first maximum, at first
@@ -27,8 +28,8 @@ class Search {
   // tokens: [E]. slots: replicas per rank, at least 1. fan_out: replicas of the experts of a home rank.
   Search(View<const int32_t> tokens, size_t num_ranks, size_t slots, size_t fan_out, SwapEvaluator& evaluator);
 
-  // Starts from these replicas; `evaluator` must be in its first state. Ends early at a maximum of `enough`.
-  // The best replicas found, by rank.
+  // Starts from these replicas; `evaluator` must be in its initial state. Ends early at a maximum of `enough`. Returns
+  // the best replicas found, by rank.
   const std::vector<Replica>& Run(const std::vector<Replica>& start, int32_t enough, Effort effort);
 
  private:

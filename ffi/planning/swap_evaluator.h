@@ -25,12 +25,12 @@ class SwapEvaluator {
  public:
   virtual ~SwapEvaluator() = default;
 
-  // Whether no excess would be above `threshold`, which is at least 0.
+  // True if no excess is above `threshold` (at least 0) after the swap.
   virtual bool Keeps(const Swap& swap, int32_t threshold) = 0;
   virtual void Commit(const Swap& swap) = 0;
   virtual void SetLimit(int32_t limit) = 0;
 
-  // The lowest limit that the placement keeps.
+  // Returns the lowest limit that the placement keeps.
   virtual int32_t MaxLoad() = 0;
 
   // The largest excess, 0 if none is above 0. If it is above 0, cut() is the smallest set that has it:
