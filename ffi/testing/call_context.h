@@ -1,4 +1,4 @@
-// Structures that XLA's C API declares and leaves opaque, shared by the function table and the calls of handlers.
+// Definitions of opaque structures of XLA's C API, shared by the function table and the calls of handlers.
 #pragma once
 
 #include <cstdint>

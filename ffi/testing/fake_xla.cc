@@ -16,8 +16,8 @@ XLA_FFI_Error* Failure(XLA_FFI_Error_Code code, std::string message) {
 
 XLA_FFI_Error* ErrorCreate(XLA_FFI_Error_Create_Args* args) { return Failure(args->errc, args->message); }
 
-// Newer headers hand the error's code out as well. The overload with int is chosen where the field exists, so that this
-// file compiles with the headers of every jaxlib.
+// Newer headers return the error's code too. The overload with int is chosen if the field exists, so that this file
+// compiles with the headers of every jaxlib.
 template <typename Args>
 auto SetCode(Args* args, int) -> decltype(args->errc, void()) {
   args->errc = args->error->code;
@@ -89,8 +89,8 @@ XLA_FFI_Error* PoolSchedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
       context.xla->Schedule([task = args->task, data = args->data] { task(data); });
       return nullptr;
     case PoolMode::kInline:
-      // XLA may run a task at once on the thread that schedules it. A handler that holds a lock meanwhile, or waits
-      // there for a task that it has not scheduled yet, hangs in this mode.
+      // XLA may run a task at once on the thread that schedules it. A handler that holds a lock meanwhile, or waits for
+      // a task that is not scheduled yet, deadlocks in this mode.
       args->task(args->data);
       return nullptr;
     case PoolMode::kNone:
@@ -119,7 +119,7 @@ void Finish(XLA_FFI_Future* future, XLA_FFI_Error* error) {
     future->error = error;
     then = future->then;
   }
-  // This runs without the lock: `then` may be the end of the execution, and the future dies before it.
+  // Called without the lock: `then` may end the execution, and the future is deleted before it.
   if (!then) return;
   delete future;
   then(error);

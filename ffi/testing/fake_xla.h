@@ -1,4 +1,4 @@
-// A stand-in for XLA's runtime on the other side of the FFI: registered types, the thread pool and the function table.
+// A stand-in for XLA's runtime: registered types, the thread pool and the function table.
 #pragma once
 
 #include <condition_variable>
@@ -17,7 +17,7 @@
 
 namespace moe_lb::testing {
 
-// Types, the thread pool and the table of functions.
+// Registered types, the thread pool and the function table.
 class FakeXla {
  public:
   explicit FakeXla(size_t num_threads = 2);
@@ -25,12 +25,12 @@ class FakeXla {
   FakeXla(const FakeXla&) = delete;
   FakeXla& operator=(const FakeXla&) = delete;
 
-  // Gives types their identity and asks handlers for their metadata, as XLA does; the message of what is wrong.
+  // Assigns ids to types and queries the metadata of handlers, as XLA does. Returns the message of the first failure.
   std::optional<std::string> Register(const Registrations& part);
 
   const XLA_FFI_Api& api() const { return api_; }
 
-  // For the functions of the table.
+  // Used by the function table.
   const XLA_FFI_TypeInfo* type_info(XLA_FFI_TypeId id) const;
   void Schedule(std::function<void()> task);
   size_t num_threads() const { return threads_.size(); }

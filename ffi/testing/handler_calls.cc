@@ -11,12 +11,12 @@
 namespace moe_lb::testing {
 namespace {
 
-// Where XLA puts buffers: aligned, and of exactly the size, so that a sanitizer sees every byte beyond.
+// A buffer as in XLA: aligned, and of exact size, so that a sanitizer detects overruns.
 class Allocation {
  public:
   explicit Allocation(const std::vector<unsigned char>& bytes) : size_(bytes.size()) {
     constexpr size_t kAlignment = 64;
-    if (size_ == 0) return;  // a null pointer: nothing may be done with it
+    if (size_ == 0) return;  // a null pointer, which handlers must not dereference
     if (posix_memalign(&data_, kAlignment, size_) != 0) std::abort();
     std::memcpy(data_, bytes.data(), size_);
   }
@@ -61,7 +61,7 @@ Ending EndingOf(XLA_FFI_Error* error) {
 
 // ---- executions ----------------------------------------------------------------
 
-// Arguments, results and the frame of a call: alive until it is over.
+// Arguments, results and frame of a call, alive until its end.
 struct Execution::Buffers {
   explicit Buffers(const Operands& given) : operands(given) {
     std::vector<const Array*> contents;
@@ -88,7 +88,7 @@ struct Execution::Buffers {
                   static_cast<int64_t>(array.dims.size()), dims.back().data()});
   }
 
-  // Whether an argument was written.
+  // Returns true if no argument was written.
   bool ArgumentsHold() const {
     for (size_t i = 0; i < args.size(); ++i) {
       if (args[i] != nullptr && !args[i]->holds(operands.args[i].bytes)) return false;
@@ -121,10 +121,10 @@ void Execution::Complete(XLA_FFI_Error* error) {
   Ending ending = EndingOf(error);
   ending.wrote_argument = !buffers_->ArgumentsHold();
   if (ending.ok) ending.rets = buffers_->Results();
-  // They die now, even if other devices of the call are not over: a copy that still uses them is found by the
-  // sanitizer.
+  // Free the buffers now, although other devices of the call may run: the sanitizer detects a copy that still uses
+  // them.
   buffers_.reset();
-  // Under the lock: whoever sees the ending may destroy this.
+  // Notify under the lock: the waiting thread may destroy this.
   const std::lock_guard<std::mutex> lock(mutex_);
   ending_ = std::move(ending);
   changed_.notify_all();
@@ -158,7 +158,7 @@ class CallSite::AttributesFrame {
 
  private:
   void Add(const std::string& name, const Attribute& attribute) {
-    // Not null-terminated, as XLA may do it.
+    // Not null-terminated, as XLA may do.
     names_.push_back(std::make_unique<Allocation>(std::vector<unsigned char>(name.begin(), name.end())));
     name_spans_.push_back({static_cast<const char*>(names_.back()->data()), name.size()});
     bytes_.push_back(std::make_unique<Allocation>(attribute.bytes));
@@ -234,8 +234,8 @@ std::shared_ptr<Execution> CallSite::Execute(const Operands& operands, int64_t r
   frame.rets.types = buffers.ret_types.data();
   frame.rets.rets = buffers.ret_pointers.data();
   frame.attrs = attributes_->frame();
-  // The execution owns all that the frame points to, as an asynchronous handler may use buffers after it has returned.
-  // The frame itself must not be used by then, and is gone.
+  // The execution owns all data that the frame refers to, because an asynchronous handler may use buffers after its
+  // return. The frame itself must not be used then, and is gone.
   XLA_FFI_Error* const error = handler_.execute(&frame);
   if (frame.future == nullptr) {
     execution->Complete(error);

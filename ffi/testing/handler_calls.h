@@ -24,7 +24,7 @@ namespace moe_lb::testing {
 // Bytes of one element, as XLA stores it.
 size_t ByteWidth(XLA_FFI_DataType dtype);
 
-// An operand or a result; `bytes` as many as dtype and dims say.
+// An operand or a result; `bytes` has the size of dtype and dims.
 struct Array {
   XLA_FFI_DataType dtype = XLA_FFI_DataType_S32;
   std::vector<int64_t> dims;
@@ -44,26 +44,26 @@ struct Attribute {
 
 using Attributes = std::map<std::string, Attribute>;
 
-// One device's part of a call.
+// Operands of one device.
 struct Operands {
   std::vector<Array> args;
   std::vector<Array> rets;
-  std::map<size_t, size_t> aliases;  // argument to the result that is written over it
+  std::map<size_t, size_t> aliases;  // argument index to the index of the aliased result
 };
 
 std::string Describe(const Attributes& attributes);
 std::string Describe(const Operands& operands);
 
-// How a call ended.
+// Result of a call.
 struct Ending {
   bool ok = true;
   XLA_FFI_Error_Code code = XLA_FFI_Error_Code_OK;
   std::string message;
-  bool wrote_argument = false;  // one that is not aliased to a result
-  std::vector<Array> rets;      // where it went well
+  bool wrote_argument = false;  // true if the handler wrote an argument that is not aliased
+  std::vector<Array> rets;      // on success
 };
 
-// What the runtime's thread pool does with a task.
+// Execution of tasks by the runtime's thread pool.
 enum class PoolMode { kThreads, kInline, kNone };
 
 class FakeXla;
@@ -71,7 +71,7 @@ class FakeXla;
 // One execution of a call on one device.
 class Execution {
  public:
-  // Nothing while the call is not over.
+  // Returns the ending, or nullopt if the call does not end within `limit`.
   std::optional<Ending> Wait(std::chrono::milliseconds limit);
   bool is_over();
 
@@ -87,7 +87,7 @@ class Execution {
   std::unique_ptr<Buffers> buffers_;
 };
 
-// One call in one executable. All its executions must be over when it is destroyed.
+// One call in one executable. All its executions must have ended before its destruction.
 class CallSite {
  public:
   CallSite(FakeXla& xla, const HandlerRegistration& handler, const Attributes& attributes);
@@ -95,10 +95,10 @@ class CallSite {
   CallSite(const CallSite&) = delete;
   CallSite& operator=(const CallSite&) = delete;
 
-  // How the instantiate stage ended; where it failed nothing may be executed.
+  // Ending of the instantiate stage; do not execute after a failure.
   const Ending& instantiated() const { return instantiated_; }
 
-  // Calls the handler on this thread. It may be over, or not yet.
+  // Calls the handler on this thread. The execution may end before or after the return.
   std::shared_ptr<Execution> Execute(const Operands& operands, int64_t run_id, int32_t device, PoolMode pool);
 
  private:
@@ -113,7 +113,7 @@ class CallSite {
   Ending instantiated_;
 };
 
-// Memory of the caller's, as an argument or result.
+// An argument or result in memory of the caller.
 struct DeviceArray {
   XLA_FFI_DataType dtype = XLA_FFI_DataType_S32;
   std::vector<int64_t> dims;
@@ -123,9 +123,9 @@ struct DeviceArray {
 };
 using DeviceArrays = std::vector<DeviceArray>;
 
-// A call in one execution of a program on one device with a stream, as XLA:GPU makes it: the initialize stage, then the
-// handler any number of times (more than once in a loop), then the end of what the initialize stage made. XLA comes to
-// that end whether or not the program failed, and frees the program's buffers after it.
+// A call in one execution of a program on one device with a stream, as XLA:GPU makes it: the initialize stage, the
+// handler any number of times (several in a loop), then the destruction of the state of the initialize stage. XLA
+// destroys the state whether or not the program failed, and frees the program's buffers after it.
 class Invocation {
  public:
   Invocation(CallSite& site, DeviceArrays args, DeviceArrays rets, int64_t run_id, int32_t device, void* stream);
@@ -133,7 +133,7 @@ class Invocation {
   Invocation(const Invocation&) = delete;
   Invocation& operator=(const Invocation&) = delete;
 
-  // How the initialize stage ended; where it failed nothing may be executed.
+  // Ending of the initialize stage; do not execute after a failure.
   const Ending& initialized() const { return initialized_; }
 
   // Calls the handler on this thread.

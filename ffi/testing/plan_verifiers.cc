@@ -63,7 +63,7 @@ std::string VerifyPlacement(const Numbers& before, const Numbers& after, int64_t
   return "";
 }
 
-// `before` is what each rank served of each expert, `tokens` what must be served of it.
+// Verifies a quota. `before` is the quota before the plan, `tokens` the tokens of each expert.
 std::string VerifyServed(const std::vector<int64_t>& tokens, const Numbers& before, const Numbers& placement,
                          const Numbers& after) {
   for (int64_t expert = 0; expert < after.rows(); ++expert) {
@@ -72,8 +72,8 @@ std::string VerifyServed(const std::vector<int64_t>& tokens, const Numbers& befo
       const int32_t quota = after.at(expert, rank);
       served += quota;
       if (quota < 0) return Message("quota of expert ", expert, ", rank ", rank, " is ", quota);
-      // A plan may come with tokens on ranks that do not hold the expert. A planner need not repair that, but it must
-      // not add any.
+      // A plan may have tokens on ranks that do not hold the expert. A planner need not move them, but must not add
+      // any.
       if (quota > before.at(expert, rank) && !Holds(placement, rank, expert)) {
         return Message("rank ", rank, " shall serve ", quota, " of expert ", expert, ", which it does not hold");
       }
@@ -104,14 +104,14 @@ std::string VerifyLoads(const Numbers& before, const Numbers& after, int64_t dom
   };
   for (int64_t first = 0; first < before.columns; first += domain) {
     const int64_t was = highest(before, first), is = highest(after, first);
-    // Planners differ in how low they get. None may make the highest load worse than doing nothing.
+    // Planners reach different loads. None may raise the highest load.
     if (is > was)
       return Message("the highest load of the domain from rank ", first, " on rises from ", was, " to ", is);
   }
   return "";
 }
 
-// The first thing that is wrong.
+// Returns the first nonempty message.
 std::string First(std::initializer_list<std::string> messages) {
   for (const std::string& message : messages) {
     if (!message.empty()) return message;
@@ -161,7 +161,7 @@ std::string VerifyRelay(const Attributes& attributes, const Operands& call, cons
       if (expert < 0) return Message("empty slot ", slot, " of rank ", rank, " copies from ", from);
       if (from < 0 || from >= placement.rows()) return Message("rank ", rank, ", slot ", slot, " copies from ", from);
       bool forwards = false;
-      // A relay must itself copy from home: trees have two levels, and a longer chain could be a circle.
+      // A relay must copy from home: trees have two levels, and a longer chain could be a cycle.
       for (int64_t held = 0; held < placement.columns; ++held) {
         forwards = forwards || (placement.at(from, held) == expert && relay.at(from, held) == owner);
       }

@@ -99,8 +99,8 @@ Call Feplb(Random& random) {
 
 Call FasterMoe(Random& random) {
   const Placement placement(random);
-  // FasterMoE copies only experts that home serves alone, so all tokens start there. With a random quota it would
-  // hardly copy any.
+  // FasterMoE copies only experts that home serves alone, so all tokens start at home. A random quota would rarely lead
+  // to a copy.
   std::vector<int32_t> quota(static_cast<size_t>(placement.experts * placement.ranks), 0);
   const Array counts = IntsBetween(random, {placement.ranks, placement.experts}, 0, 50);
   for (int64_t expert = 0; expert < placement.experts; ++expert) {
@@ -127,7 +127,7 @@ Call Spray(Random& random) {
   const int64_t ranks = ranks_per_node * random.Between(1, 3);
   std::vector<int32_t> ticks(static_cast<size_t>(rails), 1);
   for (int32_t& tick : ticks) tick = static_cast<int32_t>(random.Below(4));
-  // A call with only dead rails is refused, so one is alive.
+  // A call with only dead rails fails, so one is alive.
   ticks[0] = 1;
   Call call;
   call.attributes["ranks_per_node"] = Int(ranks_per_node);

@@ -155,7 +155,7 @@ void WhatIsWrongIsNamedAndNothingIsCopied() {
             "rank 1: a row has 2 bytes; expected the 1 of rank 0");
 }
 
-// Whatever the numbers are: refused or copied, never out of bounds (the sanitizers see to that).
+// Random arguments: refused or copied, never out of bounds (checked by the sanitizers).
 void RandomNumbersNeverLeaveTheBuffers() {
   std::mt19937 random(1);
   int num_copied = 0;

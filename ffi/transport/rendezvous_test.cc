@@ -44,7 +44,7 @@ RendezvousOptions Options(int64_t num_ranks, double timeout_s = 60, int64_t num_
   return {"meeting", num_ranks, num_lanes, std::chrono::duration<double>(timeout_s)};
 }
 
-// `body(thread)` on threads of their own.
+// Runs `body(thread)` on separate threads.
 template <typename Body>
 void OnThreads(int64_t num_threads, const Body& body) {
   std::vector<std::thread> threads;
@@ -76,7 +76,7 @@ void EveryGenerationMeetsItsOwn(int64_t num_threads, int64_t num_ranks, int64_t 
   EXPECT_EQ(meeting.num_open(), 0U);
 }
 
-// Two runs at once, and arrivals that do not wait.
+// Two concurrent runs, and arrivals that do not block.
 void NoThreadWaitsInArrive() {
   constexpr int64_t kRanks = 4, kRuns = 50;
   Meeting meeting(Options(kRanks), SumLater);
@@ -97,7 +97,7 @@ void NoThreadWaitsInArrive() {
   EXPECT_EQ(meeting.num_open(), 0U);
 }
 
-// The last to come must not run what waits for the others: XLA would run their programs on its thread.
+// The last rank must not run the callbacks of the others: XLA would run their programs on its thread.
 void OthersAreCalledBackOnAThreadOfTheirOwn() {
   Meeting meeting(Options(2), Sum);
   int64_t sum = 0;
@@ -108,7 +108,7 @@ void OthersAreCalledBackOnAThreadOfTheirOwn() {
   EXPECT(second.get_future().get() == std::this_thread::get_id());
 }
 
-// A loop whose every arrival comes from the callback of the one before: neither recursion nor memory may grow.
+// A loop in which each arrival comes from the previous callback: recursion depth and memory must stay constant.
 void ALongChainStaysFlat() {
   constexpr int64_t kGenerations = 10000;
   Meeting meeting(Options(2), Sum);
@@ -165,7 +165,7 @@ void WhoIsMissingIsNamed() {
     EXPECT_EQ(outcome.failure.value_or("none"), want);
     EXPECT(outcome.timed_out);
   });
-  // Who comes late does not wait.
+  // A late rank does not wait.
   for (const int64_t rank : {2, 5}) {
     const Outcome outcome = meeting.ArriveAndWait({0, rank, 0, rank}, {0, &sum}, Ok());
     EXPECT_EQ(outcome.failure.value_or("none"), want);
@@ -173,7 +173,7 @@ void WhoIsMissingIsNamed() {
   EXPECT_EQ(meeting.num_open(), 0U);
 }
 
-// Ranks come about when the time is over: whatever happens, all agree, and the next run is not disturbed.
+// Ranks arrive near the time-out: all must get the same outcome, and the next run is unaffected.
 void ArrivingAtTheDeadline() {
   constexpr int64_t kRanks = 8;
   Meeting meeting(Options(kRanks, 0.002), SumLater);
@@ -191,7 +191,7 @@ void ArrivingAtTheDeadline() {
   EXPECT_EQ(meeting.num_open(), 0U);
 }
 
-// Runs whose ranks never all come must not pile up.
+// Runs with missing ranks must not accumulate.
 void FailedMeetingsAreForgotten() {
   Meeting meeting(Options(2, 1e-4), Sum);
   int64_t sum = 0;
@@ -201,7 +201,7 @@ void FailedMeetingsAreForgotten() {
   EXPECT(meeting.num_open() <= Meeting::kMaxFailed);
 }
 
-// Two devices come as each rank, in any mixture.
+// Two devices arrive as each rank, in any order.
 void LanesAreFilledInOrder() {
   constexpr int64_t kRanks = 4, kLanes = 2;
   Meeting meeting(Options(kRanks, 60, kLanes), Sum);
@@ -227,7 +227,7 @@ void BadArgumentsAreNamed() {
   EXPECT(!CheckOptions(Options(1)));
 }
 
-// A device that does not know as whom it would come ends its run for the others at once, and no other run.
+// A device without a known rank fails its run for the others at once, and no other run.
 void AFailedRunEndsForAll() {
   for (const bool first : {false, true}) {
     Meeting meeting(Options(3), Sum);
@@ -243,7 +243,7 @@ void AFailedRunEndsForAll() {
       }
       if (first) std::this_thread::sleep_for(std::chrono::milliseconds(20));
       ++waiting;
-      // Another group of the run fails too, as nobody knows to which the device belongs.
+      // Another group of the run fails too, because the group of the device is unknown.
       outcomes[at] = meeting.ArriveAndWait({7, rank, rank % 2, rank}, {rank, &sums[at]}, Ok());
     });
     EXPECT(std::chrono::steady_clock::now() - began < std::chrono::seconds(20));

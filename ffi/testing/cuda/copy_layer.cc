@@ -9,13 +9,13 @@ namespace {
 
 constexpr XLA_FFI_DataType kS32 = XLA_FFI_DataType_S32;
 
-// Expert of each slot and the rank it comes from, as the handlers take them.
+// Expert and source rank of each slot, as the handlers take them.
 struct CopyTables {
   std::vector<int32_t> wanted;
   std::vector<int32_t> relay;
 };
 
-// The same on all devices for the same run. With relays, slot 0 of all ranks travels from rank to rank.
+// Returns the tables of a run, equal on all devices. With relays, slot 0 of all ranks is copied from rank to rank.
 CopyTables TablesOf(const LayerShape& shape, int64_t run, bool relays) {
   std::minstd_rand random(static_cast<unsigned>(run) + 1);
   const auto size = static_cast<size_t>(shape.ranks * shape.slots);

@@ -42,7 +42,7 @@ struct Plan {
   std::vector<int32_t> quota;      // [experts, ranks]
 };
 
-// All at home, with loads that differ.
+// Returns a plan without replicas and with random loads.
 Plan StartOf(const LayerShape& shape, int64_t run) {
   std::minstd_rand random(static_cast<unsigned>(run) + 7);
   const int64_t columns = shape.home + shape.slots;

@@ -37,11 +37,11 @@ class HostPlan {
  public:
   explicit HostPlan(LayerShape shape);
 
-  // `refused`: with numbers that the planner refuses.
+  // refused: if true, pass operands that the planner refuses.
   Ending Run(Gpu& gpu, int64_t run, bool refused = false);
 
   int64_t num_wrong() const { return *wrong_; }
-  // For one that is destroyed while its calls are queued.
+  // For a HostPlan that is destroyed while its calls are queued.
   std::shared_ptr<std::atomic<int64_t>> wrong() const { return wrong_; }
 
   std::function<void(Program&)> before_execute = nullptr;

@@ -12,26 +12,26 @@ namespace {
 constexpr XLA_FFI_DataType kS32 = XLA_FFI_DataType_S32;
 constexpr XLA_FFI_DataType kBf16 = XLA_FFI_DataType_BF16;
 
-// Rows at home, and those of others that a rank has room for.
+// Rows at home, and capacity for rows of other ranks.
 constexpr int64_t kRowsAtHome = 64;
 constexpr int64_t kRowsTaken = 24;
 // bf16 of a row, by kind of rows.
 constexpr int64_t kRowWidths[] = {20, 1};
-// What the arrays hold before rows come.
+// Initial bytes of the receive arrays.
 constexpr unsigned char kUntouched = 0x11;
 
 unsigned char RowByteOf(int64_t run, size_t rank, size_t kind, size_t row, size_t i) {
   return static_cast<unsigned char>(static_cast<size_t>(run) * 29 + rank * 53 + kind * 7 + row * 5 + i * 11 + 3);
 }
 
-// By rank and slot, as `copy_rows` takes them.
+// Tables of `copy_rows`, by rank and slot.
 struct RowTables {
   std::vector<int32_t> home;
   std::vector<int32_t> first;
   std::vector<int32_t> size;
 };
 
-// Rows of a rank go to one taker at most, so that they can come back.
+// Each row of a rank goes to at most one taker, so that it can be copied back.
 RowTables RowTablesOf(const LayerShape& shape, int64_t run) {
   std::minstd_rand random(static_cast<unsigned>(run) + 31);
   const auto size = static_cast<size_t>(shape.ranks * shape.slots);
@@ -49,14 +49,14 @@ RowTables RowTablesOf(const LayerShape& shape, int64_t run) {
       tables.first[at] = static_cast<int32_t>(begin);
       tables.size[at] = static_cast<int32_t>(rows);
       left -= rows;
-      // Some rows nobody takes.
+      // Leave some rows without a taker.
       begin = std::min(kRowsAtHome, begin + rows + static_cast<int64_t>(random() % 3));
     }
   }
   return tables;
 }
 
-// Where each row of a rank's arrays comes from, as pairs of a rank and a row there; nothing where none comes.
+// Returns the source (rank, row) of each row of a rank's arrays; rank -1 for rows without a source.
 std::vector<std::pair<int64_t, int64_t>> OriginsOf(const LayerShape& shape, const RowTables& tables, int64_t rank,
                                                    bool back) {
   std::vector<std::pair<int64_t, int64_t>> origins(static_cast<size_t>(back ? kRowsAtHome : kRowsTaken), {-1, 0});
@@ -107,7 +107,7 @@ RowsLayer::RowsLayer(LayerShape shape, bool back)
 Ending RowsLayer::Run(Gpu& gpu, int64_t rank, int64_t run, const Between& between) {
   const RowTables tables = RowTablesOf(shape_, run);
   const auto origins = OriginsOf(shape_, tables, rank, back_);
-  Weights arrays;  // what is read and what is written
+  Weights arrays;  // source and destination rows
   Ending ending;
   {
     Program program(gpu, run);

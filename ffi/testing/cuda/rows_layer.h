@@ -11,7 +11,7 @@ namespace moe_lb::testing {
 // `copy_rows`, a wave, `copy_join`.
 class RowsLayer {
  public:
-  // back: from those who took rows to where they are at home.
+  // back: if true, copy from takers to homes.
   RowsLayer(LayerShape shape, bool back);
 
   Ending Run(Gpu& gpu, int64_t rank, int64_t run, const Between& between = {});

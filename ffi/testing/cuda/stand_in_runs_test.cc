@@ -1,5 +1,5 @@
-// Every CUDA handler on the stand-in: values, many devices, threads in any order, programs at once, and nothing that
-// grows.
+// Every CUDA handler on the stand-in: values, many devices, threads in any order, concurrent programs, and constant
+// resource use.
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -35,7 +35,7 @@ void ExpectNoViolations() {
   for (const std::string& violation : Violations()) EXPECT_EQ(violation, std::string());
 }
 
-// Runs are queued up to some ahead of the device, as XLA does, and the devices start each in another order.
+// Several runs are queued ahead of the device, as in XLA, and the devices start each in another order.
 template <typename Run>
 void Repeat(int64_t devices, int64_t runs, const Run& run_on) {
   const auto gpus = Gpus(devices);
@@ -125,7 +125,7 @@ void EveryPlannerPlans() {
           if (!rets[i].bytes.empty()) std::memcpy(rets[i].bytes.data(), results[i].data, rets[i].bytes.size());
         }
       }
-      // The status: 0 is a plan.
+      // Status 0 is success.
       EXPECT_EQ(rets.back().bytes[0], 0);
       if (valid.verify) EXPECT_EQ(valid.verify(call.attributes, call.devices[0], rets), std::string());
     }
@@ -153,7 +153,7 @@ void ALateDeviceChangesNothing() {
   TheStandIn().longest_delay_us = 0;
 }
 
-// Two programs on the same four devices, each launched by threads of its own.
+// Two programs on the same four devices, launched by separate threads.
 void ProgramsRunAtOnce() {
   CopyLayer copies(LayerShape(), true);
   PlannedLayer planned{LayerShape()};
