@@ -51,8 +51,8 @@ using Accumulator = std::conditional_t<std::is_same_v<Elem, Pair>, float, Elem>;
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
-// 8 x 3 + 3 + 1 of the 32 registers are used. GCC prefers vectors of 32 bytes on some of these processors, unless it is
-// told otherwise.
+// 8 x 3 + 3 + 1 of the 32 registers are used. Without the option, GCC prefers vectors of 32 bytes on
+// some of these processors.
 #define MOE_LB_KERNEL avx512
 #define MOE_LB_VECTOR_BYTES 64
 #define MOE_LB_TILE_ROWS 8

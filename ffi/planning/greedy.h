@@ -17,8 +17,8 @@ namespace moe_lb {
 //         the experts that have their home in this domain and no slot on that rank, the one that the
 //         donor serves most of.
 // Either takes no more than its rank has room for. `new` wins if it could take more than `kept` and
-// the move reaches min_tokens. No move exceeds the surplus. A donor that can give nothing is left
-// alone. Ties go to the lower rank, slot and expert.
+// the move reaches min_tokens. No move exceeds the surplus. A donor without a taker is
+// skipped. Ties go to the lower rank, slot and expert.
 //
 //   placement: [R, S], the expert in each slot, -1 for an empty one.
 //   quota: [E, R], tokens of each expert that each rank serves, at least 0; their sum must fit int32.

@@ -61,7 +61,7 @@ void ARetiredSlotIsNeverUsedAgain() {
   EXPECT_EQ(*ring.Reserve(Always, kSoon), 1u);
   ring.Retire(1);
   const auto start = steady_clock::now();
-  EXPECT(!ring.Reserve(Always, kLong));  // nothing to wait for
+  EXPECT(!ring.Reserve(Always, kLong));  // all slots are retired
   EXPECT(steady_clock::now() - start < kLong / 2);
 }
 
@@ -117,7 +117,7 @@ constexpr int kCalls = 400;
 constexpr int kThreads = 4;
 
 // The scheduler's use of the ring: copy in, plan, copy out, event. Slots are plain memory, so that the
-// thread sanitizer sees a slot that is used too early, and the values tell a plan that got lost.
+// thread sanitizer reports a slot that is used too early, and the values show a lost plan.
 void NoSlotIsUsedWhileItsLastCallRuns() {
   SlotRing ring(3);
   std::vector<int> slots(3, 0);

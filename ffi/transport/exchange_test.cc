@@ -63,11 +63,11 @@ std::vector<Rank> Draw(size_t num_ranks, size_t per_pair, size_t row_bytes, std:
     }
   }
   for (size_t to = 0; to < num_ranks; ++to) {
-    int32_t end = 3;  // rows that nothing lands on
+    int32_t end = 3;  // first rows receive no slice
     for (size_t from = 0; from < num_ranks; ++from) {
       for (size_t i = 0; i < per_pair; ++i) {
         const int32_t size = ranks[from].send_sizes[to * per_pair + i];
-        ranks[from].output_offsets[to * per_pair + i] = size == 0 ? -7 : end;  // means nothing for an empty slice
+        ranks[from].output_offsets[to * per_pair + i] = size == 0 ? -7 : end;  // ignored for an empty slice
         ranks[to].recv_sizes[from * per_pair + i] = size;
         end += size;
       }

@@ -39,7 +39,7 @@ Status PendingCall::JoinOn(cudaStream_t stream) {
     if (!bad) bad = failed;
   }
   if (fetching != nullptr) {
-    // A fetch that nobody waited for still reads the program's buffers. Its record may be what failed.
+    // An abandoned fetch still reads the program's buffers. The record after it may have failed, so record again.
     const Status failed = Cuda(cudaEventRecord(fetching->tables.get(), fetching->gpu->fetches()), "cudaEventRecord");
     if (!bad) bad = failed;
     wait(fetching->tables);

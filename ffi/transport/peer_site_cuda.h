@@ -29,7 +29,7 @@ struct PendingCall {
   void End(const Outcome& how);
   // Blocks until `End`. The time-out of the meeting bounds the wait.
   Outcome Wait();
-  // Makes `stream` wait for the copies into this device and for those that read its weights. Later calls do nothing.
+  // Makes `stream` wait for the copies into this device and for readers of its weights. Later calls have no effect.
   Status JoinOn(cudaStream_t stream);
   bool is_joined();
 
