@@ -180,7 +180,7 @@ void BothEvaluatorsAgree() {
     const View<const int32_t> view(tokens.data(), tokens.size());
     SubsetEvaluator subset(view, num_ranks);
     FlowEvaluator flow(view, num_ranks, 1);
-    std::vector<uint32_t> slot(num_ranks, Swap::kNothing);
+    std::vector<uint32_t> slot(num_ranks, Swap::kNoExpert);
     for (int step = 0; step < 60; ++step) {
       const auto rank = static_cast<uint32_t>(random() % num_ranks);
       const auto expert = static_cast<uint32_t>(random() % tokens.size());

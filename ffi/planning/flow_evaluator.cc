@@ -17,7 +17,7 @@ FlowEvaluator::FlowEvaluator(View<const int32_t> tokens, size_t num_ranks, size_
 void FlowEvaluator::Apply(const Swap& swap) {
   // Start from the flow of the previous placement, which differs by one swap, so that few tokens must be pushed.
   trial_ = now_;
-  if (swap.dropped != Swap::kNothing) trial_.Remove(trial_.Find(swap.dropped, swap.rank));
+  if (swap.dropped != Swap::kNoExpert) trial_.Remove(trial_.Find(swap.dropped, swap.rank));
   trial_.Add(swap.added, swap.rank, 0);
 }
 

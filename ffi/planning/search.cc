@@ -10,7 +10,7 @@ Search::Search(View<const int32_t> tokens, size_t num_ranks, size_t slots, size_
       fan_out_(fan_out),
       tokens_(tokens),
       evaluator_(evaluator),
-      slot_(num_ranks * slots, Swap::kNothing),
+      slot_(num_ranks * slots, Swap::kNoExpert),
       sent_(num_ranks, 0) {
   for (uint32_t expert = 0; expert < tokens.size(); ++expert) {
     by_tokens_.push_back(expert);
@@ -44,8 +44,8 @@ const std::vector<Replica>& Search::Run(const std::vector<Replica>& start, int32
 void Search::Start(const std::vector<Replica>& start) {
   for (const Replica& replica : start) {
     swap_slot_ = replica.rank * slots_;
-    while (slot_[swap_slot_] != Swap::kNothing) ++swap_slot_;
-    swap_ = {replica.rank, Swap::kNothing, replica.expert};
+    while (slot_[swap_slot_] != Swap::kNoExpert) ++swap_slot_;
+    swap_ = {replica.rank, Swap::kNoExpert, replica.expert};
     Apply();
   }
 }
@@ -56,7 +56,7 @@ void Search::KeepBest() {
   evaluator_.SetLimit(best_ - 1);
   best_replicas_.clear();
   for (size_t slot = 0; slot < slot_.size(); ++slot) {
-    if (slot_[slot] != Swap::kNothing) best_replicas_.push_back({slot_[slot], static_cast<uint32_t>(slot / slots_)});
+    if (slot_[slot] != Swap::kNoExpert) best_replicas_.push_back({slot_[slot], static_cast<uint32_t>(slot / slots_)});
   }
 }
 
@@ -85,23 +85,23 @@ bool Search::Propose() {
   swap_.rank = DrawRank(outside_);
   const auto begin = slot_.begin() + static_cast<std::ptrdiff_t>(swap_.rank * slots_);
   const auto end = begin + static_cast<std::ptrdiff_t>(slots_);
-  auto slot = std::find(begin, end, Swap::kNothing);
+  auto slot = std::find(begin, end, Swap::kNoExpert);
   if (slot == end) slot = begin + Draw(static_cast<uint32_t>(slots_));
   swap_slot_ = static_cast<size_t>(slot - slot_.begin());
   swap_.dropped = *slot;
   int32_t falls_back = 0;
   // If no other rank outside the cut holds the dropped expert, its tokens return to the cut, and the new expert must
   // have more.
-  if (*slot != Swap::kNothing && (holders_[*slot] & ~Bit(swap_.rank) & ~evaluator_.cut()) == 0) {
+  if (*slot != Swap::kNoExpert && (holders_[*slot] & ~Bit(swap_.rank) & ~evaluator_.cut()) == 0) {
     falls_back = tokens_[*slot];
   }
   swap_.added = DrawExpert(falls_back);
-  if (swap_.added == Swap::kNothing) return false;
+  if (swap_.added == Swap::kNoExpert) return false;
   const uint32_t home = HomeOf(swap_.added);
-  return sent_[home] < fan_out_ || (*slot != Swap::kNothing && HomeOf(*slot) == home);
+  return sent_[home] < fan_out_ || (*slot != Swap::kNoExpert && HomeOf(*slot) == home);
 }
 
-// Returns an expert with more than `more_than` tokens that only ranks of the cut hold; kNothing after three failed
+// Returns an expert with more than `more_than` tokens that only ranks of the cut hold; kNoExpert after three failed
 // draws. The number of draws bounds the time of a search.
 uint32_t Search::DrawExpert(int32_t more_than) {
   for (int draw = 0; draw < 3; ++draw) {
@@ -114,13 +114,13 @@ uint32_t Search::DrawExpert(int32_t more_than) {
     const uint32_t expert = by_tokens_[first + Draw(hotter)];
     if ((holders_[expert] & ~evaluator_.cut()) == 0) return expert;
   }
-  return Swap::kNothing;
+  return Swap::kNoExpert;
 }
 
 void Search::Apply() {
   evaluator_.Commit(swap_);
   slot_[swap_slot_] = swap_.added;
-  if (swap_.dropped != Swap::kNothing) {
+  if (swap_.dropped != Swap::kNoExpert) {
     holders_[swap_.dropped] &= ~Bit(swap_.rank);
     --sent_[HomeOf(swap_.dropped)];
   }

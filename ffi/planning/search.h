@@ -51,7 +51,7 @@ class Search {
   std::vector<uint32_t> by_tokens_;  // [E], each rank's experts, hottest first
   std::vector<int32_t> hot_tokens_;  // [E], tokens of by_tokens_
   std::vector<RankSet> holders_;     // [E]
-  std::vector<uint32_t> slot_;       // [R * slots], experts or kNothing
+  std::vector<uint32_t> slot_;       // [R * slots], experts or kNoExpert
   std::vector<size_t> sent_;         // [R], replicas of its experts
   std::vector<uint32_t> inside_;     // ranks of the evaluator's cut
   std::vector<uint32_t> outside_;    // the others

@@ -41,7 +41,7 @@ void AFullRingGivesUp() {
   EXPECT(!ring.Drain(Never, kSoon));
 }
 
-void AReservedSlotIsNotAskedFor() {
+void AReservedSlotIsNotPolled() {
   SlotRing ring(1);
   EXPECT(ring.Reserve(Always, kSoon));
   EXPECT(!ring.Reserve(Always, kSoon));
@@ -152,7 +152,7 @@ void NoSlotIsUsedWhileItsLastCallRuns() {
 int main() {
   SlotsAreHandedOutInOrder();
   AFullRingGivesUp();
-  AReservedSlotIsNotAskedFor();
+  AReservedSlotIsNotPolled();
   ARetiredSlotIsNeverUsedAgain();
   AWaitEndsWhenASlotComesFree();
   NoSlotIsUsedWhileItsLastCallRuns();

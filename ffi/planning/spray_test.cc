@@ -32,7 +32,7 @@ void ChunksAlternateThenRests() {
   EXPECT_EQ(rails[15], 2);
 }
 
-void ADeadRailGetsNothingAndASlowOneLess() {
+void ADeadRailGetsNoRowsAndASlowOneFewer() {
   const Ints rows = {0, 0, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
   const Ints dead = Rails(rows, {0, 1}, 4), slow = Rails(rows, {2, 1}, 6);
   EXPECT_EQ(dead[4], 0);
@@ -67,7 +67,7 @@ void BadArgumentsAreNamed() {
 
 int main() {
   ChunksAlternateThenRests();
-  ADeadRailGetsNothingAndASlowOneLess();
+  ADeadRailGetsNoRowsAndASlowOneFewer();
   RowsInsideADomainAreOnTheReceiversRail();
   BadArgumentsAreNamed();
 }

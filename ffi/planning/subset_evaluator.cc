@@ -28,7 +28,7 @@ SubsetEvaluator::SubsetEvaluator(View<const int32_t> tokens, size_t num_ranks)
 }
 
 SubsetEvaluator::Change SubsetEvaluator::Dropped(const Swap& swap) const {
-  if (swap.dropped == Swap::kNothing) return {0, 0};
+  if (swap.dropped == Swap::kNoExpert) return {0, 0};
   return {holders_[swap.dropped] & ~(1 << swap.rank), tokens_[swap.dropped]};
 }
 
@@ -71,7 +71,7 @@ void SubsetEvaluator::Commit(const Swap& swap) {
     const int32_t less = (set & gone) == added.holders ? added.tokens : 0;
     excess_[static_cast<size_t>(set)] += more - less;
   }
-  if (swap.dropped != Swap::kNothing) holders_[swap.dropped] &= ~(1 << swap.rank);
+  if (swap.dropped != Swap::kNoExpert) holders_[swap.dropped] &= ~(1 << swap.rank);
   holders_[swap.added] |= 1 << swap.rank;
   FindCut();
 }

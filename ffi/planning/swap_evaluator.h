@@ -12,7 +12,7 @@ inline RankSet Bit(uint32_t rank) { return RankSet{1} << rank; }
 
 // One slot of `rank` loses the expert `dropped`, if it had one, and gets `added`.
 struct Swap {
-  static constexpr uint32_t kNothing = UINT32_MAX;
+  static constexpr uint32_t kNoExpert = UINT32_MAX;
   uint32_t rank;
   uint32_t dropped;
   uint32_t added;

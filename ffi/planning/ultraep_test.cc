@@ -121,7 +121,7 @@ void TheSearchCanMissALimit() {
   EXPECT(plan.quota == OneReplicaSoFar().quota);
 }
 
-void WithoutSlotsNothingMoves() {
+void WithoutSlotsNoExpertMoves() {
   const Plan before = AtHome(2, 0, {100, 0, 0, 0});
   Plan plan = before;
   EXPECT(!plan.Run(2));
@@ -129,7 +129,7 @@ void WithoutSlotsNothingMoves() {
   EXPECT(plan.quota == before.quota);
 }
 
-void NothingToServe() {
+void NoTokensToServe() {
   Plan plan = AtHome(2, 1, {0, 0});
   EXPECT(!plan.Run(2));
   EXPECT((plan.Load() == vector<int32_t>{0, 0}));
@@ -212,8 +212,8 @@ int main() {
   DomainsArePlannedEachForItself();
   ReplicasThatExistAreKept();
   TheSearchCanMissALimit();
-  WithoutSlotsNothingMoves();
-  NothingToServe();
+  WithoutSlotsNoExpertMoves();
+  NoTokensToServe();
   TheLargestLoads();
   BadArgumentsAreNamed();
   RandomPlansKeepTheirTokens();

@@ -130,7 +130,7 @@ Outcome Between::Meet(const PeerAttributes& attributes, const CallArguments& arg
   for (const PeerTask& task : tasks) {
     const size_t reader = table.participant(task.to_rank);
     const auto is_own = [&](const PeerPiece& piece) {
-      return piece.source != PeerSource::kNothing && table.participant(piece.from_rank) == group_->own();
+      return piece.source != PeerSource::kZeros && table.participant(piece.from_rank) == group_->own();
     };
     auto& readers = arguments.pending->readers;
     if (reader == group_->own() || std::count(readers.begin(), readers.end(), reader) > 0) continue;
@@ -186,7 +186,7 @@ Status Between::MapShares(const PeerAttributes& attributes, const CallArguments&
   for (const PeerTask& task : tasks) {
     if (table.participant(task.to_rank) != group_->own()) continue;
     for (const PeerPiece& piece : task.pieces) {
-      if (piece.source != PeerSource::kNothing) {
+      if (piece.source != PeerSource::kZeros) {
         read.emplace(table.participant(piece.from_rank), piece.source, piece.kind);
       }
     }

@@ -77,7 +77,7 @@ std::vector<Rank> Draw(size_t num_ranks, size_t per_pair, size_t row_bytes, std:
   return ranks;
 }
 
-void RowsLandWhereTheirSenderSays() {
+void RowsLandAtTheirOutputOffsets() {
   std::mt19937 random(0);
   for (const size_t num_ranks : {1U, 2U, 5U, 8U}) {
     for (const size_t per_pair : {1U, 3U}) {
@@ -118,7 +118,7 @@ std::vector<Rank> Pair() {
   return {first, second};
 }
 
-void WhatIsWrongIsNamedAndNothingIsCopied() {
+void ErrorsAreNamedAndNoRowIsCopied() {
   const auto refusal = [](auto&& change) {
     std::vector<Rank> ranks = Pair();
     change(ranks);
@@ -184,8 +184,8 @@ void NoRanksNoSlices() {
 }  // namespace
 
 int main() {
-  RowsLandWhereTheirSenderSays();
-  WhatIsWrongIsNamedAndNothingIsCopied();
+  RowsLandAtTheirOutputOffsets();
+  ErrorsAreNamedAndNoRowIsCopied();
   RandomNumbersNeverLeaveTheBuffers();
   NoRanksNoSlices();
 }

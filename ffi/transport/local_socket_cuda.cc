@@ -105,7 +105,7 @@ Received ReceiveNote(const Descriptor& socket, PeerNote* note, Descriptor* descr
   message.msg_control = control;
   message.msg_controllen = sizeof control;
   const ssize_t size = recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC);
-  if (size < 0) return errno == EAGAIN || errno == EINTR ? Received::kNothing : Received::kEnd;
+  if (size < 0) return errno == EAGAIN || errno == EINTR ? Received::kEmpty : Received::kEnd;
   const cmsghdr* const header = CMSG_FIRSTHDR(&message);
   if (header != nullptr && header->cmsg_type == SCM_RIGHTS && header->cmsg_len == CMSG_LEN(sizeof(int))) {
     int number = -1;

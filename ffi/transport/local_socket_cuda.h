@@ -52,9 +52,9 @@ Status AcceptLocally(const Descriptor& listening, Descriptor* socket);
 // Sends without blocking: notes are few, and a full socket buffer is an error. descriptor: -1 for none.
 Status SendNote(const Descriptor& socket, const PeerNote& note, int descriptor);
 
-enum class Received { kNote, kNothing, kEnd };
+enum class Received { kNote, kEmpty, kEnd };
 
-// kNothing: no note has arrived yet. kEnd: the other process has closed its end, or ended.
+// kEmpty: no note has arrived yet. kEnd: the other process has closed its end, or ended.
 Received ReceiveNote(const Descriptor& socket, PeerNote* note, Descriptor* descriptor);
 
 // Anonymous memory that processes share through its descriptor.

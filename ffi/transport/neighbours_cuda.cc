@@ -14,7 +14,7 @@ constexpr int kHelloMs = 5000;
 
 Received WaitForNote(const Descriptor& socket, PeerNote* note, Descriptor* descriptor) {
   pollfd one = {socket.get(), POLLIN, 0};
-  if (poll(&one, 1, kHelloMs) <= 0) return Received::kNothing;
+  if (poll(&one, 1, kHelloMs) <= 0) return Received::kEmpty;
   return ReceiveNote(socket, note, descriptor);
 }
 
@@ -161,7 +161,7 @@ bool Neighbours::Read(const std::shared_ptr<Link>& link, int64_t process) {
     switch (ReceiveNote(link->socket, &note, &descriptor)) {
       case Received::kEnd:
         return false;
-      case Received::kNothing:
+      case Received::kEmpty:
         return true;
       case Received::kNote:
         const std::lock_guard<std::mutex> lock(mutex_);

@@ -9,7 +9,7 @@ namespace {
 
 // Source of a slot.
 struct Origin {
-  PeerSource source = PeerSource::kNothing;
+  PeerSource source = PeerSource::kZeros;
   size_t rank = 0;
   size_t index = 0;
   size_t depth = 0;  // relays on the way

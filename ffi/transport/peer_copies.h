@@ -27,9 +27,9 @@ struct PeerWeights {
   std::optional<PeerRows> rows = std::nullopt;
 };
 
-enum class PeerSource { kNothing, kHome, kSlot };
+enum class PeerSource { kZeros, kHome, kSlot };
 
-// A byte range of one kind of weights of one slot. `kNothing` fills it with 0.
+// A byte range of one kind of weights of one slot. `kZeros` fills it with 0.
 struct PeerPiece {
   size_t kind;
   size_t to_slot;

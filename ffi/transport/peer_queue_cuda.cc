@@ -84,7 +84,7 @@ class Queue {
     const cudaStream_t stream = to.resources->gpu->copies();
     MOE_LB_CUDA(cudaSetDevice(to.resources->gpu->device()));
     for (const PeerPiece& piece : task.pieces) {
-      if (piece.source != PeerSource::kNothing) reads_.insert({reader, table_.participant(piece.from_rank)});
+      if (piece.source != PeerSource::kZeros) reads_.insert({reader, table_.participant(piece.from_rank)});
     }
     for (const size_t before : task.after) MOE_LB_CUDA(cudaStreamWaitEvent(stream, done_[before], 0));
     if (Status bad = QueueTask(table_, task, stream)) return bad;
@@ -150,7 +150,7 @@ Status QueueTask(const PeerTable& table, const PeerTask& task, cudaStream_t stre
   std::vector<const void*> from;
   std::vector<size_t> sizes;
   for (const PeerPiece& piece : task.pieces) {
-    if (piece.source == PeerSource::kNothing) {
+    if (piece.source == PeerSource::kZeros) {
       MOE_LB_CUDA(cudaMemsetAsync(table.To(task, piece), 0, piece.size, stream));
       continue;
     }

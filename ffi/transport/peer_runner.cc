@@ -43,7 +43,7 @@ class Run : public std::enable_shared_from_this<Run> {
   void Do(size_t task) {
     for (const PeerPiece& piece : tasks_[task].pieces) {
       std::byte* to = table_.To(tasks_[task], piece);
-      if (piece.source == PeerSource::kNothing) {
+      if (piece.source == PeerSource::kZeros) {
         std::memset(to, 0, piece.size);
       } else {
         std::memcpy(to, table_.From(piece), piece.size);

@@ -55,7 +55,7 @@ PeerTable::PeerTable(std::vector<PeerShare> shares)
 
 std::byte* PeerTable::From(const PeerPiece& piece) const {
   switch (piece.source) {
-    case PeerSource::kNothing:
+    case PeerSource::kZeros:
       return nullptr;
     case PeerSource::kHome:
       return Home(piece.from_rank, piece.kind, piece.from_index) + piece.offset;

@@ -45,7 +45,7 @@ class PeerTable {
   std::byte* To(const PeerTask& task, const PeerPiece& piece) const {
     return Slot(task.to_rank, piece.kind, piece.to_slot) + piece.offset;
   }
-  // Source address of a piece; nullptr for kNothing.
+  // Source address of a piece; nullptr for kZeros.
   std::byte* From(const PeerPiece& piece) const;
 
  private:

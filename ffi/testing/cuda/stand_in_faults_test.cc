@@ -49,7 +49,7 @@ void ExpectGoodRun(Layer& layer, const std::vector<std::unique_ptr<Gpu>>& gpus, 
 
 // XLA reuses the buffers if a program fails between two calls. `UseMemoryAgain` detects copies that still run.
 template <typename Layer>
-void NothingIsWrittenAfterAFailure(Layer& layer) {
+void NoWritesAfterAFailure(Layer& layer) {
   const auto gpus = Gpus(4);
   TheStandIn().copy_us = 4000;
   Between between;
@@ -134,7 +134,7 @@ void ADeviceThatIsStuckIsNamed() {
 }
 
 // Also in the first execution: the stand-in records an allocation while a handler executes.
-void NothingIsAllocatedWhileAProgramRuns() {
+void NoAllocationWhileAProgramRuns() {
   const auto gpus = Gpus(2);
   LayerShape shape;
   shape.ranks = 2;
@@ -321,11 +321,11 @@ int main(int argc, char** argv) {
   AnOldDriverIsNamed();
   {
     CopyLayer copies(LayerShape(), true);
-    NothingIsWrittenAfterAFailure(copies);
+    NoWritesAfterAFailure(copies);
     PlannedLayer planned{LayerShape()};
-    NothingIsWrittenAfterAFailure(planned);
+    NoWritesAfterAFailure(planned);
     RowsLayer rows(LayerShape(), true);
-    NothingIsWrittenAfterAFailure(rows);
+    NoWritesAfterAFailure(rows);
   }
   AnotherHomeIsRefused();
   CopyLayer copies(LayerShape(), true);
@@ -343,7 +343,7 @@ int main(int argc, char** argv) {
   OneFailureEndsAll(rows, "cudaMemcpyAsync", 1);
   ADeviceThatIsStuckIsNamed<CopyLayer>();
   ADeviceThatIsStuckIsNamed<PlannedLayer>();
-  NothingIsAllocatedWhileAProgramRuns();
+  NoAllocationWhileAProgramRuns();
   AllocationDoesNotStopACollective();
   CallSitesShareStreams();
   TwoThreadsLaunchOnOneDevice();

@@ -133,7 +133,7 @@ void EveryPlannerPlans() {
   ExpectNoViolations();
 }
 
-void ABatchThatTheDriverDoesNotKnowIsCopiedOneByOne() {
+void AnUnsupportedBatchIsCopiedOneByOne() {
   TheStandIn().batches_are_supported = false;
   CopyLayer layer(LayerShape(), true);
   Repeat(4, 10, [&](Gpu& gpu, int64_t rank, int64_t run) { return layer.Run(gpu, rank, run); });
@@ -141,7 +141,7 @@ void ABatchThatTheDriverDoesNotKnowIsCopiedOneByOne() {
   TheStandIn().batches_are_supported = true;
 }
 
-void ALateDeviceChangesNothing() {
+void ALateDeviceHasNoEffect() {
   TheStandIn().longest_delay_us = 300;
   CopyLayer layer(LayerShape(), true);
   PlannedLayer planned{LayerShape()};
@@ -172,7 +172,7 @@ struct Held {
   int64_t pinned = PinnedBytes();
 };
 
-void NothingGrows() {
+void ResourcesStayConstant() {
   CopyLayer copies(LayerShape(), true);
   PlannedLayer planned{LayerShape()};
   RowsLayer rows(LayerShape(), true);
@@ -201,8 +201,8 @@ int main() {
   RowsAreRight();
   HostPlansAreRight();
   EveryPlannerPlans();
-  ABatchThatTheDriverDoesNotKnowIsCopiedOneByOne();
-  ALateDeviceChangesNothing();
+  AnUnsupportedBatchIsCopiedOneByOne();
+  ALateDeviceHasNoEffect();
   ProgramsRunAtOnce();
-  NothingGrows();
+  ResourcesStayConstant();
 }
