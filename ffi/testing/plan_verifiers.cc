@@ -1,4 +1,4 @@
-#include "ffi/testing/plan_judges.h"
+#include "ffi/testing/plan_verifiers.h"
 
 #include <algorithm>
 #include <cstring>
@@ -24,7 +24,7 @@ struct Numbers {
 };
 
 template <typename... Parts>
-std::string Say(const Parts&... parts) {
+std::string Message(const Parts&... parts) {
   std::ostringstream text;
   (text << ... << parts);
   return text.str();
@@ -43,41 +43,43 @@ bool Holds(const Numbers& placement, int64_t rank, int64_t expert) {
   return false;
 }
 
-std::string JudgePlacement(const Numbers& before, const Numbers& after, int64_t experts, int64_t domain) {
+std::string VerifyPlacement(const Numbers& before, const Numbers& after, int64_t experts, int64_t domain) {
   const int64_t home = experts / before.rows();
   for (int64_t rank = 0; rank < before.rows(); ++rank) {
     for (int64_t slot = 0; slot < before.columns; ++slot) {
       const int32_t expert = after.at(rank, slot);
       if (expert == before.at(rank, slot)) continue;
-      if (before.at(rank, slot) != -1) return Say("rank ", rank, ", slot ", slot, " was filled and has changed");
-      if (expert < 0 || expert >= experts) return Say("rank ", rank, ", slot ", slot, " holds ", expert);
+      if (before.at(rank, slot) != -1) return Message("rank ", rank, ", slot ", slot, " was filled and has changed");
+      if (expert < 0 || expert >= experts) return Message("rank ", rank, ", slot ", slot, " holds ", expert);
       // Weights do not cross domains.
-      if (expert / home / domain != rank / domain) return Say("expert ", expert, " left its domain for rank ", rank);
+      if (expert / home / domain != rank / domain)
+        return Message("expert ", expert, " left its domain for rank ", rank);
       for (int64_t other = 0; other < before.columns; ++other) {
-        if (other != slot && after.at(rank, other) == expert) return Say("rank ", rank, " has got ", expert, " twice");
+        if (other != slot && after.at(rank, other) == expert)
+          return Message("rank ", rank, " has got ", expert, " twice");
       }
     }
   }
   return "";
 }
 
-// `before` is what each rank served of each expert, `tokens` what must be served of it.
-std::string JudgeServed(const std::vector<int64_t>& tokens, const Numbers& before, const Numbers& placement,
-                        const Numbers& after) {
+// Verifies a quota. `before` is the quota before the plan, `tokens` the tokens of each expert.
+std::string VerifyServed(const std::vector<int64_t>& tokens, const Numbers& before, const Numbers& placement,
+                         const Numbers& after) {
   for (int64_t expert = 0; expert < after.rows(); ++expert) {
     int64_t served = 0;
     for (int64_t rank = 0; rank < after.columns; ++rank) {
       const int32_t quota = after.at(expert, rank);
       served += quota;
-      if (quota < 0) return Say("quota of expert ", expert, ", rank ", rank, " is ", quota);
-      // A plan may come with tokens on ranks that do not hold the expert. A planner need not repair that, but it must
-      // not add any.
+      if (quota < 0) return Message("quota of expert ", expert, ", rank ", rank, " is ", quota);
+      // A plan may have tokens on ranks that do not hold the expert. A planner need not move them, but must not add
+      // any.
       if (quota > before.at(expert, rank) && !Holds(placement, rank, expert)) {
-        return Say("rank ", rank, " shall serve ", quota, " of expert ", expert, ", which it does not hold");
+        return Message("rank ", rank, " shall serve ", quota, " of expert ", expert, ", which it does not hold");
       }
     }
     const int64_t want = tokens[static_cast<size_t>(expert)];
-    if (served != want) return Say("of expert ", expert, " ", served, " of ", want, " tokens are served");
+    if (served != want) return Message("of expert ", expert, " ", served, " of ", want, " tokens are served");
   }
   return "";
 }
@@ -90,7 +92,7 @@ std::vector<int64_t> RowSums(const Numbers& numbers) {
   return sums;
 }
 
-std::string JudgeLoads(const Numbers& before, const Numbers& after, int64_t domain) {
+std::string VerifyLoads(const Numbers& before, const Numbers& after, int64_t domain) {
   const auto highest = [domain](const Numbers& quota, int64_t first) {
     int64_t most = 0;
     for (int64_t rank = first; rank < first + domain; ++rank) {
@@ -102,37 +104,38 @@ std::string JudgeLoads(const Numbers& before, const Numbers& after, int64_t doma
   };
   for (int64_t first = 0; first < before.columns; first += domain) {
     const int64_t was = highest(before, first), is = highest(after, first);
-    // Planners differ in how low they get. None may make the highest load worse than doing nothing.
-    if (is > was) return Say("the highest load of the domain from rank ", first, " on rises from ", was, " to ", is);
+    // Planners reach different loads. None may raise the highest load.
+    if (is > was)
+      return Message("the highest load of the domain from rank ", first, " on rises from ", was, " to ", is);
   }
   return "";
 }
 
-// The first thing that is wrong.
-std::string First(std::initializer_list<std::string> verdicts) {
-  for (const std::string& verdict : verdicts) {
-    if (!verdict.empty()) return verdict;
+// Returns the first nonempty message.
+std::string First(std::initializer_list<std::string> messages) {
+  for (const std::string& message : messages) {
+    if (!message.empty()) return message;
   }
   return "";
 }
 
 }  // namespace
 
-std::string JudgeEdit(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets) {
+std::string VerifyEdit(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets) {
   const Numbers placement(call.args[0]), quota(call.args[1]), new_placement(rets[0]), new_quota(rets[1]);
   const int64_t domain = Integer(attributes, "domain");
-  return First({JudgePlacement(placement, new_placement, quota.rows(), domain),
-                JudgeServed(RowSums(quota), quota, new_placement, new_quota), JudgeLoads(quota, new_quota, domain)});
+  return First({VerifyPlacement(placement, new_placement, quota.rows(), domain),
+                VerifyServed(RowSums(quota), quota, new_placement, new_quota), VerifyLoads(quota, new_quota, domain)});
 }
 
-std::string JudgeFill(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets) {
+std::string VerifyFill(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets) {
   const Numbers tokens(call.args[0]), placement(call.args[1]), new_placement(rets[0]), quota(rets[1]);
   const std::vector<int64_t> wanted(tokens.values.begin(), tokens.values.end());
-  return First({JudgePlacement(placement, new_placement, quota.rows(), Integer(attributes, "domain")),
-                JudgeServed(wanted, Numbers(quota.rows(), quota.columns, 0), new_placement, quota)});
+  return First({VerifyPlacement(placement, new_placement, quota.rows(), Integer(attributes, "domain")),
+                VerifyServed(wanted, Numbers(quota.rows(), quota.columns, 0), new_placement, quota)});
 }
 
-std::string JudgeExact(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets) {
+std::string VerifyExact(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets) {
   const Numbers counts(call.args[0]), placement(rets[0]), quota(rets[1]);
   const int64_t experts = quota.rows(), ranks = quota.columns, home = experts / ranks;
   Numbers at_home(experts, ranks, 0), homes(ranks, placement.columns, -1);
@@ -141,12 +144,12 @@ std::string JudgeExact(const Attributes& attributes, const Operands& call, const
     for (int64_t rank = 0; rank < ranks; ++rank) at_home.at(expert, expert / home) += counts.at(rank, expert);
   }
   const int64_t domain = Integer(attributes, "domain");
-  return First({JudgePlacement(homes, placement, experts, domain),
-                JudgeServed(RowSums(at_home), Numbers(experts, ranks, 0), placement, quota),
-                JudgeLoads(at_home, quota, domain)});
+  return First({VerifyPlacement(homes, placement, experts, domain),
+                VerifyServed(RowSums(at_home), Numbers(experts, ranks, 0), placement, quota),
+                VerifyLoads(at_home, quota, domain)});
 }
 
-std::string JudgeRelay(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets) {
+std::string VerifyRelay(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets) {
   int64_t home;
   std::memcpy(&home, attributes.at("num_home").bytes.data(), sizeof(home));
   const Numbers placement(call.args[0]), relay(rets[0]);
@@ -155,20 +158,20 @@ std::string JudgeRelay(const Attributes& attributes, const Operands& call, const
       const int64_t expert = placement.at(rank, slot), from = relay.at(rank, slot);
       const int64_t owner = expert < 0 ? -1 : expert / home;
       if (from == owner) continue;
-      if (expert < 0) return Say("empty slot ", slot, " of rank ", rank, " copies from ", from);
-      if (from < 0 || from >= placement.rows()) return Say("rank ", rank, ", slot ", slot, " copies from ", from);
+      if (expert < 0) return Message("empty slot ", slot, " of rank ", rank, " copies from ", from);
+      if (from < 0 || from >= placement.rows()) return Message("rank ", rank, ", slot ", slot, " copies from ", from);
       bool forwards = false;
-      // A relay must itself copy from home: trees have two levels, and a longer chain could be a circle.
+      // A relay must copy from home: trees have two levels, and a longer chain could be a cycle.
       for (int64_t held = 0; held < placement.columns; ++held) {
         forwards = forwards || (placement.at(from, held) == expert && relay.at(from, held) == owner);
       }
-      if (!forwards) return Say("rank ", from, " does not forward ", expert, " from home to ", rank);
+      if (!forwards) return Message("rank ", from, " does not forward ", expert, " from home to ", rank);
     }
   }
   return "";
 }
 
-std::string JudgeSpray(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets) {
+std::string VerifySpray(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets) {
   const Numbers rows(call.args[0]), ticks(call.args[1]), rails(rets[0]);
   const int64_t members = Integer(attributes, "ranks_per_node"), num_rails = ticks.columns;
   for (int64_t from = 0; from < rows.rows(); ++from) {
@@ -178,10 +181,11 @@ std::string JudgeSpray(const Attributes& attributes, const Operands& call, const
         const int32_t on_rail = rails.at(from, to * num_rails + rail);
         const bool dead = ticks.at(0, rail) == 0 && from / members != to / members;
         if (on_rail < 0 || (dead && on_rail > 0))
-          return Say("from ", from, " to ", to, " rail ", rail, " has ", on_rail);
+          return Message("from ", from, " to ", to, " rail ", rail, " has ", on_rail);
         sum += on_rail;
       }
-      if (sum != rows.at(from, to)) return Say("from ", from, " to ", to, " ", sum, " of ", rows.at(from, to), " rows");
+      if (sum != rows.at(from, to))
+        return Message("from ", from, " to ", to, " ", sum, " of ", rows.at(from, to), " rows");
     }
   }
   return "";

@@ -1,4 +1,4 @@
-// The excess of all sets of ranks, in a table: for at most 8 ranks.
+// SwapEvaluator for at most 8 ranks, by a table of the excess of all sets of ranks.
 #pragma once
 
 #include <array>
@@ -7,20 +7,20 @@
 #include <vector>
 
 #include "ffi/common/view.h"
-#include "ffi/planning/judge.h"
+#include "ffi/planning/swap_evaluator.h"
 
 namespace moe_lb {
 
-// A swap changes the table by two masked additions, so that a placement is judged in less than 100 ns,
+// A swap changes the table by two masked additions, so that a placement is evaluated in less than 100 ns,
 // without a flow.
-class SubsetJudge : public Judge {
+class SubsetEvaluator : public SwapEvaluator {
  public:
   static constexpr size_t kMaxRanks = 8;
 
-  // Nothing is replicated and the limit is 0. tokens: [E], their sum at most kMaxTokens, so that no
-  // excess overflows; must outlive this object.
+  // Starts without replicas and with limit 0. tokens: [E], their sum at most kMaxTokens, so that no excess overflows;
+  // must outlive this object.
   static constexpr int64_t kMaxTokens = (int64_t{1} << 27) - 1;
-  SubsetJudge(View<const int32_t> tokens, size_t num_ranks);
+  SubsetEvaluator(View<const int32_t> tokens, size_t num_ranks);
 
   bool Keeps(const Swap& swap, int32_t threshold) override;
   void Commit(const Swap& swap) override;
@@ -43,10 +43,10 @@ class SubsetJudge : public Judge {
   View<const int32_t> tokens_;
   std::vector<int32_t> holders_;       // [E], set of ranks
   std::array<int32_t, kSets> size_;    // of a set
-  std::array<int32_t, kSets> excess_;  // of a set; far below 0 for the empty set and where ranks do not exist
+  std::array<int32_t, kSets> excess_;  // of a set; far below 0 for the empty set and for sets with nonexistent ranks
   int32_t limit_ = 0;
   static constexpr int32_t kBlocks = 8;
-  int32_t refused_ = 0;  // the block of sets that was in the way of the last swap
+  int32_t refused_ = 0;  // the block of sets that refused the last swap
 };
 
 }  // namespace moe_lb

@@ -1,22 +1,21 @@
-// The same for up to 64 ranks, by a flow that starts from that of the placement before.
+// SwapEvaluator for up to 64 ranks, by a flow that starts from that of the previous placement.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "ffi/common/view.h"
-#include "ffi/planning/judge.h"
 #include "ffi/planning/serving.h"
+#include "ffi/planning/swap_evaluator.h"
 
 namespace moe_lb {
 
-class FlowJudge : public Judge {
+class FlowEvaluator : public SwapEvaluator {
  public:
   static constexpr size_t kMaxRanks = 64;
 
-  // Nothing is replicated and the limit is 0. slots: replicas per rank. `tokens` [E] must outlive this
-  // object.
-  FlowJudge(View<const int32_t> tokens, size_t num_ranks, size_t slots);
+  // Starts without replicas and with limit 0. slots: replicas per rank. `tokens` [E] must outlive this object.
+  FlowEvaluator(View<const int32_t> tokens, size_t num_ranks, size_t slots);
 
   bool Keeps(const Swap& swap, int32_t threshold) override;
   void Commit(const Swap& swap) override;
