@@ -36,9 +36,10 @@ def hybrid_moe(mesh, domains, system, codec=Codec()):
     by_rank, by_offset = PartitionSpec(domains.expert_axes), PartitionSpec(group.data_axes)
 
     def one_rank(x, mask, kernel, experts):
-        held = GatherExpertDomain(domains, codec)(experts)
+        gathering = system.replace(migrate=GatherExpertDomain(domains, codec))
+        params = MoEParams(kernel, experts)
         state = system.balancer.init((group.num_ranks, kernel.shape[1]))
-        y, stats, _ = moe(x, MoEParams(kernel, held), TopK(2), system, group, MoEState(state), TokenInfo(mask=mask))
+        y, stats, _ = moe(x, params, TopK(2), gathering, group, MoEState(state), TokenInfo(mask=mask))
         return y, jax.tree.map(lambda leaf: leaf[None], stats)
 
     specs = (by_rank, by_rank, PartitionSpec(), by_rank)
