@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from jax_moe_lb import ExpertConfig, MoE, SharedExpert, TopK, use_virtual_cpu_devices
+from jax_moe_lb import ExpertConfig, MoE, SharedExpert, TopK, exact, use_virtual_cpu_devices
 from jax_moe_lb.nn import mesh_independent_state, restore_mesh_independent_state
 
 
@@ -17,17 +17,9 @@ def make(num_ranks: int, system: str) -> MoE:
     """A layer of 16 experts on so many ranks, with all that a checkpoint may hold."""
     devices = jax.devices()[:num_ranks]
     mesh = jax.make_mesh((num_ranks,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
-    chosen = exact().replace(relocates=True) if system == "exact" and num_ranks > 1 else system
-    return MoE(
-        16,
-        16,
-        TopK(2, selection_bias=True),
-        mesh=mesh,
-        system=chosen,
-        experts=ExpertConfig(32),
-        shared=SharedExpert(8),
-        rngs=nnx.Rngs(0),
-    )
+    chosen = exact().replace(relocates=True) if system == "exact" else system
+    options = {"experts": ExpertConfig(32), "shared": SharedExpert(8), "rngs": nnx.Rngs(0)}
+    return MoE(16, 16, TopK(2, selection_bias=True), mesh=mesh, system=chosen, **options)
 
 
 def shapes(layer: MoE) -> nnx.State:

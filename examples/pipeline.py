@@ -11,14 +11,13 @@ lb.use_virtual_cpu_devices(8)
 
 STAGES, MICROBATCHES = 2, 4
 MESH = jax.make_mesh((STAGES, 4), ("stage", "expert"), axis_types=(AxisType.Auto,) * 2)
-TOPOLOGY = lb.Topology.from_mesh(MESH, data_axes=())  # its ranks are those of one stage
-TOKENS = PartitionSpec(None, "expert")
+TOPOLOGY, TOKENS = lb.Topology.from_mesh(MESH, data_axes=()), PartitionSpec(None, "expert")
 
 
 def block(kernel, up, down, x):
     """Serves the tokens `[T, H]` of a microbatch by the layer of a stage, on the residual stream."""
-    params, router = lb.MoEParams(kernel, lb.Experts(up, down)), lb.TopK(2)
-    return x + lb.moe(x, params, router, lb.greedy(2), TOPOLOGY, on_fault="record")[0]
+    params = lb.MoEParams(kernel, lb.Experts(up, down))
+    return x + lb.moe(x, params, lb.TopK(2), lb.greedy(2), TOPOLOGY, on_fault="record")[0]
 
 
 def pipelined(kernel, up, down, x):

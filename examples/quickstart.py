@@ -5,21 +5,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType
 
-from jax_moe_lb import (
-    ExpertConfig,
-    MoE,
-    Stats,
-    System,
-    TopK,
-    Topology,
-    greedy,
-    plain,
-    router_loss,
-    use_virtual_cpu_devices,
-)
+import jax_moe_lb as lb
 
 jax.config.update("jax_platforms", "cpu")
-use_virtual_cpu_devices(8)
+lb.use_virtual_cpu_devices(8)
 
 LEARNING_RATE = 0.1
 
@@ -30,19 +19,17 @@ def skewed_tokens(num_tokens: int, width: int) -> jax.Array:
     return jax.random.normal(common, (width,)) + jax.random.normal(own, (num_tokens, width))
 
 
-def train_step(system: System) -> tuple[jax.Array, jax.Array, Stats]:
+def train_step(system: lb.System) -> tuple[jax.Array, jax.Array, lb.Stats]:
     """Takes a step of gradient descent; returns the loss before it, the loss after it, and what balancing did."""
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
-    topology = Topology.from_mesh(mesh)
-    layer = MoE(
-        32, 16, TopK(2), mesh=mesh, topology=topology, system=system, experts=ExpertConfig(64), rngs=nnx.Rngs(0)
-    )
+    options = {"system": system, "experts": lb.ExpertConfig(64), "rngs": nnx.Rngs(0)}
+    layer = lb.MoE(32, 16, lb.TopK(2), mesh=mesh, topology=lb.Topology.from_mesh(mesh), **options)
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
     x = skewed_tokens(2048, 32)
 
-    def loss(params: nnx.State) -> tuple[jax.Array, Stats]:
+    def loss(params: nnx.State) -> tuple[jax.Array, lb.Stats]:
         y, stats = nnx.merge(graph, params, rest)(x)
-        return jnp.square(y - jnp.roll(x, 1, axis=1)).mean() + router_loss(stats), stats
+        return jnp.square(y - jnp.roll(x, 1, axis=1)).mean() + lb.router_loss(stats), stats
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (before, stats), gradients = step(params)
@@ -54,7 +41,7 @@ def train_step(system: System) -> tuple[jax.Array, jax.Array, Stats]:
 def main() -> None:
     """Compares two systems on the same parameters and tokens: loads differ, losses do not."""
     print("system  imbalance        rounds  replicas moved  loss before -> after the step")
-    for name, system in (("plain", plain()), ("greedy", greedy(replica_slots=2))):
+    for name, system in (("plain", lb.plain()), ("greedy", lb.greedy(replica_slots=2))):
         before, after, stats = train_step(system)
         imbalance = f"{stats.imbalance_before[0]:.2f} -> {stats.imbalance_after[0]:.2f}"
         moved_kib = stats.weight_bytes_moved[0] / 1024
