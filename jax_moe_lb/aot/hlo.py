@@ -84,7 +84,9 @@ FIELD = re.compile(r"(\w+)=(\d+)")
 FRAME = re.compile(r"stack_frame_id=(\d+)")
 INLINE = re.compile(r'source_file="([^"]+)"(?: source_line=(\d+))?')
 
-HELPER = re.compile(r"-packages/(?!jax_moe_lb/)|jax_moe_lb/(?:core/(?:types|manual_axes|custom_calls|plan_file)|collectives/local_processes)\.py:")
+HELPER = re.compile(
+    r"-packages/(?!jax_moe_lb/)|jax_moe_lb/(?:core/(?:types|manual_axes|custom_calls|plan_file)|collectives/local_processes)\.py:"
+)
 """A line of these files, and of other packages that are installed, says less than the one that called it."""
 
 TRACER = re.compile(r"jax_moe_lb/aot/\w+\.py:")
