@@ -167,7 +167,8 @@ def _checked(found: tuple[str | None, int | None, int | None], source: str) -> P
         raise UserError(f"multi_process.num_processes is {num_processes}; expected at least 1")
     if not 0 <= process_id < num_processes:
         raise UserError(
-            f"multi_process.process_id is {process_id}; expected 0 to {num_processes - 1}, as num_processes is {num_processes}"
+            f"multi_process.process_id is {process_id}; expected 0 to {num_processes - 1}, as num_processes is "
+            f"{num_processes}"
         )
     return Place(host, port, num_processes, process_id)
 
@@ -211,8 +212,8 @@ def gather(place: Place, until: float, timeout_s: float) -> None:
         server = listen(place.port)
     except OSError as error:
         raise UserError(
-            f"multi_process.coordinator is {place.coordinator!r}; expected a port that is free on the machine of process 0: "
-            f"{error.strerror}"
+            f"multi_process.coordinator is {place.coordinator!r}; expected a port that is free on the machine of "
+            f"process 0: {error.strerror}"
         ) from error
     hosts, links = {0: socket.gethostname()}, []
     with server:
@@ -242,8 +243,8 @@ def _add(place: Place, hosts: dict[int, str], hello: dict) -> str | None:
     process_id, host, num_processes = hello["process_id"], hello["host"], hello["num_processes"]
     if num_processes != place.num_processes:
         return (
-            f"multi_process.num_processes is {place.num_processes} on process 0 and {num_processes} on process {process_id}; "
-            "expected the same on all processes"
+            f"multi_process.num_processes is {place.num_processes} on process 0 and {num_processes} on process "
+            f"{process_id}; expected the same on all processes"
         )
     if process_id in hosts:
         return (
@@ -258,9 +259,9 @@ def _missing(place: Place, hosts: Collection[int], timeout_s: float) -> str:
     ids = [i for i in range(place.num_processes) if i not in hosts]
     shown = ", ".join(map(str, ids[:IDS_SHOWN])) + f" and {len(ids) - IDS_SHOWN} more" * (len(ids) > IDS_SHOWN)
     return (
-        f"multi_process.num_processes is {place.num_processes}, but process{'es' * (len(ids) > 1)} {shown} did not come to "
-        f"{place.coordinator} within {timeout_s:g} s; expected processes 0 to {place.num_processes - 1}, each with an "
-        "id of its own"
+        f"multi_process.num_processes is {place.num_processes}, but process{'es' * (len(ids) > 1)} {shown} did not "
+        f"come to {place.coordinator} within {timeout_s:g} s; expected processes 0 to {place.num_processes - 1}, each "
+        "with an id of its own"
     )
 
 
@@ -299,8 +300,8 @@ def _connected(place: Place, until: float, timeout_s: float) -> socket.socket:
             problem = getattr(error, "strerror", None) or str(error)
         if time.monotonic() >= until:
             raise UserError(
-                f"multi_process.coordinator is {place.coordinator!r}, which did not answer within {timeout_s:g} s ({problem}); "
-                "expected the address of process 0"
+                f"multi_process.coordinator is {place.coordinator!r}, which did not answer within {timeout_s:g} s "
+                f"({problem}); expected the address of process 0"
             )
         time.sleep(PAUSE_S)
 
