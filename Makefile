@@ -26,6 +26,9 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(filter %.cc %.h,$(NATIVE))
+# One script of ci/ on a fresh checkout, for example `make ci-docs`.
+ci-%: $(VENV)/.installed
+	bash ci/$*.sh $(ARGS)
 
 # Not isolated: built against the jaxlib that the tests run on, and incrementally, in build/.
 BUILD_TOOLS := scikit-build-core nanobind pybind11 cmake ninja jax
