@@ -84,15 +84,16 @@ def train(
     """Train a model; write metrics, checkpoints and a report."""
     try:
         with _user_errors():
+            base, in_file = _config_named(config)
             if LIST in (assignments or ()):
-                typer.echo(list_keys(updated(*_config_named(config))))
+                typer.echo(list_keys(updated(base, in_file)))
                 raise typer.Exit
-            given = _given(system, mesh, steps, seed, assignments or ())
-            asked = TrainArgs(config, given, data or [], run_dir, resume, overwrite)
+            given = layered(in_file, _given(system, mesh, steps, seed, assignments or ()))
+            asked = TrainArgs(config, base, given, data or [], run_dir, resume, overwrite)
             if target is not None:
                 asked.dry_run(target)
                 raise typer.Exit
-            processes = asked.processes
+            processes = updated(base.multi_process, given.get("multi_process", {}), "multi_process.")
         place = _place(distributed, processes)
         with _joined(place, processes.join_timeout_s), StopRequest() as stop:
             console = Console(quiet=place is not None and place.process_id > 0)
@@ -110,7 +111,8 @@ class TrainArgs:
 
     Args:
         name: the preset, or the path of a YAML file.
-        given: fields of `TrainConfig` that options give.
+        base: the preset; the defaults for a file.
+        given: fields of `TrainConfig` that the file and the options give.
         data: paths of the text; none for the default text.
         run_dir: the run folder; `None` for a numbered one.
         resume: whether to continue a run.
@@ -118,18 +120,12 @@ class TrainArgs:
     """
 
     name: str
+    base: TrainConfig
     given: Given
     data: list[str]
     run_dir: Path | None
     resume: bool
     overwrite: bool
-
-    @property
-    def processes(self) -> MultiProcessConfig:
-        """The section `multi_process`, before the process joins others."""
-        base, in_file = _config_named(self.name)
-        given = layered(in_file, self.given).get("multi_process", {})
-        return updated(base.multi_process, given, "multi_process.")
 
     def prepare(self, place: Place | None, tell: Tell) -> Run:
         """Does all that can be refused; see `models.training.loop.prepare`."""
@@ -152,24 +148,22 @@ class TrainArgs:
             dry_run.show(self._configured(self.given)[0], Target.parse(target))
 
     def _configured(self, given: Given) -> tuple[TrainConfig, Tokenizer]:
-        """Changes the preset by the file and the command line; returns the tokenizer, too."""
-        base, in_file = _config_named(self.name)
-        given = layered(in_file, given)
-        path = updated(base.data, given.get("data", {}), "data.").tokenizer
+        """Changes the preset by what is given; returns the tokenizer, too."""
+        path = updated(self.base.data, given.get("data", {}), "data.").tokenizer
         tokenizer: Tokenizer = Bytes() if path is None else TokenizerFile(Path(path))
         words = {} if path is None else {"model": {"vocab_size": tokenizer.vocab_size}}
         parallel = given.get("parallel", {})
+        name = parallel.get("system", self.base.parallel.system)
         with in_section("parallel"):
-            system = system_named(parallel.get("system", base.parallel.system))
+            system = system_named(name)
             if (slots := parallel.get("replica_slots")) and not system.replica_slots:
-                name = parallel.get("system", base.parallel.system)
                 raise ValueError(f"replica_slots is {slots}; expected none with system {name}, which makes no replicas")
         moves = {"relocation": {"interval": RELOCATE_INTERVAL}} if system.relocates else {}
-        return updated(base, layered(words, moves, given)), tokenizer
+        return updated(self.base, layered(words, moves, given)), tokenizer
 
 
 def _config_named(name: str) -> tuple[TrainConfig, Given]:
-    """Finds a preset, or the defaults and the content of a file."""
+    """Finds a preset, or the defaults and the fields that a file gives."""
     if Path(name).suffix in (".yaml", ".yml"):
         return TrainConfig(), read_file(Path(name))
     if name in dry_run.PRESETS:
