@@ -35,7 +35,8 @@ LIST = "list"
 
 KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 WORDS = {"true": True, "false": False}
-MAX_MATCHES = 3
+MAX_MATCHES, CUTOFF = 3, 0.7
+"""Suggested keys of a message, and their least similarity."""
 
 
 def read_assignments(texts: Iterable[str]) -> Given:
@@ -192,7 +193,7 @@ def list_keys(config: TrainConfig) -> str:
         meanings, values = _meanings(kind), getattr(config, section)
         for key, hint in _kinds(kind).items():
             value = getattr(values, key)
-            shown_value = str(value).lower() if value is None or isinstance(value, bool) else str(value)
+            shown_value = "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
             rows.append((f"{section}.{key}", _expected(hint), shown_value, meanings.get(key, "")))
     rows = [("key", "type", "value", ""), *rows]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
@@ -291,14 +292,16 @@ def _expected(hint: Any) -> str:
 def _matches(path: str) -> str:
     """The keys that are close to one that is none, for a message."""
     paths = [f"{section}.{key}" for section, kind in _sections().items() for key in _kinds(kind)]
-    name = path.rpartition(".")[2]
-    same = [one for one in paths if one.partition(".")[2] == name or one == path]
-    close = list(dict.fromkeys([*same, *difflib.get_close_matches(path, paths, MAX_MATCHES)]))[:MAX_MATCHES]
-    if own := [f"--{one}" for one, kind in _kinds(TrainConfig).items() if one == name and kind is int]:
-        return f"the option {own[0]}"
+    section, _, name = path.rpartition(".")
     if path in paths:
         return f"{path}=VALUE"
-    return f"{' or '.join(close)}" if close else f"section.key=value; --set {LIST} prints all keys"
+    if not section and name in _kinds(TrainConfig).keys() - _sections().keys():
+        return f"the option --{name}"
+    same = [one for one in paths if one.partition(".")[2] == name]
+    here = [one for one in paths if one.partition(".")[0] == (section or name)]
+    if close := same or difflib.get_close_matches(path, here or paths, MAX_MATCHES, CUTOFF):
+        return " or ".join(close[:MAX_MATCHES])
+    return f"one of {', '.join(here)}" if here else f"section.key=value; --set {LIST} prints all keys"
 
 
 def _meanings(kind: type) -> dict[str, str]:

@@ -66,7 +66,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command(epilog=describe_sections())
 def train(
-    config: Annotated[str, typer.Argument(help=CONFIG, metavar="[CONFIG]")] = "tiny",
+    config: Annotated[str, typer.Argument(help=CONFIG, metavar="CONFIG")] = "tiny",
     system: Annotated[str | None, typer.Option(metavar="NAME[:KEY=VALUE,...]", help=SYSTEM)] = None,
     mesh: Annotated[str | None, typer.Option(metavar="AXIS=SIZE,...", help=MESH)] = None,
     data: Annotated[list[str] | None, typer.Option(metavar="PATH[:WEIGHT]", help=DATA)] = None,

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 import subprocess
 import sys
 
@@ -50,7 +51,11 @@ CASES = {
         ["--set", "modle.embed_dim=8"],
         "--set modle.embed_dim=8: key is 'modle.embed_dim'; expected model.embed_dim",
     ),
-    "key": (["--set", "model.hidden=8"], "--set model.hidden=8: key is 'model.hidden'; expected model."),
+    "key": (
+        ["--set", "model.hidden=8"],
+        "--set model.hidden=8: key is 'model.hidden'; expected one of model.num_layers, ",
+    ),
+    "near key": (["--set", "model.num_layer=8"], "key is 'model.num_layer'; expected model.num_layers"),
     "no section": (["--set", "learning_rate=1"], "key is 'learning_rate'; expected optimizer.learning_rate"),
     "no key": (["--set", "zzz.qqq=1"], "key is 'zzz.qqq'; expected section.key=value; --set list prints all keys"),
     "no value": (["--set", "batch.size"], "--set batch.size: key is 'batch.size'; expected batch.size=VALUE"),
@@ -144,7 +149,7 @@ def test_the_list_has_every_key():
     assert {line.split()[0] for line in lines[1:]} == keys
     assert "model.embed_dim               an integer          256      `H`, the width of the model" in lines
     # Every key has a meaning.
-    assert all(len(line.split("  ")) > 3 for line in lines[1:])
+    assert all(len(re.split(" {2,}", line)) == 4 for line in lines[1:])
     described = CliRunner().invoke(app, ["--help"]).stdout
     assert all(key.partition(".")[2] in described for key in keys)
 
