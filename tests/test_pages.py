@@ -30,8 +30,14 @@ CHEAP = {"install", "rails", "simulator"}
 """Pages whose programs compile little."""
 
 
+EVERYDAY = {"tutorial", "functional"}
+"""The other pages whose programs compile layers are thorough cases."""
+
+
 def marks(page):
-    return () if page.stem in CHEAP else pytest.mark.slow
+    if page.stem in CHEAP:
+        return ()
+    return pytest.mark.slow if page.stem in EVERYDAY else (pytest.mark.slow, pytest.mark.thorough)
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, marks=marks(page), id=page.stem) for page in PROGRAMS])
