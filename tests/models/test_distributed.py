@@ -191,7 +191,7 @@ def test_a_process_that_does_not_come_is_named_to_those_that_wait():
         thread.start()
     for thread in threads:
         thread.join()
-    said = f"num_processes is 3, but process 2 did not come to 127.0.0.1:{port} within 2 s; expected "
+    said = f"multi_process.num_processes is 3, but process 2 did not come to 127.0.0.1:{port} within 2 s; expected "
     assert [line[: len(said)] for line in lines] == [said] * 2
 
 
