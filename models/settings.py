@@ -216,7 +216,7 @@ def describe_sections() -> str:
     return "\b\nSections and keys of --set (types, values and meanings: --set list):\n" + "\n".join(lines)
 
 
-def _sections() -> dict[str, type]:
+def _sections() -> dict[str, Any]:
     return {name: kind for name, kind in _kinds(TrainConfig).items() if dataclasses.is_dataclass(kind)}
 
 

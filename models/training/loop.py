@@ -310,12 +310,10 @@ def _fixed(described: dict) -> dict:
     """Collects what a resumed run may not change."""
     config = described["config"]
     # A run that is older than a key has its default.
-    sections = {"model": ModelConfig(**config["model"]), "batch": BatchConfig(**config["batch"])}
-    fixed = {
-        f"{section}.{key}": value
-        for section in sections
-        for key, value in dataclasses.asdict(sections[section]).items()
-    }
+    model = dataclasses.asdict(ModelConfig(**config["model"]))
+    batch = dataclasses.asdict(BatchConfig(**config["batch"]))
+    fixed = {f"model.{key}": value for key, value in model.items()}
+    fixed |= {f"batch.{key}": value for key, value in batch.items()}
     # It changes the residuals of a step, not its result.
     del fixed["model.remat"]
     return fixed | {"seed": config["seed"], "data": described["data"]["fingerprint"]}
