@@ -10,7 +10,7 @@ NATIVE := CMakeLists.txt $(shell find ffi)
 
 .PHONY: train check test test-all lint reproduce clean
 train: $(VENV)/.installed
-	$(BIN)/python -m models.train --preset tiny $(ARGS)
+	$(BIN)/python -m models.train $(ARGS)
 # A file at a time, so that what its tests share is made once, and in order: the slowest files are not the last.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 # The inner loop: two minutes.

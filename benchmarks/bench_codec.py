@@ -12,7 +12,6 @@ The mean and the encoding are those of the weights of the step. Encoding ahead, 
 """
 
 import argparse
-import dataclasses
 import itertools
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from models.config import TrainConfig, preset
 from models.data.corpus import Corpus
 from models.data.sources import default_corpus
 from models.mesh import make_mesh, place_batch
+from models.settings import updated
 from models.training.step import make_programs
 
 CODECS = {
@@ -64,10 +64,10 @@ def train(
         shardings = jax.tree.map(lambda shape: shape.sharding, programs.state_shapes)
         state = jax.jit(copies_of_one, out_shardings=shardings, donate_argnums=0)(state)
     for number in range(1, config.steps + 1):
-        tokens = corpus.batch(config.seed, number, config.batch_size, config.sequence_length)
+        tokens = corpus.batch(config.seed, number, config.batch.size, config.batch.sequence_length)
         state, loss, _ = programs.step(state, place_batch(tokens, mesh))
         losses.append(float(loss))
-    batches = corpus.validation_batches(config.validation_batches, config.batch_size, config.sequence_length)
+    batches = corpus.validation_batches(config.validation.batches, config.batch.size, config.batch.sequence_length)
     return losses, float(np.mean([float(programs.evaluate(state, place_batch(batch, mesh))) for batch in batches]))
 
 
@@ -118,10 +118,10 @@ def main() -> None:
     whole = make_mesh(base.parallel)
     mesh = hybrid_mesh(whole, {"expert": given.domain_size})
     domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(whole))
-    corpus, results = default_corpus(base.max_corpus_bytes), {}
+    corpus, results = default_corpus(base.data.max_corpus_bytes), {}
     for seed, name in itertools.product(range(given.seeds), given.codecs):
-        rate = given.learning_rate or base.learning_rate
-        config = dataclasses.replace(base, steps=given.steps, seed=seed, learning_rate=rate)
+        rate = given.learning_rate or base.optimizer.learning_rate
+        config = updated(base, {"steps": given.steps, "seed": seed, "optimizer": {"learning_rate": rate}})
         migrate = GatherExpertDomain(domains, CODECS[name])
         losses, last = results[name, seed] = train(config, mesh, migrate, corpus, given.upcycled)
         print(f"{name}, seed {seed}: {losses[-1]:.4f}, validation {last:.4f}", flush=True)

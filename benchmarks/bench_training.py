@@ -61,7 +61,7 @@ def start(base: TrainConfig, name: str) -> Training:
     config = config_of(base, name)
     mesh = make_mesh(config.parallel)
     programs = make_programs(config, mesh, make_system(config.parallel))
-    shape = (config.batch_size, config.sequence_length + 1)
+    shape = (config.batch.size, config.batch.sequence_length + 1)
     tokens = place_batch(np.zeros(shape, np.int32), mesh)
     started = time.perf_counter()
     program = programs.step.lower(programs.state_shapes, tokens).compile()
@@ -155,14 +155,17 @@ def main() -> None:
     given = parser.parse_args()
     config = dataclasses.replace(preset(given.preset), steps=given.steps)
     use_virtual_cpu_devices(config.parallel.num_shards)
-    corpus = default_corpus(config.max_corpus_bytes)
+    corpus = default_corpus(config.data.max_corpus_bytes)
     names = ["plain", IDEAL, *(name for name in given.systems if name != "plain")]
     trainings = {}
     for name in names:
         trainings[name] = start(config, name)
         print(f"{name}: compiled in {trainings[name].compile_s:.0f} s", flush=True)
     for step in range(1, config.steps + 1):
-        batch, began = corpus.batch(config.seed, step, config.batch_size, config.sequence_length), time.perf_counter()
+        batch, began = (
+            corpus.batch(config.seed, step, config.batch.size, config.batch.sequence_length),
+            time.perf_counter(),
+        )
         for training in trainings.values():
             advance(training, batch, config)
         if step == WARM_STEPS + 1:

@@ -41,7 +41,7 @@ def train(config: TrainConfig, corpus: Corpus, system: str) -> dict[str, np.ndar
     programs = make_programs(config, mesh, system_of(system))
     state, rows, counts = programs.init(), [], []
     for step in range(1, config.steps + 1):
-        tokens = place_batch(corpus.batch(config.seed, step, config.batch_size, config.sequence_length), mesh)
+        tokens = place_batch(corpus.batch(config.seed, step, config.batch.size, config.batch.sequence_length), mesh)
         start_s = time.perf_counter()
         state, loss, stats = programs.step(state, tokens)
         loss, stats = jax.device_get((loss, stats))
@@ -80,7 +80,7 @@ def main() -> None:
     args = parser.parse_args()
     config = dataclasses.replace(preset("tiny"), steps=args.steps)
     use_virtual_cpu_devices(config.parallel.num_shards)
-    corpus = default_corpus(config.max_corpus_bytes)
+    corpus = default_corpus(config.data.max_corpus_bytes)
     plain = train(config, corpus, "plain")
     rows = []
     for name in ["plain", *(name for name in args.systems if name != "plain")]:

@@ -37,33 +37,38 @@ def require_positive(name: str, value: int) -> None:
         raise ValueError(f"{name} is {value}; expected at least 1")
 
 
+def require_finite(name: str, value: float) -> None:
+    """Raise `ValueError` unless `value` is finite and at least 0."""
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value}; expected a finite number of at least 0")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    """These are the sizes of a decoder whose every feed-forward network is a mixture of experts.
+    """Sizes of a decoder whose every feed-forward network is a mixture of experts.
 
     Args:
-        num_layers: the blocks of attention and experts.
+        num_layers: Transformer blocks.
         embed_dim: `H`, the width of the model.
-        num_heads: the heads of attention; it divides `embed_dim` into even parts.
+        num_heads: attention heads. The heads divide `embed_dim` into even parts.
         mlp_dim: `F`, the inner width of an expert.
-        num_experts: `E`, the experts of a layer.
-        experts_per_token: `K`, the experts of a token.
-        force_balanced: whether to route round robin, the papers' ideal. It learns little; its speed is the bound.
-        compute_dtype: the dtype of activations and products, "bfloat16" on accelerators. Parameters, optimizer,
-            routers, norms and the loss are float32 in any case.
-        scan_layers: whether the blocks are one loop, which is compiled once, and whose backward pass computes each
-            block again but for routing, plan and attention. Otherwise all is kept, and few small blocks are faster.
-        vocab_size: the words; 256, the default, are bytes.
-        remat: what the backward pass of a block is given: "none" computes nothing again, "full" gives it the input
-            alone, and names of `jax_moe_lb.layer.CHECKPOINT_NAMES` and "attention", with commas between them, are kept
-            beside that. `None`, the usual choice, is what `scan_layers` says.
-        z_loss: weighs the router's z-loss (ST-MoE), usually 1e-3; 0 leaves it out.
-        aux_loss: weighs the load balance of experts (Switch Transformer), usually 1e-2; 0 leaves it out.
-        bias_rate: the step of routing biases, which balance experts without a loss (DeepSeek-V3), usually 1e-3; 0
-            makes no biases.
+        num_experts: `E`, experts per layer.
+        experts_per_token: `K`, experts per token.
+        force_balanced: route round robin, the ideal of the papers. The model learns little; the speed is the bound.
+        compute_dtype: dtype of activations and products, float32 or bfloat16. Parameters, optimizer, routers, norms
+            and the loss are float32 in any case.
+        scan_layers: run the blocks as one loop. It is compiled once, and its backward pass rematerializes each block
+            but for routing, plan and attention. Otherwise all is kept, and few small blocks are faster.
+        vocab_size: words of the vocabulary (default of bytes: 256). With `data.tokenizer` the default is its size.
+        remat: residuals of a block: none (rematerialize nothing), full (keep the input alone), or names to keep beside
+            the input, with commas between them: names of `jax_moe_lb.layer.CHECKPOINT_NAMES` and "attention". `None`
+            follows `scan_layers`.
+        z_loss: weight of the router z-loss (ST-MoE), usually 1e-3; 0 omits it.
+        aux_loss: weight of the load-balancing loss (Switch Transformer), usually 1e-2; 0 omits it.
+        bias_rate: step of the routing biases (DeepSeek-V3), usually 1e-3; 0 makes no biases.
 
     Raises:
-        ValueError: a size is below 1, the heads do not divide the width, a rate is below 0, or a word is none of those.
+        ValueError: a size is below 1, the heads do not divide the width, a rate is below 0, or a name is unknown.
     """
 
     num_layers: int = 4
@@ -86,8 +91,7 @@ class ModelConfig:
         for name in sizes:
             require_positive(name, getattr(self, name))
         for name in ("z_loss", "aux_loss", "bias_rate"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected a finite number of at least 0")
+            require_finite(name, getattr(self, name))
         # Rotary positions turn the channels of a head in pairs.
         if self.embed_dim % (2 * self.num_heads):
             raise ValueError(f"num_heads is {self.num_heads}; expected to divide embed_dim {self.embed_dim} evenly")
@@ -100,23 +104,21 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """These numbers say how the model lies on the machine.
+    """Mesh and load-balancing system.
 
     Args:
-        data_parallel: the groups of ranks side by side, each with all experts.
-        expert_parallel: `R`, the ranks in a group.
-        system: the name of a function in `jax_moe_lb.layer.systems`.
-        replica_slots: slots of a rank beyond its home experts, where the system makes replicas; `None` takes its
-            default.
-        headroom: the receive buffer over the mean load; `None` takes the system's default.
-        ranks_per_domain: `M`, the ranks among which expert weights may move each microbatch; `None` takes all of a
-            group.
-        max_rounds: the rounds of the program of a step. A step whose plans need more is done again, by a second program
-            that has as many as are needed. 1 suits GPUs of several nodes, whose hosts wait in each loop of rounds, if
-            balanced loads stay below `headroom`; `None`, the usual choice, has one program that serves all.
-        own_kernels: whether experts' products on Hopper are those of `jax_moe_lb`; see its `Kernels`. False is usual.
-        fsdp: whether matrices and their optimizer state are split over `data_parallel`, too, and gathered for their
-            layer, which saves memory and costs exchanges. Otherwise each group of ranks has all of them.
+        data_parallel: groups of ranks, each with all experts.
+        expert_parallel: `R`, ranks per group.
+        system: name of a function in `jax_moe_lb.layer.systems`.
+        replica_slots: replica slots per rank, if the system makes replicas; `None` is the default of the system.
+        headroom: receive buffer, x mean load; `None` is the default of the system.
+        ranks_per_domain: `M`, ranks among which expert weights may move each microbatch; `None` is the whole group.
+        max_rounds: rounds of the program of a step. If a plan needs more, a second program with as many as are needed
+            repeats the step. 1 suits GPUs of several nodes, whose hosts wait in each loop of rounds, if balanced
+            loads stay below `headroom`. `None`, the usual choice, has one program without a limit.
+        own_kernels: use the expert products of `jax_moe_lb` on Hopper instead of tokamax; see its `Kernels`.
+        fsdp: split matrices and their optimizer state over `data_parallel`, too, and gather them for their layer, which
+            saves memory and costs exchanges. Otherwise each group has all of them.
 
     Raises:
         ValueError: a number is out of range, the domains do not divide the group, or there is one group to split over.
@@ -149,36 +151,185 @@ class ParallelConfig:
 
     @property
     def num_shards(self) -> int:
-        """Counts the devices of the mesh, over which the batch is split."""
+        """Devices of the mesh, over which the batch is split."""
         return self.data_parallel * self.expert_parallel
 
 
 @dataclass(frozen=True)
+class BatchConfig:
+    """Batch of one optimizer step.
+
+    Args:
+        size: sequences per step, over all devices.
+        sequence_length: tokens per sequence.
+        accumulate: microbatches per step. Each is routed and planned for by itself, and gradients are added: the step
+            learns the same in less memory. 1 is usual if the batch fits.
+
+    Raises:
+        ValueError: a number is below 1.
+    """
+
+    size: int = 32
+    sequence_length: int = 128
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("size", "sequence_length", "accumulate"):
+            require_positive(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its learning rate.
+
+    Args:
+        learning_rate: peak learning rate.
+        schedule: cosine, linear, constant or wsd. "cosine", the usual one, and "linear" end at a tenth of the peak;
+            "constant" stays there; "wsd" does so for the first four fifths of the steps, and then falls linearly.
+        warmup_steps: steps until the peak, at most a fifth of all steps.
+        weight_decay: weight decay of AdamW.
+        clip_norm: bound of the global gradient norm.
+
+    Raises:
+        ValueError: a number is out of range, or the schedule is unknown.
+    """
+
+    learning_rate: float = 3e-3
+    schedule: str = "cosine"
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "clip_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a finite number above 0")
+        for name in ("warmup_steps", "weight_decay"):
+            require_finite(name, getattr(self, name))
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule is {self.schedule!r}; expected one of {', '.join(SCHEDULES)}")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text and tokenizer.
+
+    Args:
+        text_field: field of a JSON line that is the document.
+        tokenizer: path of a tokenizer.json; `None` takes bytes.
+        max_corpus_bytes: bytes of the default text, which is read if no data are given.
+
+    Raises:
+        ValueError: the number is below 1.
+    """
+
+    text_field: str = "text"
+    tokenizer: str | None = None
+    max_corpus_bytes: int = 4_000_000
+
+    def __post_init__(self) -> None:
+        require_positive("max_corpus_bytes", self.max_corpus_bytes)
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Validation during the run.
+
+    Args:
+        interval: steps between validations.
+        batches: batches of one validation, always the same.
+
+    Raises:
+        ValueError: a number is below 1.
+    """
+
+    interval: int = 25
+    batches: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("interval", "batches"):
+            require_positive(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints and their retention; others are removed once there is a newer one.
+
+    Args:
+        interval: steps between checkpoints.
+        keep: newest checkpoints to keep; 2 are usual, should the newest be damaged.
+        keep_every_s: seconds between checkpoints to keep for good; `None` keeps none of these.
+
+    Raises:
+        ValueError: a number is below 1.
+    """
+
+    interval: int = 100
+    keep: int = 2
+    keep_every_s: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("interval", "keep"):
+            require_positive(name, getattr(self, name))
+        if self.keep_every_s is not None:
+            require_positive("keep_every_s", self.keep_every_s)
+
+
+@dataclass(frozen=True)
+class RelocationConfig:
+    """Relocation of home experts to other ranks.
+
+    Args:
+        interval: steps between relocations; `None` lets homes stay.
+        min_gain: least fall of the load of a layer's busiest domain, a fraction, for its experts to move.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    interval: int | None = None
+    min_gain: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.interval is not None:
+            require_positive("interval", self.interval)
+        if not 0 <= self.min_gain < 1:
+            raise ValueError(f"min_gain is {self.min_gain}; expected at least 0 and less than 1")
+
+
+@dataclass(frozen=True)
+class MultiProcessConfig:
+    """Place of this process among those of the run; `models.multi_process.rendezvous` detects what is `None`.
+
+    Args:
+        coordinator: HOST:PORT of process 0; `None` detects it, as `jax.distributed` does.
+        num_processes: processes of the run; `None` detects it.
+        process_id: index of this process, from 0; `None` detects it.
+        join_timeout_s: seconds to wait for all processes.
+    """
+
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    join_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True)
 class TrainConfig:
-    """These numbers describe a training run; the defaults are those of the preset `tiny`.
+    """Training run, in sections; the defaults are the preset `tiny`.
 
     Args:
         model: the model that is trained.
-        parallel: the devices and the system.
-        steps: the steps of the optimizer, over which the learning rate decays.
-        batch_size: the sequences of a step, over all devices.
-        sequence_length: the tokens of a sequence.
-        learning_rate: the learning rate at its peak.
-        warmup_steps: the steps until the peak; at most a fifth of all steps are used for it.
-        weight_decay: the weight decay of AdamW.
-        clip_norm: the bound of the gradients' global norm.
-        seed: the seed of parameters and batches.
-        validation_interval: the steps between validations.
-        validation_batches: the batches of one validation, always the same.
-        checkpoint_interval: the steps between checkpoints.
-        relocate_interval: the steps between moves of experts to other ranks; `None` lets homes stay.
-        relocate_min_gain: a layer's experts move only if the load of its busiest domain falls by this fraction.
-        max_corpus_bytes: how much of the default text is read.
-        accumulate: the microbatches of a step, each with routing and plans of its own. Their gradients are added, so
-            the step learns what it would of the whole batch, in less memory; 1 is usual where that fits.
-        schedule: how the learning rate falls after its warm-up. "cosine", the usual one, and "linear" end at a tenth of
-            the peak; "constant" stays there; "wsd" does so for the first four fifths of the steps, and then falls
-            linearly.
+        parallel: the mesh and the load-balancing system.
+        batch: the batch of one step.
+        optimizer: the optimizer and its learning rate.
+        data: text and tokenizer.
+        validation: validation during the run.
+        checkpoints: checkpoints and their retention.
+        relocation: relocation of home experts.
+        multi_process: the place of this process among those of the run.
+        steps: optimizer steps, over which the learning rate decays.
+        seed: seed of parameters and batches.
 
     Raises:
         ValueError: a number is out of range, or the batch does not divide over microbatches and devices.
@@ -186,53 +337,37 @@ class TrainConfig:
 
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
+    batch: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig = DataConfig()
+    validation: ValidationConfig = ValidationConfig()
+    checkpoints: CheckpointConfig = CheckpointConfig()
+    relocation: RelocationConfig = RelocationConfig()
+    multi_process: MultiProcessConfig = MultiProcessConfig()
     steps: int = 200
-    batch_size: int = 32
-    sequence_length: int = 128
-    learning_rate: float = 3e-3
-    warmup_steps: int = 20
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
     seed: int = 0
-    validation_interval: int = 25
-    validation_batches: int = 4
-    checkpoint_interval: int = 100
-    relocate_interval: int | None = None
-    relocate_min_gain: float = 0.02
-    max_corpus_bytes: int = 4_000_000
-    accumulate: int = 1
-    schedule: str = "cosine"
 
     def __post_init__(self) -> None:
-        counts = ("steps", "batch_size", "sequence_length", "validation_interval", "validation_batches")
-        for name in (*counts, "checkpoint_interval", "max_corpus_bytes", "accumulate"):
-            require_positive(name, getattr(self, name))
-        if self.relocate_interval is not None:
-            require_positive("relocate_interval", self.relocate_interval)
-        if not 0 <= self.relocate_min_gain < 1:
-            raise ValueError(f"relocate_min_gain is {self.relocate_min_gain}; expected at least 0 and less than 1")
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate is {self.learning_rate}; expected a finite number above 0")
+        require_positive("steps", self.steps)
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; expected at least 0")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule is {self.schedule!r}; expected one of {', '.join(SCHEDULES)}")
-        if self.batch_size % (self.accumulate * self.parallel.num_shards):
-            times = f" x accumulate {self.accumulate}" if self.accumulate > 1 else ""
+        parallel, batch = self.parallel, self.batch
+        if batch.size % (batch.accumulate * parallel.num_shards):
+            times = f" x batch.accumulate {batch.accumulate}" if batch.accumulate > 1 else ""
             raise ValueError(
-                f"batch_size is {self.batch_size}; expected a multiple of the {self.parallel.num_shards} shards, "
-                f"data_parallel {self.parallel.data_parallel} x expert_parallel {self.parallel.expert_parallel}{times}"
+                f"batch.size is {batch.size}; expected a multiple of the {parallel.num_shards} shards, "
+                f"data_parallel {parallel.data_parallel} x expert_parallel {parallel.expert_parallel}{times}"
             )
-        if self.parallel.fsdp and self.model.embed_dim % self.parallel.data_parallel:
+        if parallel.fsdp and self.model.embed_dim % parallel.data_parallel:
             raise ValueError(
-                f"fsdp is set with data_parallel {self.parallel.data_parallel}; expected a divisor of embed_dim "
-                f"{self.model.embed_dim}"
+                f"parallel.fsdp is set with data_parallel {parallel.data_parallel}; expected a divisor of "
+                f"model.embed_dim {self.model.embed_dim}"
             )
 
     @property
     def tokens_per_step(self) -> int:
-        """Counts the tokens that one step learns from."""
-        return self.batch_size * self.sequence_length
+        """Tokens that one step learns from."""
+        return self.batch.size * self.batch.sequence_length
 
 
 REFERENCE = TrainConfig(
@@ -246,18 +381,16 @@ REFERENCE = TrainConfig(
         compute_dtype="bfloat16",
         scan_layers=True,
     ),
-    batch_size=8,
-    sequence_length=4096,
-    learning_rate=3e-4,
+    batch=BatchConfig(size=8, sequence_length=4096),
+    optimizer=OptimizerConfig(learning_rate=3e-4),
 )
 
 SMALL = TrainConfig(
     model=ModelConfig(num_layers=3, embed_dim=256, num_heads=4, mlp_dim=256, num_experts=32),
     steps=300,
-    batch_size=16,
-    sequence_length=256,
-    learning_rate=1e-3,
-    max_corpus_bytes=8_000_000,
+    batch=BatchConfig(size=16, sequence_length=256),
+    optimizer=OptimizerConfig(learning_rate=1e-3),
+    data=DataConfig(max_corpus_bytes=8_000_000),
 )
 
 PRESETS = {"tiny": TrainConfig(), "small": SMALL, "reference": REFERENCE}

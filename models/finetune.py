@@ -17,7 +17,15 @@ from jax.stages import Wrapped
 from jax_moe_lb import Stats, compiler_options, raise_on_fault
 from jax_moe_lb.layer.systems import system_names
 from models.architectures.config_json import Fields
-from models.config import COMPUTE_DTYPES, USER_ERRORS, ParallelConfig, TrainConfig, say
+from models.config import (
+    COMPUTE_DTYPES,
+    USER_ERRORS,
+    BatchConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    say,
+)
 from models.data.corpus import Corpus
 from models.data.sources import corpus_from
 from models.data.tokenizers import TokenizerFile
@@ -95,7 +103,7 @@ def _move_biases(model: Decoder, stats: Stats, rate: float) -> None:
 
 def tune(tuning: Tuning, corpus: Corpus, config: TrainConfig, mesh: Mesh, trace: CountsTrace) -> nnx.State:
     """Runs all steps, prints a line about some of them, and the validation loss before and after."""
-    sizes = (config.validation_batches, config.batch_size, config.sequence_length)
+    sizes = (config.validation.batches, config.batch.size, config.batch.sequence_length)
     held_out = [place_batch(batch, mesh) for batch in corpus.validation_batches(*sizes)]
     state = tuning.state
 
@@ -104,7 +112,7 @@ def tune(tuning: Tuning, corpus: Corpus, config: TrainConfig, mesh: Mesh, trace:
 
     print(f"step 0: validation loss {validate():.4f}")
     for step in range(1, config.steps + 1):
-        batch = corpus.batch(config.seed, step, config.batch_size, config.sequence_length)
+        batch = corpus.batch(config.seed, step, config.batch.size, config.batch.sequence_length)
         state, loss, stats = tuning.step(state, place_batch(batch, mesh))
         raise_on_fault(stats)
         trace.add(stats)
@@ -136,8 +144,8 @@ def main(
     """Tunes all parameters of a checkpoint, and writes what transformers loads."""
     try:
         parallel = ParallelConfig(data_parallel, expert_parallel, system)
-        numbers: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "sequence_length": sequence_length}
-        config = TrainConfig(parallel=parallel, learning_rate=learning_rate, seed=seed, **numbers)
+        batch, optimizer = BatchConfig(batch_size, sequence_length), OptimizerConfig(learning_rate)
+        config = TrainConfig(parallel=parallel, batch=batch, optimizer=optimizer, steps=steps, seed=seed)
         check_vacant(out)
         offer_cpu_devices(parallel.num_shards)
         corpus, trace = corpus_from(data, TokenizerFile(checkpoint / "tokenizer.json")), CountsTrace()

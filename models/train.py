@@ -1,14 +1,14 @@
-"""This program trains a mixture-of-experts language model: `python -m models.train --preset tiny`."""
+"""This program trains a mixture-of-experts language model: `python -m models.train tiny`."""
 
 import dataclasses
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import typer
@@ -17,112 +17,87 @@ from rich.console import Console
 from jax_moe_lb.aot import Target
 from jax_moe_lb.core import shadowed_installation
 from jax_moe_lb.layer.systems import system_named, system_names
-from models.config import (
-    COMPUTE_DTYPES,
-    PRESETS,
-    SCHEDULES,
-    USER_ERRORS,
-    ModelConfig,
-    ParallelConfig,
-    TrainConfig,
-    UserError,
-    preset,
-    say,
-)
+from models.config import PRESETS, USER_ERRORS, MultiProcessConfig, TrainConfig, UserError, say
 from models.data.corpus import Corpus
-from models.data.sources import TEXT_FIELD, corpus_from, default_corpus
+from models.data.sources import corpus_from, default_corpus
 from models.data.tokenizers import Bytes, Tokenizer, TokenizerFile
 from models.dry_run import step as dry_run
 from models.mesh import offer_cpu_devices
 from models.multi_process.peer_monitor import PeerMonitor, Store, agree, shared_number
 from models.multi_process.rendezvous import Place, detect_process, join
-from models.run_folder.checkpoints import RetentionPolicy
 from models.run_folder.files import in_words
 from models.run_folder.metrics import RunFolder
 from models.run_folder.trackers import MetricLoggerConfig
+from models.settings import (
+    LIST,
+    SYSTEM_OPTIONS,
+    Given,
+    combined,
+    describe_sections,
+    in_section,
+    layered,
+    list_keys,
+    read_assignments,
+    read_file,
+    read_mesh,
+    read_system,
+    updated,
+)
 from models.training.faults import StopRequest
 from models.training.loop import PACKAGES, Run, Tell, execute, prepare
-from models.training.resume import as_before, named
+from models.training.resume import as_before
 
 RELOCATE_INTERVAL = 50
-"""The steps between moves of a system that relocates, where nobody says."""
+"""Default of `relocation.interval` for a system that relocates."""
 
-SIZES = f"Sizes: {', '.join(PRESETS)}; with --dry-run {', '.join(dry_run.PRESETS)}, too."
-RUN_DIR = "Where files go. [default: runs/PRESET, then runs/PRESET-2, ...; the last of them to resume or overwrite]"
-RESUME = "Go on from the newest checkpoint in the run folder. Ranks and system stay what they were, unless given."
-KEEP_EVERY = "Beside these one checkpoint in every so many seconds is kept."
-COORDINATOR = "Where process 0 listens. [default: this and the next two are detected, as jax.distributed does]"
-DATA = "File or folder of text, JSON lines or token arrays; may be repeated, also with shares: PATH:WEIGHT."
-REMAT = "What is computed again backward: none, full, or all but names such as moe_routing,moe_plan,attention."
-MAX_ROUNDS = "Rounds of the program of a step; a second one does a step again that needs more. [default: no limit]"
-OWN_KERNELS = "Whether experts' products on Hopper are those of jax_moe_lb, not tokamax's."
-DRY_RUN = "Train nothing: compile the step for a machine that need not be here, h100:1x8 or the like."
+CONFIG = f"{', '.join(PRESETS)}, or a .yaml file with sections; with --dry-run {', '.join(dry_run.PRESETS)}, too."
+SYSTEM = f"NAME or NAME:key=value,key=value: {', '.join(system_names())}; keys {', '.join(SYSTEM_OPTIONS)}."
+MESH = "Axes and sizes, data=2,expert=4,domain=4: groups, ranks per group, ranks that share expert weights."
+DATA = "File or folder of text, JSON lines or token arrays; repeatable, also with shares: PATH:WEIGHT."
+RUN_DIR = "Run folder. [default: runs/CONFIG, then runs/CONFIG-2, ...; the last one to resume or overwrite]"
+RESUME = "Continue from the newest checkpoint; mesh and system stay as they were, unless given."
+DISTRIBUTED = "Join other processes; --set multi_process.KEY=VALUE gives what cannot be detected."
+DRY_RUN = "Compile the step for a machine that need not be here, h100:1x8 or the like, and train nothing."
+LOGGER = "tensorboard (event files in the run folder) or wandb=PROJECT; repeatable."
+SET = f"Value of a key of the sections below; repeatable, the last one counts. --set {LIST} prints all keys."
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(epilog=describe_sections())
 def train(
-    name: Annotated[str, typer.Option("--preset", help=SIZES)] = "tiny",
-    system: Annotated[str | None, typer.Option(help=f"Who balances the load: {', '.join(system_names())}.")] = None,
-    data_parallel: Annotated[int | None, typer.Option(help="Groups of ranks side by side.")] = None,
-    expert_parallel: Annotated[int | None, typer.Option(help="Ranks in a group.")] = None,
-    distributed: Annotated[bool, typer.Option("--distributed", help="One of several processes.")] = False,
-    coordinator: Annotated[str | None, typer.Option(metavar="HOST:PORT", help=COORDINATOR)] = None,
-    num_processes: Annotated[int | None, typer.Option(help="How many processes there are.")] = None,
-    process_id: Annotated[int | None, typer.Option(help="Which of them this is, from 0.")] = None,
-    join_timeout_s: Annotated[float, typer.Option(help="How long to wait for all of them.")] = 60.0,
-    replica_slots: Annotated[int | None, typer.Option(help="Slots per rank beyond its home experts.")] = None,
-    headroom: Annotated[float | None, typer.Option(help="Receive buffer over the mean load.")] = None,
-    ranks_per_domain: Annotated[int | None, typer.Option(help="Ranks among which expert weights may move.")] = None,
-    max_rounds: Annotated[int | None, typer.Option(help=MAX_ROUNDS)] = None,
-    relocate_interval: Annotated[int | None, typer.Option(help="Steps between moves of experts' homes.")] = None,
-    relocate_min_gain: Annotated[float | None, typer.Option(help="Least gain, a fraction, for such a move.")] = None,
-    force_balanced: Annotated[bool, typer.Option("--force-balanced", help="Route round robin: the ideal.")] = False,
-    steps: Annotated[int | None, typer.Option(help="Steps of the optimizer.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Sequences per step, over all devices.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="At its peak.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of parameters and batches.")] = None,
-    schedule: Annotated[str | None, typer.Option(help=f"Of the learning rate: {', '.join(SCHEDULES)}.")] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Microbatches of a step.")] = None,
-    z_loss: Annotated[float | None, typer.Option(help="Weight of the routers' z-loss.")] = None,
-    aux_loss: Annotated[float | None, typer.Option(help="Weight of the experts' load balance.")] = None,
-    bias_rate: Annotated[float | None, typer.Option(help="Step of routing biases.")] = None,
-    compute_dtype: Annotated[str | None, typer.Option(help=f"Of products: {', '.join(COMPUTE_DTYPES)}.")] = None,
-    remat: Annotated[str | None, typer.Option(help=REMAT)] = None,
-    scan_layers: Annotated[bool | None, typer.Option(help="Whether layers are one loop.")] = None,
-    own_kernels: Annotated[bool | None, typer.Option(help=OWN_KERNELS)] = None,
-    fsdp: Annotated[bool | None, typer.Option(help="Whether parameters are split over groups, too.")] = None,
-    data: Annotated[list[str] | None, typer.Option(help=DATA)] = None,
-    text_field: Annotated[str, typer.Option(help="Field of JSON lines that is a document.")] = TEXT_FIELD,
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json. [default: bytes]")] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="Words. [default: those of the tokenizer]")] = None,
+    config: Annotated[str, typer.Argument(help=CONFIG, metavar="CONFIG")] = "tiny",
+    system: Annotated[str | None, typer.Option(metavar="NAME[:KEY=VALUE,...]", help=SYSTEM)] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="AXIS=SIZE,...", help=MESH)] = None,
+    data: Annotated[list[str] | None, typer.Option(metavar="PATH[:WEIGHT]", help=DATA)] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of parameters and batches.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help=RUN_DIR)] = None,
     resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Move the run in the folder aside, and start anew.")
-    ] = False,
-    checkpoint_interval: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
-    keep: Annotated[int, typer.Option(help="Checkpoints that are kept, the newest.")] = 2,
-    keep_every_s: Annotated[int | None, typer.Option(help=KEEP_EVERY)] = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files into the run folder.")] = False,
-    wandb: Annotated[str | None, typer.Option(metavar="PROJECT", help="Tell Weights & Biases, too.")] = None,
-    profile: Annotated[int, typer.Option(metavar="STEPS", help="Trace so many steps into the run folder.")] = 0,
-    dry_run_target: Annotated[str | None, typer.Option("--dry-run", metavar="TARGET", help=DRY_RUN)] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Move the run in the folder aside.")] = False,
+    distributed: Annotated[bool, typer.Option("--distributed", help=DISTRIBUTED)] = False,
+    target: Annotated[str | None, typer.Option("--dry-run", metavar="TARGET", help=DRY_RUN)] = None,
+    profile: Annotated[int, typer.Option(metavar="STEPS", help="Steps to trace into the run folder.")] = 0,
+    loggers: Annotated[list[str] | None, typer.Option("--logger", metavar="NAME", help=LOGGER)] = None,
+    assignments: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help=SET)] = None,
 ) -> None:
-    """Trains a model and writes metrics, checkpoints and a report into a run folder."""
-    asked = TrainArgs.of(locals())
+    """Train a model; write metrics, checkpoints and a report."""
     try:
-        if dry_run_target is not None:
-            asked.dry_run(dry_run_target)
-            raise typer.Exit
-        place = _place(distributed, coordinator, num_processes, process_id, join_timeout_s)
-        with _joined(place, join_timeout_s), StopRequest() as stop:
+        with _user_errors():
+            base, in_file = _config_named(config)
+            if LIST in (assignments or ()):
+                typer.echo(list_keys(updated(base, in_file)))
+                raise typer.Exit
+            given = layered(in_file, _given(system, mesh, steps, seed, assignments or ()))
+            asked = TrainArgs(config, base, given, data or [], run_dir, resume, overwrite)
+            if target is not None:
+                asked.dry_run(target)
+                raise typer.Exit
+            processes = updated(base.multi_process, given.get("multi_process", {}), "multi_process.")
+        place = _place(distributed, processes)
+        with _joined(place, processes.join_timeout_s), StopRequest() as stop:
             console = Console(quiet=place is not None and place.process_id > 0)
-            _carry_out(
-                partial(asked.prepare, place), console, stop, lambda: MetricLoggerConfig(tensorboard, wandb, profile)
-            )
+            _carry_out(partial(asked.prepare, place), console, stop, lambda: _loggers(loggers or [], profile))
     except UserError as error:
         say(f"error: {error}")
         raise typer.Exit(USER_ERRORS) from error
@@ -132,67 +107,105 @@ def train(
 
 @dataclass(frozen=True)
 class TrainArgs:
-    """Holds what was asked for on the command line; `None` is what was not.
+    """Command line of one training run.
 
     Args:
-        name: the preset.
-        model: fields of its `ModelConfig`.
-        parallel: fields of its `ParallelConfig`.
-        sizes: other fields of its `TrainConfig`.
-        options: all options, by name.
+        name: the preset, or the path of a YAML file.
+        base: the preset; the defaults for a file.
+        given: fields of `TrainConfig` that the file and the options give.
+        data: paths of the text; none for the default text.
+        run_dir: the run folder; `None` for a numbered one.
+        resume: whether to continue a run.
+        overwrite: whether to move an earlier run aside.
     """
 
     name: str
-    model: dict[str, Any]
-    parallel: dict[str, Any]
-    sizes: dict[str, Any]
-    options: dict[str, Any]
-
-    @classmethod
-    def of(cls, options: dict[str, Any]) -> "TrainArgs":
-        """Sorts options by the configuration that has a field of their name."""
-        # A switch that is off was not asked for.
-        options = options | {"force_balanced": options["force_balanced"] or None}
-
-        def fields_of(kind: type) -> dict[str, Any]:
-            return {field.name: options[field.name] for field in dataclasses.fields(kind) if field.name in options}
-
-        model, parallel, sizes = map(fields_of, (ModelConfig, ParallelConfig, TrainConfig))
-        return cls(options["name"], model, parallel, sizes, options)
-
-    @property
-    def words(self) -> Tokenizer:
-        """The tokenizer; bytes where no file was named."""
-        path = self.options["tokenizer"]
-        return Bytes() if path is None else TokenizerFile(path)
+    base: TrainConfig
+    given: Given
+    data: list[str]
+    run_dir: Path | None
+    resume: bool
+    overwrite: bool
 
     def prepare(self, place: Place | None, tell: Tell) -> Run:
         """Does all that can be refused; see `models.training.loop.prepare`."""
         dry_run.refuse_training(self.name)
-        options, words, run_dir = self.options, self.words, self.options["run_dir"]
-        how = {name: options[name] for name in ("resume", "overwrite")}
-        keeping, before = RetentionPolicy(options["keep"], options["keep_every_s"]), self.parallel
-        moves: dict[str, Any] = {}
-        folder = run_dir or _default_run_dir(Path("runs") / self.name, place, last=any(how.values()))
-        if options["resume"]:
-            before, moves = as_before(RunFolder(folder), self.parallel)
-        config = _configured(preset(self.name), self.model, self.parallel | before, moves | named(self.sizes), words)
-        corpus = _corpus(config, options["data"], words, options["text_field"])
+        how = {"resume": self.resume, "overwrite": self.overwrite}
+        first = Path("runs") / Path(self.name).stem
+        folder = self.run_dir or _default_run_dir(first, place, last=any(how.values()))
+        config, tokenizer = self._configured(as_before(RunFolder(folder), self.given) if self.resume else self.given)
+        corpus = _corpus(config, self.data, tokenizer)
         offer_cpu_devices(max(config.parallel.num_shards // (place.num_processes if place else 1), 1))
         if place is not None:
-            agree(place, Store(), _options(config, corpus, run_dir, place) | how | dataclasses.asdict(keeping))
-        return prepare(config, corpus, folder, **how, keeping=keeping, tell=tell)
+            agree(place, Store(), _options(config, corpus, self.run_dir, place) | how)
+        return prepare(config, corpus, folder, **how, tell=tell)
 
     def dry_run(self, target: str) -> None:
         """Compiles a step for a machine that need not be there, and prints what it needs."""
-        try:
-            if self.name in dry_run.PRESETS:
-                dry_run.show_published(self.name, Target.parse(target), self.parallel, self.sizes, self.model)
-            else:
-                config = _configured(preset(self.name), self.model, self.parallel, self.sizes, self.words)
-                dry_run.show(config, Target.parse(target))
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        if self.name in dry_run.PRESETS:
+            dry_run.show_published(self.name, Target.parse(target), self.given)
+        else:
+            dry_run.show(self._configured(self.given)[0], Target.parse(target))
+
+    def _configured(self, given: Given) -> tuple[TrainConfig, Tokenizer]:
+        """Changes the preset by what is given; returns the tokenizer, too."""
+        path = updated(self.base.data, given.get("data", {}), "data.").tokenizer
+        tokenizer: Tokenizer = Bytes() if path is None else TokenizerFile(Path(path))
+        words = {} if path is None else {"model": {"vocab_size": tokenizer.vocab_size}}
+        parallel = given.get("parallel", {})
+        name = parallel.get("system", self.base.parallel.system)
+        with in_section("parallel"):
+            system = system_named(name)
+            if (slots := parallel.get("replica_slots")) and not system.replica_slots:
+                raise ValueError(f"replica_slots is {slots}; expected none with system {name}, which makes no replicas")
+        moves = {"relocation": {"interval": RELOCATE_INTERVAL}} if system.relocates else {}
+        return updated(self.base, layered(words, moves, given)), tokenizer
+
+
+def _config_named(name: str) -> tuple[TrainConfig, Given]:
+    """Finds a preset, or the defaults and the fields that a file gives."""
+    if Path(name).suffix in (".yaml", ".yml"):
+        return TrainConfig(), read_file(Path(name))
+    if name in dry_run.PRESETS:
+        return TrainConfig(), {}
+    if name not in PRESETS:
+        raise ValueError(f"config is {name!r}; expected one of {', '.join(sorted(PRESETS))}, or a .yaml file")
+    return PRESETS[name], {}
+
+
+def _given(
+    system: str | None, mesh: str | None, steps: int | None, seed: int | None, assignments: Sequence[str]
+) -> Given:
+    """Collects the fields of `TrainConfig` that options give."""
+    numbers = {name: value for name, value in (("steps", steps), ("seed", seed)) if value is not None}
+    return combined(
+        numbers,
+        read_system(system) if system is not None else {},
+        read_mesh(mesh) if mesh is not None else {},
+        read_assignments(assignments),
+    )
+
+
+def _loggers(names: list[str], profile: int) -> MetricLoggerConfig:
+    tensorboard, wandb = False, None
+    for name in names:
+        kind, _, project = name.partition("=")
+        if name == "tensorboard":
+            tensorboard = True
+        elif kind == "wandb" and project:
+            wandb = project
+        else:
+            raise ValueError(f"logger is {name!r}; expected tensorboard or wandb=PROJECT")
+    return MetricLoggerConfig(tensorboard, wandb, profile)
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """Makes errors of values those of the user."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def _carry_out(
@@ -201,11 +214,9 @@ def _carry_out(
     """Prepares and executes a run, and tells of it."""
     if hidden := shadowed_installation():
         _print(console, f"{hidden}, which has custom calls, is passed by for this folder: pip install -e .")
-    try:
+    with _user_errors():
         watching = watched()
         run = prepared(partial(_print, console))
-    except ValueError as error:
-        raise UserError(str(error)) from error
     try:
         _introduce(console, run)
         summary = execute(run, console, stop, watching)
@@ -215,24 +226,25 @@ def _carry_out(
         raise UserError(in_words(error)) from error
 
 
-def _corpus(config: TrainConfig, data: list[str] | None, tokenizer: Tokenizer, text_field: str) -> Corpus:
+def _corpus(config: TrainConfig, data: list[str], tokenizer: Tokenizer) -> Corpus:
     if data:
-        return corpus_from(data, tokenizer, vocab_size=config.model.vocab_size, text_field=text_field)
+        sizes = {"vocab_size": config.model.vocab_size}
+        return corpus_from(data, tokenizer, **sizes, text_field=config.data.text_field)
     if tokenizer != Bytes():
-        raise ValueError("tokenizer is given, but no data; expected --data with it")
-    return default_corpus(config.max_corpus_bytes)
+        raise ValueError("data.tokenizer is given, but no data; expected --data with it")
+    return default_corpus(config.data.max_corpus_bytes)
 
 
-def _place(
-    distributed: bool, coordinator: str | None, num_processes: int | None, process_id: int | None, timeout_s: float
-) -> Place | None:
+def _place(distributed: bool, processes: MultiProcessConfig) -> Place | None:
     """Finds which of several processes this is, `None` if it is alone."""
+    given = {name: getattr(processes, name) for name in ("coordinator", "num_processes", "process_id")}
     if distributed:
-        return detect_process(coordinator, num_processes, process_id, timeout_s)
-    given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
-    for option, value in given.items():
+        return detect_process(**given, timeout_s=processes.join_timeout_s)
+    for name, value in given.items():
         if value is not None:
-            raise UserError(f"{option} is {value!r}, but distributed is not set; expected --distributed with it")
+            raise UserError(
+                f"multi_process.{name} is {value!r}, but distributed is not set; expected --distributed with it"
+            )
     return None
 
 
@@ -247,6 +259,7 @@ def _joined(place: Place | None, timeout_s: float) -> AbstractContextManager:
 def _options(config: TrainConfig, corpus: Corpus, run_dir: Path | None, place: Place) -> dict:
     """Collects what has to be the same on all processes."""
     options = dataclasses.asdict(config) | {"data": corpus.fingerprint, "run_dir": run_dir and str(run_dir)}
+    del options["multi_process"]
     options |= {package: metadata.version(package) for package in PACKAGES}
     with suppress(metadata.PackageNotFoundError):
         # A checkout need not be installed.
@@ -270,22 +283,6 @@ def _default_run_dir(first: Path, place: Place | None, *, last: bool) -> Path:
         # One of them may begin to write before another looks.
         number = shared_number(place, Store(), "run", number)
     return first if number == 1 else first.with_name(f"{first.name}-{number}")
-
-
-def _configured(
-    config: TrainConfig, model: dict[str, Any], parallel: dict[str, Any], sizes: dict[str, Any], tokenizer: Tokenizer
-) -> TrainConfig:
-    """Changes the preset by what was given on the command line."""
-    words = {} if tokenizer == Bytes() else {"vocab_size": tokenizer.vocab_size}
-    of = dataclasses.replace(config.model, **words | named(model))
-    on = dataclasses.replace(config.parallel, **named(parallel))
-    if parallel["replica_slots"] and not system_named(on.system).replica_slots:
-        slots = parallel["replica_slots"]
-        raise ValueError(f"replica_slots is {slots}; expected none with system {on.system}, which makes no replicas")
-    sizes = named(sizes)
-    if system_named(on.system).relocates:
-        sizes = {"relocate_interval": RELOCATE_INTERVAL} | sizes
-    return dataclasses.replace(config, model=of, parallel=on, **sizes)
 
 
 def _introduce(console: Console, run: Run) -> None:

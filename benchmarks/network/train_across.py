@@ -39,7 +39,7 @@ def body(rank: Rank, steps: int) -> dict[str, Any]:
     from models.training.step import make_programs
 
     config = dataclasses.replace(preset("tiny"), steps=steps)
-    corpus, results = default_corpus(config.max_corpus_bytes), {}
+    corpus, results = default_corpus(config.data.max_corpus_bytes), {}
     for name, (domain_size, ratio) in RUNS.items():
         choice = Choice(domain_size, 1, ratio)
         mesh, domains = domains_of(choice)
@@ -48,7 +48,7 @@ def body(rank: Rank, steps: int) -> dict[str, Any]:
         losses, times_s = [], []
         program = None
         for number in range(1, steps + 1):
-            batch = corpus.batch(config.seed, number, config.batch_size, config.sequence_length)
+            batch = corpus.batch(config.seed, number, config.batch.size, config.batch.sequence_length)
             tokens = place_batch(batch, mesh)
             if program is None:
                 lowered = programs.step.lower(state, tokens)

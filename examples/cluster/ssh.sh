@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One process on each of the machines named, which see this checkout and its .venv at the same path:
-#   examples/cluster/ssh.sh node1 node2 -- --preset reference --run-dir /shared/runs/first
+#   examples/cluster/ssh.sh node1 node2 -- reference --run-dir /shared/runs/first
 # Started again with --resume after the last --, it goes on from the newest checkpoint.
 set -euo pipefail
 hosts=()
@@ -14,7 +14,8 @@ options=$(printf '%q ' "$@")
 cd "$(dirname "$0")/../.."
 processes=()
 for i in "${!hosts[@]}"; do
-  place="--distributed --coordinator ${hosts[0]}:9911 --num-processes ${#hosts[@]} --process-id $i"
+  place="--distributed --set multi_process.coordinator=${hosts[0]}:9911"
+  place+=" --set multi_process.num_processes=${#hosts[@]} --set multi_process.process_id=$i"
   # With -tt a Ctrl-C here reaches all of them.
   ssh -tt "${hosts[$i]}" "cd $(printf '%q' "$PWD") && exec .venv/bin/python -m models.train $place $options" &
   processes+=($!)

@@ -189,7 +189,7 @@ def usage(choice: Choice, cluster: Cluster, gather_again: bool = False) -> Usage
         >>> from jax_moe_lb.sim import Cluster, Links
         >>> machine = Cluster((Links("node", 16, 50e9, links=8), Links("gpu", 8, 360e9)))
         >>> usage(Choice("exact", 2), machine).train
-        '--system exact --replica-slots 2 --ranks-per-domain 8'
+        '--system exact:replica_slots=2 --mesh domain=8'
         >>> for line in usage(Choice("exact", 2, domain_sizes=(2, 1)), machine).code:
         ...     print(line)
         mesh = transport.hybrid_mesh(mesh, {"node": 2, "gpu": 1})
@@ -261,10 +261,12 @@ def _train(choice: Choice, cluster: Cluster) -> str | None:
     if choice.domain_sizes or not (two_tier or _is_named(choice)):
         return None
     name = "two_tier" if two_tier else "rails" if choice.sprayed else choice.system
-    domain = [f"--ranks-per-domain {cluster.ranks_per_domain}"] if choice.replica_slots or choice.relocated else []
-    room = [f"--headroom {choice.headroom:g}"] if choice.headroom is not None else []
-    moves = [f"--relocate-interval {RELOCATE_INTERVAL}"] if choice.relocated and not two_tier else []
-    return " ".join([f"--system {name}", *_slots(choice), *domain, *room, *moves])
+    slots = [f"replica_slots={choice.replica_slots}"] if choice.replica_slots else []
+    room = [f"headroom={choice.headroom:g}"] if choice.headroom is not None else []
+    system = f"{name}:{','.join(slots + room)}" if slots or room else name
+    domain = [f"--mesh domain={cluster.ranks_per_domain}"] if choice.replica_slots or choice.relocated else []
+    moves = [f"--set relocation.interval={RELOCATE_INTERVAL}"] if choice.relocated and not two_tier else []
+    return " ".join([f"--system {system}", *domain, *moves])
 
 
 def _simulate(choice: Choice) -> str | None:

@@ -52,7 +52,7 @@ def smallest(preset: str, device: str, system: str) -> tuple[PublishedRun, Progr
     """
     for nodes in NODES:
         target = Target.parse(f"{device}:{nodes}x8")
-        run = PublishedRun.on(preset, target, {"system": system}, {})
+        run = PublishedRun.on(preset, target, {"parallel": {"system": system}})
         if target.device is None or state_bytes(run, target) * WITH_GRADIENTS > target.device.memory_bytes:
             continue
         with quiet_stderr():

@@ -16,6 +16,7 @@ from models.config import ModelConfig, ParallelConfig, TrainConfig
 from models.decoder.config import DecoderConfig
 from models.decoder.layers import KEPT
 from models.mesh import MESH_AXES, batch_sharding, make_system
+from models.settings import Given, layered, updated
 from models.training.step import SplitPrograms, make_programs, make_split_programs
 
 BACKWARD = 3
@@ -45,9 +46,11 @@ def dry_run(config: TrainConfig, target: Target) -> ProgramReport:
     use_no_accelerators()
     mesh = mesh_of(config.parallel, target)
     programs = make_programs(config, mesh, make_system(config.parallel))
-    shape = (config.batch_size, config.sequence_length + 1)
+    shape = (config.batch.size, config.batch.sequence_length + 1)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
-    ideal_flops = ideal_flops_per_token(config.model, config.sequence_length) * config.tokens_per_step // mesh.size
+    ideal_flops = (
+        ideal_flops_per_token(config.model, config.batch.sequence_length) * config.tokens_per_step // mesh.size
+    )
     return compile_for(target, programs.step, (programs.state_shapes, tokens), mesh, ideal_flops=ideal_flops)
 
 
@@ -93,6 +96,15 @@ ATTENTION_AGAIN = ("DeepSeek-V3", "GLM-4.5")
 """The backward pass of these computes attention again: that of 61 layers with 128 heads takes 40 GB of 4096 tokens."""
 
 
+OWN_KEYS: dict[str, tuple[str, ...] | None] = {
+    "model": None,
+    "parallel": ("fsdp",),
+    "batch": ("accumulate",),
+    "relocation": ("interval",),
+}
+"""Keys by section that the step of a published model has no use for; `None` for all."""
+
+
 @dataclass(frozen=True)
 class PublishedRun:
     """These are the sizes of a step of a published model.
@@ -106,7 +118,7 @@ class PublishedRun:
     train: TrainConfig
 
     @classmethod
-    def on(cls, preset: str, target: Target, parallel: dict[str, Any], sizes: dict[str, Any]) -> "PublishedRun":
+    def on(cls, preset: str, target: Target, given: Given) -> "PublishedRun":
         """Takes what was given, and of the rest what is usual on a machine.
 
         Without sizes a group has as many ranks as divide the experts and the devices, `MOST_RANKS` at most; expert
@@ -115,18 +127,17 @@ class PublishedRun:
         Args:
             preset: a key of `PRESETS`.
             target: the machine.
-            parallel: fields of `ParallelConfig`, `None` for those that were not given.
-            sizes: likewise of `TrainConfig`.
+            given: fields of `TrainConfig`.
 
         Raises:
             ValueError: a number is out of range, or the ranks do not make up the machine.
         """
         num_devices = math.prod(target.shape)
         name = PRESETS[preset]
-        given: dict[str, Any] = {field: value for field, value in parallel.items() if value is not None}
-        ranks = given.get("expert_parallel")
+        chosen = {key: value for key, value in given.get("parallel", {}).items() if value is not None}
+        ranks = chosen.get("expert_parallel")
         if ranks is None:
-            most = num_devices // given["data_parallel"] if given.get("data_parallel", 0) > 0 else num_devices
+            most = num_devices // chosen["data_parallel"] if chosen.get("data_parallel", 0) > 0 else num_devices
             ranks = _largest_divisor(math.gcd(published_config(name).num_experts, most), MOST_RANKS)
         on_node = num_devices // target.num_domains
         usual: dict[str, Any] = {
@@ -134,10 +145,10 @@ class PublishedRun:
             "data_parallel": max(num_devices // ranks, 1) if ranks > 0 else 1,
         }
         usual["ranks_per_domain"] = math.gcd(on_node, ranks)
-        config = ParallelConfig(**(usual | given))
-        numbers: dict[str, Any] = {"batch_size": config.num_shards, "sequence_length": SEQUENCE_LENGTH}
-        numbers |= {field: value for field, value in sizes.items() if value is not None}
-        return cls(name, TrainConfig(parallel=config, **numbers))
+        parallel = updated(ParallelConfig(), usual | chosen, "parallel.")
+        batch = {"size": parallel.num_shards, "sequence_length": SEQUENCE_LENGTH}
+        numbers = layered({"batch": batch}, given, {"parallel": dataclasses.asdict(parallel)})
+        return cls(name, updated(TrainConfig(), numbers))
 
     @property
     def config(self) -> DecoderConfig:
@@ -163,41 +174,37 @@ class PublishedRun:
         use_no_accelerators()
         mesh = mesh_of(self.train.parallel, target)
         programs = self.programs(mesh)
-        shape = (self.train.batch_size, self.train.sequence_length + 1)
+        shape = (self.train.batch.size, self.train.batch.sequence_length + 1)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
-        per_token = published_flops_per_token(self.config, self.train.sequence_length)
+        per_token = published_flops_per_token(self.config, self.train.batch.sequence_length)
         ideal_flops = per_token * self.train.tokens_per_step // mesh.size
         return compile_for(target, programs.step, (programs.state_shapes, tokens), mesh, ideal_flops=ideal_flops)
 
     def __str__(self) -> str:
         parallel, train = self.train.parallel, self.train
-        tokens = f"{train.batch_size} sequences of {train.sequence_length} tokens"
+        tokens = f"{train.batch.size} sequences of {train.batch.sequence_length} tokens"
         groups = f"{parallel.data_parallel} x {parallel.expert_parallel} devices"
         return f"a step of {self.name}, {tokens}, {parallel.system} on {groups}"
 
 
-def show_published(
-    preset: str, target: Target, parallel: dict[str, Any], sizes: dict[str, Any], model: dict[str, Any]
-) -> None:
+def show_published(preset: str, target: Target, given: Given) -> None:
     """Prints what `PublishedRun.compile` reports.
 
     Args:
         preset: a key of `PRESETS`.
         target: the machine.
-        parallel: what was given of `ParallelConfig`, see `PublishedRun.on`.
-        sizes: what was given of `TrainConfig`.
-        model: what was given of `ModelConfig`: nothing, since a published model has its own.
+        given: fields of `TrainConfig`, none of its model, since a published model has its own.
 
     Raises:
         ValueError: an option does not go with it, or the step does not compile.
     """
-    others = model | {"fsdp": parallel.get("fsdp"), "accumulate": sizes.get("accumulate")}
-    for option, value in (others | {"relocate_interval": sizes.get("relocate_interval")}).items():
-        if value is not None:
-            raise ValueError(
-                f"{option} is {value!r}; expected none with preset {preset}, whose step is compiled as it is"
-            )
-    run = PublishedRun.on(preset, target, parallel, sizes)
+    for section, keys in OWN_KEYS.items():
+        for key, value in given.get(section, {}).items():
+            if value is not None and (keys is None or key in keys):
+                raise ValueError(
+                    f"{section}.{key} is {value!r}; expected none with config {preset}, whose step is compiled as it is"
+                )
+    run = PublishedRun.on(preset, target, given)
     with quiet_stderr():
         report = run.compile(target)
     print_report(report, f"{run} of {target.name}")
@@ -211,7 +218,7 @@ def refuse_training(preset: str) -> None:
     """
     if preset in PRESETS:
         raise ValueError(
-            f"preset is {preset!r}; expected --dry-run with it, since the text of a run is bytes: models.finetune "
+            f"config is {preset!r}; expected --dry-run with it, since the text of a run is bytes: models.finetune "
             "tunes a checkpoint, and models.upcycle makes one"
         )
 

@@ -107,10 +107,11 @@ def _processes(ids: list[int]) -> str:
 
 
 def _flat(options: dict) -> dict:
-    """Names what is in dictionaries by its own name, as the options of the command line are named."""
+    """Join the names of nested dictionaries with points, as in `--set section.key`."""
     flat: dict = {}
     for name, value in options.items():
-        flat |= _flat(value) if isinstance(value, dict) else {name: value}
+        inner = _flat(value) if isinstance(value, dict) else None
+        flat |= {name: value} if inner is None else {f"{name}.{key}": one for key, one in inner.items()}
     return flat
 
 

@@ -106,7 +106,7 @@ def detect_process(
     Raises:
         Refused: one of them is found nowhere, or is none.
     """
-    coordinator, source = _given_or("JAX_COORDINATOR_ADDRESS", coordinator, "coordinator")
+    coordinator, source = _given_or("JAX_COORDINATOR_ADDRESS", coordinator, "multi_process.coordinator")
     if coordinator is not None:
         # Asked before the cluster is, which may take long to answer.
         _address(coordinator, source)
@@ -149,17 +149,18 @@ def _checked(found: tuple[str | None, int | None, int | None], source: str) -> P
     coordinator, num_processes, process_id = found
     if coordinator is None or num_processes is None or process_id is None:
         named = zip(("coordinator", "num_processes", "process_id"), found, strict=True)
-        missing = ", ".join(name for name, value in named if value is None)
+        missing = ", ".join(f"multi_process.{name}" for name, value in named if value is None)
         raise UserError(
             f"distributed is set, but {missing} is neither given nor that of a cluster that JAX detects; expected "
-            "--coordinator HOST:PORT --num-processes N --process-id I"
+            "--set multi_process.coordinator=HOST:PORT, and so on for num_processes and process_id"
         )
     host, port = _address(coordinator, source)
     if num_processes < 1:
-        raise UserError(f"num_processes is {num_processes}; expected at least 1")
+        raise UserError(f"multi_process.num_processes is {num_processes}; expected at least 1")
     if not 0 <= process_id < num_processes:
         raise UserError(
-            f"process_id is {process_id}; expected 0 to {num_processes - 1}, as num_processes is {num_processes}"
+            f"multi_process.process_id is {process_id}; expected 0 to {num_processes - 1}, as num_processes is "
+            f"{num_processes}"
         )
     return Place(host, port, num_processes, process_id)
 
@@ -203,8 +204,8 @@ def gather(place: Place, until: float, timeout_s: float) -> None:
         server = listen(place.port)
     except OSError as error:
         raise UserError(
-            f"coordinator is {place.coordinator!r}; expected a port that is free on the machine of process 0: "
-            f"{error.strerror}"
+            f"multi_process.coordinator is {place.coordinator!r}; expected a port that is free on the machine of "
+            f"process 0: {error.strerror}"
         ) from error
     hosts, links = {0: socket.gethostname()}, []
     with server:
@@ -234,12 +235,12 @@ def _add(place: Place, hosts: dict[int, str], hello: dict) -> str | None:
     process_id, host, num_processes = hello["process_id"], hello["host"], hello["num_processes"]
     if num_processes != place.num_processes:
         return (
-            f"num_processes is {place.num_processes} on process 0 and {num_processes} on process {process_id}; "
-            "expected the same on all processes"
+            f"multi_process.num_processes is {place.num_processes} on process 0 and {num_processes} on process "
+            f"{process_id}; expected the same on all processes"
         )
     if process_id in hosts:
         return (
-            f"process_id is {process_id} of a process on {hosts[process_id]} and of one on {host}; "
+            f"multi_process.process_id is {process_id} of a process on {hosts[process_id]} and of one on {host}; "
             f"expected 0 to {place.num_processes - 1}, each once"
         )
     hosts[process_id] = host
@@ -250,9 +251,9 @@ def _missing(place: Place, hosts: Collection[int], timeout_s: float) -> str:
     ids = [i for i in range(place.num_processes) if i not in hosts]
     shown = ", ".join(map(str, ids[:IDS_SHOWN])) + f" and {len(ids) - IDS_SHOWN} more" * (len(ids) > IDS_SHOWN)
     return (
-        f"num_processes is {place.num_processes}, but process{'es' * (len(ids) > 1)} {shown} did not come to "
-        f"{place.coordinator} within {timeout_s:g} s; expected processes 0 to {place.num_processes - 1}, each with an "
-        "id of its own"
+        f"multi_process.num_processes is {place.num_processes}, but process{'es' * (len(ids) > 1)} {shown} did not "
+        f"come to {place.coordinator} within {timeout_s:g} s; expected processes 0 to {place.num_processes - 1}, each "
+        "with an id of its own"
     )
 
 
@@ -291,8 +292,8 @@ def _connected(place: Place, until: float, timeout_s: float) -> socket.socket:
             problem = getattr(error, "strerror", None) or str(error)
         if time.monotonic() >= until:
             raise UserError(
-                f"coordinator is {place.coordinator!r}, which did not answer within {timeout_s:g} s ({problem}); "
-                "expected the address of process 0"
+                f"multi_process.coordinator is {place.coordinator!r}, which did not answer within {timeout_s:g} s "
+                f"({problem}); expected the address of process 0"
             )
         time.sleep(PAUSE_S)
 
@@ -317,7 +318,7 @@ def join(place: Place, timeout_s: float) -> None:
         Refused: the coordinator cannot be reached, or its port is taken, or JAX is in use already.
     """
     if not 0 < timeout_s < math.inf:
-        raise UserError(f"join_timeout_s is {timeout_s}; expected a finite number above 0")
+        raise UserError(f"multi_process.join_timeout_s is {timeout_s}; expected a finite number above 0")
     until, at = time.monotonic() + timeout_s, place.coordinator
     say(f"waiting for {place.num_processes} processes at {at}, at most {timeout_s:g} s")
     if place.process_id == 0:

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +28,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from jax_moe_lb.nn.moe import ExpertHomes, RunningLoads
 from jax_moe_lb.nn.relocation import OF_ONE_MESH
+from models.config import CheckpointConfig
 from models.run_folder.files import damage, has_checksums, naming, write_checksums
 
 
@@ -82,34 +82,12 @@ class CheckpointMetadata(NamedTuple):
     data: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class RetentionPolicy:
-    """These numbers say which checkpoints are kept; the others are removed once there is a newer one.
-
-    Args:
-        number: the newest so many; 2 are usual, should the newest be damaged.
-        every_s: also one in every so many seconds, for good; `None` keeps none of these.
-
-    Raises:
-        ValueError: a number is below 1.
-    """
-
-    number: int = 2
-    every_s: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.number < 1:
-            raise ValueError(f"keep is {self.number}; expected at least 1")
-        if self.every_s is not None and self.every_s < 1:
-            raise ValueError(f"keep_every_s is {self.every_s}; expected at least 1")
-
-    @property
-    def policy(self) -> managers.PreservationPolicy:
-        """Says it to Orbax."""
-        newest = managers.LatestN(n=self.number)
-        if self.every_s is None:
-            return newest
-        return managers.AnyPreservationPolicy([newest, managers.EveryNSeconds(interval_secs=self.every_s)])
+def preservation_policy(config: CheckpointConfig) -> managers.PreservationPolicy:
+    """Return the retention of checkpoints as Orbax has it."""
+    newest = managers.LatestN(n=config.keep)
+    if config.keep_every_s is None:
+        return newest
+    return managers.AnyPreservationPolicy([newest, managers.EveryNSeconds(interval_secs=config.keep_every_s)])
 
 
 class Checkpoints:
@@ -117,14 +95,16 @@ class Checkpoints:
 
     Args:
         folder: the folder, which is made when it is missing.
-        keeping: which checkpoints are kept.
+        config: the checkpoints to keep.
     """
 
-    def __init__(self, folder: Path, keeping: RetentionPolicy = RetentionPolicy()) -> None:
+    def __init__(self, folder: Path, config: CheckpointConfig = CheckpointConfig()) -> None:
         keep_quiet()
         self.folder = folder.absolute()
         # What a killed run began is removed.
-        options = ocp.CheckpointManagerOptions(preservation_policy=keeping.policy, cleanup_tmp_directories=True)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=preservation_policy(config), cleanup_tmp_directories=True
+        )
         self.manager = ocp.CheckpointManager(self.folder, options=options, item_names=(*ITEMS, "run"))
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.written: Future[None] | None = None

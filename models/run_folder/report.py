@@ -433,6 +433,9 @@ def _replayed(described: dict, counts: np.ndarray) -> dict[str, float | str]:
 def _tables(described: dict, summary: dict, replayed: dict[str, float | str]) -> list[tuple[str, dict]]:
     config = dict(described["config"])
     model, parallel = config.pop("model"), config.pop("parallel")
+    config.pop("multi_process", None)
+    sections = [(name, config.pop(name)) for name in list(config) if isinstance(config[name], dict)]
+    config |= {f"{name} {key}": value for name, section in sections for key, value in section.items()}
     return [
         ("Result", summary | {"date": described["environment"]["date"]}),
         (f"Imbalance by system, its last {STEPS} steps planned again", replayed),

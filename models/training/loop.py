@@ -26,7 +26,7 @@ from rich.console import Console
 
 from jax_moe_lb import System
 from jax_moe_lb.planners import moved_experts
-from models.config import ModelConfig, TrainConfig
+from models.config import BatchConfig, ModelConfig, RelocationConfig, TrainConfig
 from models.data.batches import Batches, place_rows, rows_here
 from models.data.corpus import Corpus
 from models.mesh import batch_sharding, make_mesh, make_system, place_batch
@@ -34,7 +34,6 @@ from models.multi_process.stragglers import StragglerMonitor
 from models.run_folder.checkpoints import (
     CheckpointMetadata,
     Checkpoints,
-    RetentionPolicy,
     parts,
     restore_newest,
     steps_in,
@@ -44,6 +43,7 @@ from models.run_folder.files import FolderLock, free_sibling, write_whole
 from models.run_folder.metrics import Recorder, RunFolder, layer_row, summarise
 from models.run_folder.report import LiveReport, write_report
 from models.run_folder.trackers import MetricLogger, MetricLoggerConfig, StepLine
+from models.settings import in_section
 from models.training.faults import StepRunner, StopRequest, check_state, check_step
 from models.training.resume import described, layout_of, next_homes, per_layer
 from models.training.step import Programs, make_programs
@@ -67,7 +67,6 @@ class Run:
         step: the program of one step, which is traced already.
         done_steps: steps that are behind already, 0 for a new run.
         state: the state after them; `None` for a new run.
-        keeping: which checkpoints are kept.
         position: where the data is after these steps, as the checkpoint has it.
     """
 
@@ -80,7 +79,6 @@ class Run:
     step: Traced
     done_steps: int
     state: nnx.State | None
-    keeping: RetentionPolicy
     position: dict[str, Any]
 
     def release(self) -> None:
@@ -96,7 +94,6 @@ def prepare(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    keeping: RetentionPolicy = RetentionPolicy(),
     tell: Tell = print,
 ) -> Run:
     """Does everything that can fail because of what the user asked for, and only then touches the folder.
@@ -108,7 +105,6 @@ def prepare(
         resume: whether to continue from the newest checkpoint there that is not damaged. The ranks and the system may
             be others than before; what belongs to them begins anew.
         overwrite: whether to move an earlier run aside, into a folder beside this one.
-        keeping: which checkpoints are kept.
         tell: is called with a line about what was found or moved.
 
     Raises:
@@ -116,9 +112,10 @@ def prepare(
     """
     if resume and overwrite:
         raise ValueError("overwrite is set, and so is resume; expected one of them")
-    corpus.check_length(config.sequence_length)
+    corpus.check_length(config.batch.sequence_length)
     folder, mesh = RunFolder(run_dir), make_mesh(config.parallel)
-    system = make_system(config.parallel)
+    with in_section("parallel"):
+        system = make_system(config.parallel)
     programs = make_programs(config, mesh, system)
     _check_slots(config, system)
     writes = jax.process_index() == 0
@@ -131,7 +128,7 @@ def prepare(
             _check_empty(folder)
     step = _traced(config, mesh, programs)
     lock = _locked(folder) if writes else None
-    run = Run(config, corpus, folder, lock, mesh, programs, step, 0, None, keeping, {})
+    run = Run(config, corpus, folder, lock, mesh, programs, step, 0, None, {})
     try:
         if resume:
             done_steps, state, position = _resumed(run, tell)
@@ -184,7 +181,7 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
     others = {"num_groups": config.parallel.data_parallel, "num_params": _num_params(run), "compile_s": compile_s}
     with (
         MetricLogger(run.folder, watching, step + 1, writes=writes, config=dataclasses.asdict(config)) as watcher,
-        Checkpoints(run.folder.checkpoints, run.keeping) as checkpoints,
+        Checkpoints(run.folder.checkpoints, run.config.checkpoints) as checkpoints,
         StepLine(console, step, config.steps) as line,
         _batches(run) as batches,
     ):
@@ -195,16 +192,16 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
         while step < config.steps and not stop.requested():
             step += 1
             watcher.before(step)
-            tokens = place_rows(next(batches), batch_sharding(run.mesh), config.batch_size)
+            tokens = place_rows(next(batches), batch_sharding(run.mesh), config.batch.size)
             pace.ready()
             step_started = time.perf_counter()
             state, loss, stats = do(step, state, tokens)
             step_time_s = time.perf_counter() - step_started
             check_step(step, float(loss), stats, checkpoints.newest_step)
-            row = recorder.step(step, float(loss), stats, config.tokens_per_step, step_time_s, config.accumulate)
+            row = recorder.step(step, float(loss), stats, config.tokens_per_step, step_time_s, config.batch.accumulate)
             recorder.other(pace.stepped(step, step_time_s))
             line.show(row)
-            if step % config.validation_interval == 0 or step == config.steps:
+            if step % config.validation.interval == 0 or step == config.steps:
                 validation_loss = validate(state)
                 recorder.validation(step, validation_loss)
                 line.note(row, validation_loss)
@@ -212,9 +209,9 @@ def _execute(run: Run, console: Console, stop: StopRequest, watching: MetricLogg
                     recorder.other(layer_row(step, stats, make_system(config.parallel), run.programs.topology))
             if trace := watcher.after(step):
                 tell(f"steps until {step} are traced in {trace}, for Perfetto and TensorBoard")
-            if config.relocate_interval is not None and step % config.relocate_interval == 0:
+            if config.relocation.interval is not None and step % config.relocation.interval == 0:
                 state = _moved(run, state, step, recorder)
-            if step % config.checkpoint_interval == 0:
+            if step % config.checkpoints.interval == 0:
                 save(step, state, batches.state())
             checkpoints.check()
         # The last step, or the one after which the run was stopped.
@@ -312,13 +309,14 @@ def _check_continues(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> 
 def _fixed(described: dict) -> dict:
     """Collects what a resumed run may not change."""
     config = described["config"]
-    fixed = {name: config[name] for name in ("batch_size", "sequence_length", "seed")}
-    # A run that is older than an option has its default.
-    fixed |= dataclasses.asdict(ModelConfig(**config["model"])) | {"data": described["data"]["fingerprint"]}
-    fixed["accumulate"] = config.get("accumulate", 1)
-    # It changes what a step holds, not what it learns.
-    del fixed["remat"]
-    return fixed
+    # A run that is older than a key has its default.
+    model = dataclasses.asdict(ModelConfig(**config["model"]))
+    batch = dataclasses.asdict(BatchConfig(**config["batch"]))
+    fixed = {f"model.{key}": value for key, value in model.items()}
+    fixed |= {f"batch.{key}": value for key, value in batch.items()}
+    # It changes the residuals of a step, not its result.
+    del fixed["model.remat"]
+    return fixed | {"seed": config["seed"], "data": described["data"]["fingerprint"]}
 
 
 def _check_slots(config: TrainConfig, system: System) -> None:
@@ -326,14 +324,14 @@ def _check_slots(config: TrainConfig, system: System) -> None:
     most = config.model.num_experts - config.model.num_experts // config.parallel.expert_parallel
     if system.replica_slots > most:
         raise ValueError(
-            f"replica_slots is {system.replica_slots}; expected at most {most}, the experts that are not at home on a "
-            "rank"
+            f"parallel.replica_slots is {system.replica_slots}; expected at most {most}, the experts that are not at "
+            "home on a rank"
         )
 
 
 def _traced(config: TrainConfig, mesh: Mesh, programs: Programs) -> Traced:
     """Traces the step, which is when systems refuse options that do not fit the model or the mesh."""
-    shape = (config.batch_size, config.sequence_length + 1)
+    shape = (config.batch.size, config.batch.sequence_length + 1)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh))
     return programs.step.trace(programs.state_shapes, tokens)
 
@@ -376,11 +374,12 @@ def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State, dict[str, Any]]:
 def _restored(run: Run, layout: dict[str, Any], tell: Tell) -> tuple[int, nnx.State, CheckpointMetadata]:
     """Restores the newest checkpoint, and sends experts to their first places where this run does not move them."""
     config, programs, folder = run.config, run.programs, run.folder.checkpoints
-    moves = config.relocate_interval is not None
-    if moves or not json.loads(run.folder.config.read_bytes())["config"].get("relocate_interval"):
+    moves = config.relocation.interval is not None
+    before = json.loads(run.folder.config.read_bytes())["config"].get("relocation", {})
+    if moves or not before.get("interval"):
         return restore_newest(folder, programs.state_shapes, tell, programs.init, layout)
     parallel = dataclasses.replace(config.parallel, system="plain", replica_slots=None, headroom=None)
-    config = dataclasses.replace(config, relocate_interval=1, parallel=parallel)
+    config = dataclasses.replace(config, relocation=RelocationConfig(interval=1), parallel=parallel)
     moving = make_programs(config, run.mesh, make_system(parallel))
     step, state, kept = restore_newest(folder, moving.state_shapes, tell, moving.init, layout)
     # The expert that comes to a place is the one whose home it was.
@@ -442,16 +441,16 @@ def _compiled(run: Run) -> tuple[Callable, float]:
 
 def _batches(run: Run) -> Batches:
     """Reads on where the steps so far stopped."""
-    config, rows = run.config, rows_here(batch_sharding(run.mesh), run.config.batch_size)
-    sizes = {"batch_size": config.batch_size, "sequence_length": config.sequence_length}
+    config, rows = run.config, rows_here(batch_sharding(run.mesh), run.config.batch.size)
+    sizes = {"batch_size": config.batch.size, "sequence_length": config.batch.sequence_length}
     batches = Batches(run.corpus, seed=config.seed, rows=rows, **sizes)
-    batches.restore(run.position or {"sequences": run.done_steps * config.batch_size})
+    batches.restore(run.position or {"sequences": run.done_steps * config.batch.size})
     return batches
 
 
 def _validation(run: Run) -> Callable[[nnx.State], float]:
     config = run.config
-    sizes = (config.validation_batches, config.batch_size, config.sequence_length)
+    sizes = (config.validation.batches, config.batch.size, config.batch.sequence_length)
     batches = [place_batch(batch, run.mesh) for batch in run.corpus.validation_batches(*sizes)]
     return lambda state: float(np.mean([float(run.programs.evaluate(state, batch)) for batch in batches]))
 

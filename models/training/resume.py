@@ -19,10 +19,10 @@ from jax_moe_lb.planners import moved_experts, plan_relocation
 from models.config import ParallelConfig, TrainConfig
 from models.mesh import make_system
 from models.run_folder.metrics import RunFolder
+from models.settings import Given, layered
 
 OF_THE_SYSTEM = ("replica_slots", "headroom", "max_rounds")
 OF_THE_RANKS = ("ranks_per_domain",)
-MOVES = ("relocate_interval", "relocate_min_gain")
 
 
 def layout_of(parallel: ParallelConfig) -> dict[str, Any]:
@@ -37,40 +37,37 @@ def layout_of(parallel: ParallelConfig) -> dict[str, Any]:
     }
 
 
-def as_before(folder: RunFolder, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Finds how the run to resume was laid out, as far as the command line does not say otherwise.
+def as_before(folder: RunFolder, given: Given) -> Given:
+    """Add the mesh, the system and the relocation of the run to resume to the given fields.
 
     Args:
         folder: that of the run to resume.
-        given: options of `ParallelConfig`, `None` where nothing is given. An option of another system, or of other
+        given: fields of `TrainConfig`, which override those of the run. An option of another system, or of other
             ranks, has its default.
 
     Returns:
-        Options of `ParallelConfig`, and those of relocation of `TrainConfig`; none where there is no run that can be
-        read, which whoever resumes it refuses.
+        The given fields alone if there is no run that can be read; `prepare` refuses it.
     """
+    parallel_given = given.get("parallel", {})
     try:
         before = json.loads(folder.config.read_bytes())["config"]
-        parallel, moves = dict(before["parallel"]), {name: before.get(name) for name in MOVES}
+        parallel, moves = dict(before["parallel"]), dict(before.get("relocation", {}))
     except (OSError, AttributeError, KeyError, TypeError, ValueError):
-        return {}, {}
-    if given["system"] not in (None, parallel.get("system")):
+        return given
+    system = parallel_given.get("system", parallel.get("system"))
+    if system != parallel.get("system"):
         parallel |= dict.fromkeys(OF_THE_SYSTEM)
-        if _remembers(given["system"]):
+        if _remembers(system):
             # It knows loads by place, and experts may not move then.
             moves = {}
-    if given["expert_parallel"] not in (None, parallel.get("expert_parallel")):
+    if parallel_given.get("expert_parallel", parallel.get("expert_parallel")) != parallel.get("expert_parallel"):
         parallel |= dict.fromkeys(OF_THE_RANKS)
-    return parallel | named(given), moves
+    moves = {name: value for name, value in moves.items() if value is not None}
+    return layered({"parallel": parallel, "relocation": moves}, given)
 
 
 def _remembers(system: str) -> bool:
     return bool(jax.tree.leaves(system_named(system).balancer.init((2, 2))))
-
-
-def named(options: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out the options that were not given; `None` is such a one, and 0 is not."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def moved_state(state: nnx.State, permutation: Array) -> nnx.State:
@@ -88,7 +85,7 @@ def moved_state(state: nnx.State, permutation: Array) -> nnx.State:
 def next_homes(state: nnx.State, config: TrainConfig, topology: Topology) -> np.ndarray:
     """Plans the permutation of each layer's places, `[layers, E]` int32, the same on all processes."""
     loads, homes = per_layer(state, "loads"), per_layer(state, "homes")
-    permutation = plan_relocation(loads, topology, homes, min_gain=config.relocate_min_gain)
+    permutation = plan_relocation(loads, topology, homes, min_gain=config.relocation.min_gain)
     # Processors may round differently, and processes must not disagree.
     return np.asarray(multihost_utils.broadcast_one_to_all(permutation))
 

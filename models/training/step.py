@@ -38,8 +38,8 @@ STABLE = 0.8
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Makes AdamW, whose gradients are clipped by their norm over all parameters of all devices."""
     return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(make_schedule(config), b2=0.95, weight_decay=config.weight_decay),
+        optax.clip_by_global_norm(config.optimizer.clip_norm),
+        optax.adamw(make_schedule(config), b2=0.95, weight_decay=config.optimizer.weight_decay),
     )
 
 
@@ -51,14 +51,14 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, gradients: nnx.
 
 
 def make_schedule(config: TrainConfig) -> optax.Schedule:
-    """Makes the learning rate of each step, counted from 0: a linear warm-up, then what `config.schedule` says."""
-    warmup_steps, peak = min(config.warmup_steps, config.steps // 5), config.learning_rate
+    """Makes the learning rate of each step, counted from 0: a linear warm-up, then the schedule."""
+    warmup_steps, peak = min(config.optimizer.warmup_steps, config.steps // 5), config.optimizer.learning_rate
     # From 0 the first step would learn nothing.
     first, last = peak / (warmup_steps + 1), FINAL_LEARNING_RATE * peak
-    if config.schedule == "cosine":
+    if config.optimizer.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(first, peak, warmup_steps, config.steps, last)
     stable = {"linear": warmup_steps, "constant": config.steps, "wsd": max(warmup_steps, int(STABLE * config.steps))}
-    start = stable[config.schedule]
+    start = stable[config.optimizer.schedule]
     return optax.join_schedules(
         [
             optax.linear_schedule(first, peak, warmup_steps),
@@ -205,7 +205,7 @@ def make_programs(config: TrainConfig, mesh: Mesh, system: System) -> Programs:
         topology = Topology.from_mesh(mesh, ranks_per_domain=config.parallel.ranks_per_domain)
     else:
         topology = system.migrate.domains.between
-    system = system.replace(relocates=config.relocate_interval is not None)
+    system = system.replace(relocates=config.relocation.interval is not None)
     place: dict[str, Any] = {"mesh": mesh, "topology": topology, "split": config.parallel.fsdp}
 
     def create(system: System) -> tuple[LanguageModel, nnx.Optimizer]:
@@ -246,11 +246,11 @@ def _step(
     config: TrainConfig, mesh: Mesh, graph: nnx.GraphDef, state: nnx.State, tokens: Array
 ) -> tuple[nnx.State, Array, Stats]:
     model, optimizer = nnx.merge(graph, state)
-    loss, stats, gradients = loss_and_gradients(model, tokens, config.accumulate, mesh)
+    loss, stats, gradients = loss_and_gradients(model, tokens, config.batch.accumulate, mesh)
     apply_gradients(model, optimizer, gradients)
     for i, block in enumerate(model.blocks):
         of_layer = jax.tree.map(lambda leaf, i=i: leaf[i], stats)
-        if config.relocate_interval is not None:
+        if config.relocation.interval is not None:
             block.moe.update_loads(of_layer)
         if config.model.bias_rate:
             block.moe.update_bias(of_layer, config.model.bias_rate)

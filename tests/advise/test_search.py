@@ -13,6 +13,9 @@ from jax_moe_lb.advise.search import Space, search
 from jax_moe_lb.cli.compile import compose
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Step
 from jax_moe_lb.sim.loads import LoadShape
+from models.config import ParallelConfig
+from models.mesh import make_system
+from models.settings import combined, read_assignments, read_mesh, read_system
 
 MODEL = ModelShape(1, 256, 512, 8, 2, 2048)
 LEVELS = Links("node", 2, 5e9, links=2, latency_s=1e-5), Links("gpu", 2, 50e9)
@@ -75,11 +78,22 @@ def test_flags_of_simulate_make_the_same_candidate():
     [
         (Choice(), "--system plain"),
         (Choice(sprayed=True), "--system rails"),
-        (Choice("exact", 2, relayed=True, relocated=True), "--system two_tier --replica-slots 2 --ranks-per-domain 2"),
-        (Choice("exact", 2, headroom=1.25), "--system exact --replica-slots 2 --ranks-per-domain 2 --headroom 1.25"),
+        (Choice("exact", 2, relayed=True, relocated=True), "--system two_tier:replica_slots=2 --mesh domain=2"),
+        (Choice("exact", 2, headroom=1.25), "--system exact:replica_slots=2,headroom=1.25 --mesh domain=2"),
+        (
+            Choice("greedy", 1, relocated=True),
+            "--system greedy:replica_slots=1 --mesh domain=2 --set relocation.interval=50",
+        ),
         (Choice("exact", 2, eps=0.05), None),
         (Choice("exact", 2, domain_sizes=(2, 1)), None),
     ],
 )
 def test_flags_of_training(choice, train):
     assert usage(choice, CLUSTER).train == train
+    if train is None:
+        return
+    flags = dict(zip(*[iter(train.split())] * 2, strict=True))
+    readers = {"--system": read_system, "--mesh": read_mesh, "--set": lambda text: read_assignments([text])}
+    given = combined(*(readers[flag](text) for flag, text in flags.items()))
+    made = make_system(ParallelConfig(expert_parallel=4, **given["parallel"]))
+    assert replace(made, relocates=choice.relocated) == choice.build_system()

@@ -5,7 +5,15 @@ from unittest import mock
 
 from rich.console import Console
 
-from models.config import ModelConfig, ParallelConfig, TrainConfig
+from models.config import (
+    BatchConfig,
+    CheckpointConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    ValidationConfig,
+)
 from models.data.corpus import Corpus
 from models.training.loop import execute, prepare
 
@@ -13,13 +21,10 @@ CONFIG = TrainConfig(
     model=ModelConfig(num_layers=2, embed_dim=16, num_heads=2, mlp_dim=16, num_experts=16),
     parallel=ParallelConfig(expert_parallel=8),
     steps=8,
-    batch_size=16,
-    sequence_length=16,
-    learning_rate=2e-2,
-    warmup_steps=1,
-    validation_interval=4,
-    validation_batches=1,
-    checkpoint_interval=4,
+    batch=BatchConfig(size=16, sequence_length=16),
+    optimizer=OptimizerConfig(learning_rate=2e-2, warmup_steps=1),
+    validation=ValidationConfig(interval=4, batches=1),
+    checkpoints=CheckpointConfig(interval=4),
 )
 CORPUS = Corpus.of_text(b"the quick brown fox jumps over the lazy dog. " * 200, "a fox")
 

@@ -100,10 +100,10 @@ def test_no_array_of_the_reference_has_all_pairs_of_tokens():
     config = preset("reference")
     mesh = make_mesh(config.parallel)
     programs = make_programs(config, mesh, make_system(dataclasses.replace(config.parallel, system="plain")))
-    shape = (config.batch_size, config.sequence_length + 1)
+    shape = (config.batch.size, config.batch.sequence_length + 1)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
     program = str(programs.step.trace(programs.state_shapes, tokens).jaxpr)
-    length = config.sequence_length
+    length = config.batch.sequence_length
     assert re.search(rf"bf16\[8,{length},2048\]", program)
     assert re.search(rf"f32\[8,16,512,{length}\]", program)
     assert not re.search(rf"\[[0-9,]*\b{length},{length}\]", program)

@@ -1,45 +1,101 @@
+import dataclasses
+import re
 import subprocess
 import sys
 
 import pytest
 from typer.testing import CliRunner
 
+from models.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from models.train import app
+from tests.models.small import CORPUS
 
 CASES = {
-    "preset": (["--preset", "huge"], "preset is 'huge'; expected one of "),
+    "config": (["huge"], "config is 'huge'; expected one of "),
+    "missing file": (["huge.yaml"], "config is 'huge.yaml'; expected a file that can be read"),
     "system": (["--system", "foo"], "system is 'foo'; expected one of "),
-    "headroom": (["--headroom", "0"], "headroom is 0.0; expected"),
-    "negative headroom": (["--headroom", "-1"], "headroom is -1.0; expected"),
-    "replica slots": (["--replica-slots", "-2"], "replica_slots is -2; expected"),
-    "slots of plain": (["--system", "plain", "--replica-slots", "2"], "replica_slots is 2; expected none"),
-    "batch": (["--batch-size", "12"], "batch_size is 12; expected a multiple of the 8 shards"),
+    "headroom": (["--system", "exact:headroom=0"], "parallel.headroom is 0.0; expected"),
+    "negative headroom": (["--set", "parallel.headroom=-1"], "parallel.headroom is -1.0; expected"),
+    "replica slots": (["--system", "exact:replica_slots=-2"], "parallel.replica_slots is -2; expected"),
+    "slots of plain": (["--system", "plain:replica_slots=2"], "parallel.replica_slots is 2; expected none"),
+    "batch": (["--set", "batch.size=12"], "batch.size is 12; expected a multiple of the 8 shards"),
     "steps": (["--steps", "0"], "steps is 0; expected at least 1"),
-    "rate": (["--learning-rate", "nan"], "learning_rate is nan; expected"),
+    "rate": (["--set", "optimizer.learning_rate=nan"], "optimizer.learning_rate is nan; expected"),
     "seed": (["--seed", "-1"], "seed is -1; expected"),
-    "devices": (["--expert-parallel", "16"], "data_parallel x expert_parallel is 1 x 16; expected"),
-    "experts": (["--expert-parallel", "5", "--batch-size", "30"], "num_experts is 16; expected"),
+    "devices": (["--mesh", "expert=16"], "data_parallel x expert_parallel is 1 x 16; expected"),
+    "experts": (["--mesh", "expert=5", "--set", "batch.size=30"], "num_experts is 16; expected"),
+    "domains": (["--mesh", "expert=8,domain=3"], "parallel.ranks_per_domain is 3; expected a divisor"),
     "missing data": (["--data", "missing"], "data is 'missing', which does not exist; expected"),
     "data weight": (["--data", "short:0"], "data is 'short' with weight 0; expected a finite number above 0"),
-    "tokenizer": (["--data", "short", "--tokenizer", "empty"], "empty is no tokenizer"),
-    "tokenizer alone": (["--tokenizer", "tokens"], "tokens cannot be read"),
-    "vocabulary": (["--data", "short", "--vocab-size", "100"], "vocab_size is 100; expected at least the 256"),
-    "schedule": (["--schedule", "step"], "schedule is 'step'; expected one of cosine"),
-    "accumulate": (["--accumulate", "3"], "batch_size is 32; expected a multiple of the 8 shards"),
-    "rounds": (["--max-rounds", "0"], "max_rounds is 0; expected at least 1"),
-    "fsdp": (["--fsdp"], "fsdp is set, but data_parallel is 1; expected"),
-    "remat": (["--remat", "all"], "remat is 'all'; expected none, full, or"),
+    "tokenizer": (["--data", "short", "--set", "data.tokenizer=empty"], "empty is no tokenizer"),
+    "tokenizer alone": (["--set", "data.tokenizer=tokens"], "tokens cannot be read"),
+    "vocabulary": (
+        ["--data", "short", "--set", "model.vocab_size=100"],
+        "vocab_size is 100; expected at least the 256",
+    ),
+    "schedule": (["--set", "optimizer.schedule=step"], "optimizer.schedule is 'step'; expected one of cosine"),
+    "accumulate": (["--set", "batch.accumulate=3"], "batch.size is 32; expected a multiple of the 8 shards"),
+    "rounds": (["--system", "exact:max_rounds=0"], "parallel.max_rounds is 0; expected at least 1"),
+    "fsdp": (["--set", "parallel.fsdp=true"], "parallel.fsdp is set, but data_parallel is 1; expected"),
+    "remat": (["--set", "model.remat=all"], "model.remat is 'all'; expected none, full, or"),
+    "width": (["--set", "model.embed_dim=-4"], "model.embed_dim is -4; expected at least 1"),
+    "keep": (["--set", "checkpoints.keep=0"], "checkpoints.keep is 0; expected at least 1"),
+    "interval": (["--set", "validation.interval=0"], "validation.interval is 0; expected at least 1"),
+    "relocation": (["--set", "relocation.min_gain=1"], "relocation.min_gain is 1.0; expected at least 0"),
     "empty data": (["--data", "empty"], "data is 'empty', which holds no bytes; expected"),
     "short data": (["--data", "short"], "expected more than sequence_length 128"),
     "no checkpoint": (["--resume"], "resume is set, but 'run' has no checkpoint; expected"),
     "run folder": (["--run-dir", "short/run"], "run_dir is 'short/run'; expected a writable folder"),
+    "logger": (["--logger", "mlflow"], "logger is 'mlflow'; expected tensorboard or wandb=PROJECT"),
+    "section": (
+        ["--set", "modle.embed_dim=8"],
+        "--set modle.embed_dim=8: key is 'modle.embed_dim'; expected model.embed_dim",
+    ),
+    "key": (
+        ["--set", "model.hidden=8"],
+        "--set model.hidden=8: key is 'model.hidden'; expected one of model.num_layers, ",
+    ),
+    "near key": (["--set", "model.num_layer=8"], "key is 'model.num_layer'; expected model.num_layers"),
+    "no section": (["--set", "learning_rate=1"], "key is 'learning_rate'; expected optimizer.learning_rate"),
+    "no key": (["--set", "zzz.qqq=1"], "key is 'zzz.qqq'; expected section.key=value; --set list prints all keys"),
+    "no value": (["--set", "batch.size"], "--set batch.size: key is 'batch.size'; expected batch.size=VALUE"),
+    "option": (["--set", "steps=5"], "--set steps=5: key is 'steps'; expected the option --steps"),
+    "integer": (["--set", "batch.size=1.5"], "batch.size=1.5: batch.size is '1.5'; expected an integer"),
+    "number": (["--set", "model.z_loss=none"], "model.z_loss is 'none'; expected a number"),
+    "switch": (["--set", "model.scan_layers=1"], "model.scan_layers is '1'; expected true or false"),
+    "or none": (["--set", "relocation.interval=x"], "relocation.interval is 'x'; expected an integer or none"),
+    "system option": (["--system", "exact:slots=2"], "--system exact:slots=2: key is 'slots'; expected KEY=VALUE"),
+    "system value": (["--system", "exact:headroom=x"], "parallel.headroom is 'x'; expected a number or none"),
+    "axis": (
+        ["--mesh", "tensor=2"],
+        "--mesh tensor=2: key is 'tensor'; expected KEY=VALUE, a key of data, expert, domain",
+    ),
+    "twice": (
+        ["--mesh", "expert=4", "--set", "parallel.expert_parallel=8"],
+        "parallel.expert_parallel is given by two",
+    ),
+    "file key": (["wrong_key.yaml"], "config 'wrong_key.yaml': key is 'batch.sizes'; expected one of batch.size"),
+    "file value": (["wrong_value.yaml"], "config 'wrong_value.yaml': batch.size is 1.5; expected an integer"),
+    "file section": (["wrong_section.yaml"], "config 'wrong_section.yaml': batch is 3; expected keys and their values"),
+    "no YAML": (["none.yaml"], "config 'none.yaml' is no YAML: line 1"),
+    "file range": (["range.yaml"], "batch.size is 12; expected a multiple of the 8 shards"),
+}
+
+FILES = {
+    "empty": "",
+    "short": "too short",
+    "wrong_key.yaml": "batch: {sizes: 8}",
+    "wrong_value.yaml": "batch: {size: 1.5}",
+    "wrong_section.yaml": "batch: 3",
+    "none.yaml": "batch: [",
+    "range.yaml": "batch: {size: 12}",
 }
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    (tmp_path / "empty").write_text("")
-    (tmp_path / "short").write_text("too short")
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -55,10 +111,53 @@ def test_one_line_and_exit_code(folder, arguments, message):
     assert not (folder / "run").exists()
 
 
+def test_a_file_says_what_options_say(folder, monkeypatch):
+    """Options override the file."""
+    configs = []
+    monkeypatch.setattr("models.train.prepare", lambda config, *rest, **options: configs.append(config) or exit(0))
+    monkeypatch.setattr("models.train.default_corpus", lambda max_bytes: CORPUS)
+    (folder / "run.yaml").write_text(
+        "steps: 7\nmodel: {num_layers: 2, remat: full}\nparallel: {system: plain, ranks_per_domain: null}\n"
+        "optimizer: {learning_rate: 1e-3, weight_decay: 0}\n"
+    )
+    options = ["--system", "greedy:replica_slots=3", "--mesh", "data=2,expert=4", "--set", "batch.size=16"]
+    CliRunner().invoke(app, ["run.yaml", *options, "--seed", "5", "--set", "model.num_layers=3"])
+    keys = ["model.remat=full", "optimizer.learning_rate=1e-3", "optimizer.weight_decay=0", "model.num_layers=3"]
+    options += [word for key in keys for word in ("--set", key)]
+    CliRunner().invoke(app, ["tiny", "--steps", "7", *options, "--seed", "5"])
+    in_file, in_options = configs
+    assert (
+        in_file
+        == in_options
+        == TrainConfig(
+            model=ModelConfig(num_layers=3, remat="full"),
+            parallel=ParallelConfig(2, 4, "greedy", replica_slots=3),
+            batch=BatchConfig(16),
+            optimizer=OptimizerConfig(1e-3, weight_decay=0.0),
+            steps=7,
+            seed=5,
+        )
+    )
+
+
+def test_the_list_has_every_key():
+    result = CliRunner().invoke(app, ["small", "--set", "list"])
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    sections = {field.name: getattr(TrainConfig(), field.name) for field in dataclasses.fields(TrainConfig)}
+    keys = {f"{name}.{key}" for name, one in sections.items() for key in getattr(one, "__dataclass_fields__", ())}
+    assert {line.split()[0] for line in lines[1:]} == keys
+    assert "model.embed_dim               an integer          256      `H`, the width of the model" in lines
+    # Every key has a meaning.
+    assert all(len(re.split(" {2,}", line)) == 4 for line in lines[1:])
+    described = CliRunner().invoke(app, ["--help"]).stdout
+    assert all(key.partition(".")[2] in described for key in keys)
+
+
 @pytest.mark.slow
 def test_from_a_shell():
-    command = [sys.executable, "-m", "models.train", "--preset", "huge"]
+    command = [sys.executable, "-m", "models.train", "huge"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2
-    assert result.stderr.startswith("error: preset is 'huge'; expected one of ")
+    assert result.stderr.startswith("error: config is 'huge'; expected one of ")
     assert result.stderr.count("\n") == 1

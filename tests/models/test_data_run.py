@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from models import config as presets
-from models.config import ParallelConfig
+from models.config import CheckpointConfig, ParallelConfig
 from models.run_folder.metrics import RunFolder
 from models.train import app
 from tests.models.small import CONFIG
@@ -22,7 +22,7 @@ PRESET = dataclasses.replace(
     model=dataclasses.replace(CONFIG.model, num_layers=1),
     parallel=ParallelConfig(2, 2, "plain"),
     steps=4,
-    checkpoint_interval=2,
+    checkpoints=CheckpointConfig(interval=2),
 )
 
 
@@ -43,12 +43,13 @@ def data(tmp_path, monkeypatch):
         "lines.jsonl:3",
         "--data",
         "array.npy:1",
-        "--text-field",
-        "body",
-        "--tokenizer",
-        "tokenizer.json",
+        "--set",
+        "data.text_field=body",
+        "--set",
+        "data.tokenizer=tokenizer.json",
     ]
-    return [*where, "--accumulate", "2", "--schedule", "wsd", "--fsdp", "--z-loss", "1e-3"]
+    keys = ("batch.accumulate=2", "optimizer.schedule=wsd", "parallel.fsdp=true", "model.z_loss=1e-3")
+    return [*where, *(word for key in keys for word in ("--set", key))]
 
 
 def losses(folder):
@@ -77,7 +78,7 @@ def test_it_goes_on_with_the_next_sequence(data, tmp_path):
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     np.testing.assert_array_equal(RunFolder(tmp_path / "killed").read_counts()["counts"], whole["counts"])
     for change, message in [
-        (["--accumulate", "1"], "accumulate is 1; expected 2"),
+        (["--set", "batch.accumulate=1"], "batch.accumulate is 1; expected 2"),
         (["--data", "array.npy:2"], "data is"),
     ]:
         result = CliRunner().invoke(app, [*data, *change, "--run-dir", "killed", "--resume"])

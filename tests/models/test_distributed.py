@@ -21,7 +21,7 @@ from tests.models.processes import end, free_port, start
 PROMISED_S = 20
 """A process is gone, and so long after all others have ended."""
 
-JOIN = ("--join-timeout-s", "120")
+JOIN = ("--set", "multi_process.join_timeout_s=120")
 
 VARIABLES = {
     "coordinator": "JAX_COORDINATOR_ADDRESS",
@@ -37,8 +37,13 @@ def no_cluster(monkeypatch):
 
 
 def place(port, num_processes, process_id):
-    given = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", str(num_processes))
-    return ["--distributed", *given, "--process-id", str(process_id)]
+    given = {"coordinator": f"127.0.0.1:{port}", "num_processes": num_processes, "process_id": process_id}
+    return ["--distributed", *multi_process(**given)]
+
+
+def multi_process(**given):
+    """Options of the command line for the section `multi_process`."""
+    return [word for key, value in given.items() for word in ("--set", f"multi_process.{key}={value}")]
 
 
 def refusal(*arguments):
@@ -57,19 +62,19 @@ ADDRESSES = ["garbage", "", ":9911", "a b:9911", "http://a:9911", "::1:9911", "a
 
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_an_address_that_is_none_is_refused(address, monkeypatch):
-    rest = ("--distributed", "--num-processes", "2", "--process-id", "1")
-    expected = f"coordinator is {address!r}; expected HOST:PORT"
-    assert refusal("--coordinator", address, *rest).startswith(expected)
+    rest = ("--distributed", *multi_process(num_processes=2, process_id=1))
+    expected = f"multi_process.coordinator is {address!r}; expected HOST:PORT"
+    assert refusal(*multi_process(coordinator=address), *rest).startswith(expected)
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
-    assert refusal(*rest).startswith(expected.replace("coordinator", "JAX_COORDINATOR_ADDRESS"))
+    assert refusal(*rest).startswith(expected.replace("multi_process.coordinator", "JAX_COORDINATOR_ADDRESS"))
 
 
 @pytest.mark.parametrize(
     ("num_processes", "process_id", "message"),
     [
-        (0, 0, "num_processes is 0; expected at least 1"),
-        (2, 2, "process_id is 2; expected 0 to 1, as num_processes is 2"),
-        (2, -1, "process_id is -1; expected 0 to 1, as num_processes is 2"),
+        (0, 0, "multi_process.num_processes is 0; expected at least 1"),
+        (2, 2, "multi_process.process_id is 2; expected 0 to 1, as num_processes is 2"),
+        (2, -1, "multi_process.process_id is -1; expected 0 to 1, as num_processes is 2"),
     ],
 )
 def test_a_process_that_is_none_is_refused(num_processes, process_id, message):
@@ -87,22 +92,23 @@ def test_what_the_environment_says_is_read_where_nothing_is_given(monkeypatch):
 
 
 def test_what_is_neither_given_nor_detected_is_named():
-    line = refusal("--distributed", "--coordinator", "a:9911")
-    assert "num_processes, process_id is neither given nor" in line
-    assert "expected --coordinator HOST:PORT --num-processes N --process-id I" in line
+    line = refusal("--distributed", *multi_process(coordinator="a:9911"))
+    assert "multi_process.num_processes, multi_process.process_id is neither given nor" in line
+    assert "expected --set multi_process.coordinator=HOST:PORT, and so on" in line
 
 
 def test_a_place_without_other_processes_is_refused():
-    assert refusal("--process-id", "0") == "process_id is 0, but distributed is not set; expected --distributed with it"
+    line = "multi_process.process_id is 0, but distributed is not set; expected --distributed with it"
+    assert refusal(*multi_process(process_id=0)) == line
 
 
 def test_a_coordinator_that_does_not_answer_is_refused_in_time():
     port, began = free_port(), time.monotonic()
-    line = refusal(*place(port, 2, 1), "--join-timeout-s", "0.5")
+    line = refusal(*place(port, 2, 1), *multi_process(join_timeout_s=0.5))
     assert time.monotonic() - began < 5
-    assert line.startswith(f"coordinator is '127.0.0.1:{port}', which did not answer within 0.5 s (")
-    assert refusal(*place(port, 2, 1), "--join-timeout-s", "0") == (
-        "join_timeout_s is 0.0; expected a finite number above 0"
+    assert line.startswith(f"multi_process.coordinator is '127.0.0.1:{port}', which did not answer within 0.5 s (")
+    assert refusal(*place(port, 2, 1), *multi_process(join_timeout_s=0)) == (
+        "multi_process.join_timeout_s is 0.0; expected a finite number above 0"
     )
 
 
@@ -111,7 +117,7 @@ def test_a_port_that_is_taken_is_refused():
     with listen(0) as other:
         port = other.getsockname()[1]
         assert refusal(*place(port, 2, 0)).startswith(
-            f"coordinator is '127.0.0.1:{port}'; expected a port that is free"
+            f"multi_process.coordinator is '127.0.0.1:{port}'; expected a port that is free"
         )
 
 
@@ -130,11 +136,14 @@ class Shelf:
 
 def test_options_that_differ_are_named_with_their_values():
     shelf = Shelf()
-    shelf.values |= {"options/1": '{"steps": 9, "seed": 0}', "options/2": '{"steps": 8, "seed": 0, "new": 1}'}
+    shelf.values |= {
+        "options/1": '{"model.steps": 9, "seed": 0}',
+        "options/2": '{"model.steps": 8, "seed": 0, "new": 1}',
+    }
     with pytest.raises(UserError) as refused:
         agree(Place("a", 1, 3, 0), shelf, {"model": {"steps": 8}, "seed": 0})
     assert str(refused.value) == (
-        "steps is 8 on processes 0, 2 and 9 on process 1; new is None on processes 0, 1 and 1 on process 2; "
+        "model.steps is 8 on processes 0, 2 and 9 on process 1; new is None on processes 0, 1 and 1 on process 2; "
         "expected the same on all processes"
     )
     with pytest.raises(UserError, match="steps is 8"):
@@ -156,10 +165,11 @@ def test_the_kernel_looks_after_a_machine_that_vanished():
 @pytest.mark.thorough
 def test_a_process_that_does_not_come_ends_those_that_wait():
     port = free_port()
-    waiting = [start("models.train", *place(port, 3, i), "--join-timeout-s", "3") for i in range(2)]
+    waiting = [start("models.train", *place(port, 3, i), *multi_process(join_timeout_s=3)) for i in range(2)]
     for code, output, errors in end(waiting, MAX_WAIT_S):
         assert (code, output) == (2, "")
-        line = f"error: num_processes is 3, but process 2 did not come to 127.0.0.1:{port} within 3 s; expected "
+        line = "error: multi_process.num_processes is 3, but process 2 did not come to "
+        line += f"127.0.0.1:{port} within 3 s; expected "
         assert errors.splitlines() == [
             f"waiting for 3 processes at 127.0.0.1:{port}, at most 3 s",
             errors.splitlines()[1],
@@ -181,7 +191,7 @@ def test_a_process_that_does_not_come_is_named_to_those_that_wait():
         thread.start()
     for thread in threads:
         thread.join()
-    said = f"num_processes is 3, but process 2 did not come to 127.0.0.1:{port} within 2 s; expected "
+    said = f"multi_process.num_processes is 3, but process 2 did not come to 127.0.0.1:{port} within 2 s; expected "
     assert [line[: len(said)] for line in lines] == [said] * 2
 
 
@@ -203,7 +213,11 @@ def test_a_process_id_that_comes_twice_is_refused_by_all():
     for thread in (first, *others):
         thread.join()
     name = socket.gethostname()
-    assert lines == [f"process_id is 1 of a process on {name} and of one on {name}; expected 0 to 2, each once"] * 3
+    assert (
+        lines
+        == [f"multi_process.process_id is 1 of a process on {name} and of one on {name}; expected 0 to 2, each once"]
+        * 3
+    )
 
 
 SLURM = {

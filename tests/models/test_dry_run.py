@@ -11,7 +11,7 @@ from jax_moe_lb.aot.execution_counts import total
 from jax_moe_lb.aot.flops import products
 from jax_moe_lb.aot.hlo import parse_module
 from models.architectures.published import published_config
-from models.config import ModelConfig, ParallelConfig, TrainConfig, preset
+from models.config import BatchConfig, ModelConfig, ParallelConfig, TrainConfig, preset
 from models.dry_run import step as module
 from models.dry_run.step import PublishedRun, published_flops_per_token
 from models.mesh import make_mesh, make_system
@@ -23,7 +23,7 @@ from models.training.step import make_programs
     ("arguments", "message"),
     [
         (["--dry-run", "h100"], "target is 'h100'; expected NAME:NODESxGPUS"),
-        (["--dry-run", "h100:1x8", "--batch-size", "7"], "batch_size is 7; expected a multiple of the 8 shards"),
+        (["--dry-run", "h100:1x8", "--set", "batch.size=7"], "batch.size is 7; expected a multiple of the 8 shards"),
         (["--dry-run", "h100:1x8"], "target h100:1x8 needs the compiler of cuda, which is not installed"),
     ],
 )
@@ -53,17 +53,20 @@ def test_devices_of_a_group_lie_side_by_side(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "preset is 'mixtral-8x7b'; expected --dry-run with it"),
-        (["--dry-run", "h100:8x8", "--force-balanced"], "force_balanced is True; expected none with preset mixtral"),
-        (["--dry-run", "h100:8x8", "--relocate-interval", "9"], "relocate_interval is 9; expected none with preset"),
-        (["--dry-run", "h100:8x8", "--batch-size", "9"], "batch_size is 9; expected a multiple of the 64 shards"),
-        (["--dry-run", "h100:8x8", "--expert-parallel", "0"], "expert_parallel is 0; expected at least 1"),
+        ([], "config is 'mixtral-8x7b'; expected --dry-run with it"),
+        (
+            ["--dry-run", "h100:8x8", "--set", "model.force_balanced=true"],
+            "model.force_balanced is True; expected none with",
+        ),
+        (["--dry-run", "h100:8x8", "--set", "relocation.interval=9"], "relocation.interval is 9; expected none with"),
+        (["--dry-run", "h100:8x8", "--set", "batch.size=9"], "batch.size is 9; expected a multiple of the 64 shards"),
+        (["--dry-run", "h100:8x8", "--mesh", "expert=0"], "parallel.expert_parallel is 0; expected at least 1"),
         (["--dry-run", "h100:8x8"], "target h100:8x8 needs the compiler of cuda, which is not installed"),
     ],
 )
 def test_published_models_are_compiled_alone(arguments, message, monkeypatch):
     monkeypatch.setattr(targets, "has_compiler", lambda platform: False)
-    result = CliRunner().invoke(app, ["--preset", "mixtral-8x7b", *arguments])
+    result = CliRunner().invoke(app, ["mixtral-8x7b", *arguments])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"error: {message}")
     assert result.stderr.count("\n") == 1
@@ -80,10 +83,10 @@ def test_published_models_are_compiled_alone(arguments, message, monkeypatch):
     ],
 )
 def test_usual_groups_of_published_models(name, target, given, expected):
-    run = PublishedRun.on(name, Target.parse(target), given, {"steps": None})
+    run = PublishedRun.on(name, Target.parse(target), {"parallel": given})
     parallel = run.train.parallel
     assert (parallel.data_parallel, parallel.expert_parallel, parallel.ranks_per_domain) == expected
-    assert run.train.batch_size == parallel.num_shards
+    assert run.train.batch.size == parallel.num_shards
 
 
 def test_the_ideal_of_a_published_model():
@@ -104,7 +107,7 @@ def test_the_ideal_is_what_a_model_without_waste_computes():
     """One expert that all tokens take has no router to speak of, and one device no exchanges."""
     model = ModelConfig(num_layers=1, embed_dim=64, num_heads=2, mlp_dim=256, num_experts=1, experts_per_token=1)
     parallel = ParallelConfig(expert_parallel=1, system="plain", headroom=1.0)
-    config = TrainConfig(model=model, parallel=parallel, batch_size=2, sequence_length=64)
+    config = TrainConfig(model=model, parallel=parallel, batch=BatchConfig(2, 64))
     mesh = make_mesh(parallel)
     programs = make_programs(config, mesh, make_system(parallel))
     tokens = jax.ShapeDtypeStruct((2, 65), jnp.int32)

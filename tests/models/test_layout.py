@@ -12,12 +12,11 @@ from flax import nnx
 from typer.testing import CliRunner
 
 from jax_moe_lb.cli.app import app as tools
-from models.config import ParallelConfig
+from models.config import CheckpointConfig, ParallelConfig, RelocationConfig
 from models.mesh import make_mesh, make_system
 from models.run_folder.checkpoints import (
     CheckpointMetadata,
     Checkpoints,
-    RetentionPolicy,
     parts,
     restore_newest,
     steps_in,
@@ -48,7 +47,7 @@ def test_a_checkpoint_fits_any_mesh(trained_run, mesh, all_devices):
     folder = RunFolder(trained_run).checkpoints
     step, state, kept = restore_newest(folder, made.state_shapes, lines.append, made.init, layout)
     assert (step, lines) == (8, [])
-    assert kept == CheckpointMetadata(layout_of(CONFIG.parallel), {"sequences": 8 * CONFIG.batch_size})
+    assert kept == CheckpointMetadata(layout_of(CONFIG.parallel), {"sequences": 8 * CONFIG.batch.size})
     assert jax.tree.structure(state) == jax.tree.structure(made.state_shapes)
     with Checkpoints(folder) as checkpoints:
         before = parts(checkpoints.restore(8, programs(CONFIG).state_shapes))
@@ -66,7 +65,7 @@ def test_a_checkpoint_fits_any_mesh(trained_run, mesh, all_devices):
 def test_a_run_goes_on_with_half_the_ranks_and_eplb(trained_run, command_line, tmp_path, monkeypatch):
     folder = RunFolder(shutil.copytree(trained_run, tmp_path / "run"))
     straight = shutil.copytree(trained_run, tmp_path / "straight")
-    changes = ("--expert-parallel", "4", "--system", "eplb")
+    changes = ("--mesh", "expert=4", "--system", "eplb")
     result = command_line("--resume", "--run-dir", "run", "--steps", "10", *changes)
     assert result.exit_code == 0, result.output
     assert (
@@ -110,7 +109,7 @@ def test_a_run_goes_on_with_half_the_ranks_and_eplb(trained_run, command_line, t
 
 
 def test_homes_begin_where_a_run_had_none(trained_run):
-    made = programs(dataclasses.replace(on(1, 4, "greedy"), relocate_interval=2))
+    made = programs(dataclasses.replace(on(1, 4, "greedy"), relocation=RelocationConfig(2)))
     _, begun, _ = restore_newest(RunFolder(trained_run).checkpoints, made.state_shapes, print, made.init)
     homes = begun[0]["blocks"][1]["moe"]["homes"].get_value()
     np.testing.assert_array_equal(homes, np.arange(16))
@@ -118,7 +117,7 @@ def test_homes_begin_where_a_run_had_none(trained_run):
 
 def test_experts_that_moved_come_home_for_a_system_that_remembers_loads(tmp_path, monkeypatch, all_devices):
     """The state of a relocating run in which each expert has moved is restored for EPLB on other ranks."""
-    moving, folder = dataclasses.replace(on(1, 8, "exact"), relocate_interval=2), RunFolder(tmp_path)
+    moving, folder = dataclasses.replace(on(1, 8, "exact"), relocation=RelocationConfig(2)), RunFolder(tmp_path)
     made = programs(moving)
     began = made.init()
     before = {name: np.asarray(leaf) for name, leaf in parts(began)["state"].items()}
@@ -128,12 +127,12 @@ def test_experts_that_moved_come_home_for_a_system_that_remembers_loads(tmp_path
         checkpoints.save(4, moved, CheckpointMetadata(layout_of(moving.parallel), {"steps": 4}))
     folder.config.write_text(json.dumps({"config": dataclasses.asdict(moving)}))
 
-    given = {"system": "eplb", "expert_parallel": 4, "replica_slots": None}
-    parallel, moves = as_before(folder, given)
-    assert (parallel["system"], parallel["expert_parallel"], moves) == ("eplb", 4, {})
+    given = as_before(folder, {"parallel": {"system": "eplb", "expert_parallel": 4}})
+    assert (given["parallel"]["system"], given["parallel"]["expert_parallel"]) == ("eplb", 4)
+    assert not given["relocation"]
     config = dataclasses.replace(CONFIG, parallel=ParallelConfig(1, 4, "eplb"))
     found = programs(config)
-    run = Run(config, CORPUS, folder, None, make_mesh(config.parallel), found, None, 0, None, RetentionPolicy(), {})
+    run = Run(config, CORPUS, folder, None, make_mesh(config.parallel), found, None, 0, None, {})
     step, state, _ = _restored(run, layout_of(config.parallel), print)
     assert step == 4
     after = parts(state)
@@ -149,7 +148,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path):
     state = nnx.State({f"layer{i}": nnx.Param(jnp.full((512, 512), i, jnp.float32)) for i in range(8)})
     step = jax.jit(lambda state: jax.tree.map(lambda a: a + 1.0, state), donate_argnums=0)
     shapes, told = jax.eval_shape(lambda: state), []
-    with Checkpoints(tmp_path, RetentionPolicy(number=2, every_s=1000)) as checkpoints:
+    with Checkpoints(tmp_path, CheckpointConfig(keep=2, keep_every_s=1000)) as checkpoints:
         for number in range(1, 7):
             checkpoints.save(
                 number,
@@ -175,9 +174,9 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path):
 
 def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="keep is 0; expected at least 1"):
-        RetentionPolicy(0)
+        CheckpointConfig(keep=0)
     with pytest.raises(ValueError, match="keep_every_s is 0; expected at least 1"):
-        RetentionPolicy(1, 0)
+        CheckpointConfig(keep=1, keep_every_s=0)
     (tmp_path / "4").mkdir()
     with (
         pytest.raises(ValueError, match=r"checkpoint of step 4 in .* is of an older version"),

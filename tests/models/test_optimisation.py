@@ -7,14 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.config import ModelConfig, ParallelConfig, TrainConfig
+from models.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from models.mesh import batch_sharding, make_mesh, make_system, place_batch
+from models.settings import updated
 from models.training.step import make_optimizer, make_programs, make_schedule, next_token_loss
 from tests.models.small import CONFIG, CORPUS
 
 LAYER = dataclasses.replace(CONFIG.model, num_layers=1)
 ON_8 = ParallelConfig(4, 2, "plain")
-SMALL = dataclasses.replace(CONFIG, model=LAYER, parallel=ON_8, steps=5, warmup_steps=0)
+IN_TWO = dataclasses.replace(CONFIG.batch, accumulate=2)
+SMALL = dataclasses.replace(
+    CONFIG,
+    model=LAYER,
+    parallel=ON_8,
+    steps=5,
+    optimizer=OptimizerConfig(CONFIG.optimizer.learning_rate, warmup_steps=0),
+)
 
 
 def trained(config, steps=2):
@@ -23,7 +31,7 @@ def trained(config, steps=2):
     programs = make_programs(config, mesh, make_system(config.parallel))
     state, losses = programs.init(), []
     for step in range(1, steps + 1):
-        batch = CORPUS.batch(0, step, config.batch_size, config.sequence_length)
+        batch = CORPUS.batch(0, step, config.batch.size, config.batch.sequence_length)
         state, loss, stats = programs.step(state, place_batch(batch, mesh))
         losses.append(float(loss))
     return state, losses, stats
@@ -42,7 +50,7 @@ def assert_same(got, want):
 
 @pytest.mark.slow
 def test_microbatches_learn_what_a_batch_does(usual):
-    *_, stats = accumulated = trained(dataclasses.replace(SMALL, accumulate=2))
+    *_, stats = accumulated = trained(dataclasses.replace(SMALL, batch=IN_TWO))
     assert_same(accumulated, usual)
     # Groups of the first microbatch, then those of the second, each with its own counts.
     assert stats.counts.shape == (1, 2 * 4, 2, 16)
@@ -54,7 +62,7 @@ def test_microbatches_learn_what_a_batch_does(usual):
 
 @pytest.mark.slow
 def test_balancers_that_remember_see_each_microbatch():
-    state, _, _ = trained(dataclasses.replace(SMALL, parallel=ParallelConfig(1, 2, "eplb"), accumulate=2), steps=1)
+    state, _, _ = trained(dataclasses.replace(SMALL, parallel=ParallelConfig(1, 2, "eplb"), batch=IN_TWO), steps=1)
     history = state[0]["blocks"][0]["moe"]["state"].get_value().history
     assert np.asarray(history.steps).tolist() == [2]
 
@@ -87,7 +95,7 @@ def test_remat_says_what_is_kept():
         config = dataclasses.replace(SMALL, model=model)
         mesh = make_mesh(config.parallel)
         programs = make_programs(config, mesh, make_system(config.parallel))
-        tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length + 1), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((config.batch.size, config.batch.sequence_length + 1), jnp.int32)
         return str(programs.step.trace(programs.state_shapes, tokens).jaxpr)
 
     none, some, full = (residuals(remat=remat) for remat in ("none", "attention", "full"))
@@ -129,7 +137,7 @@ def test_gradients_are_clipped_by_their_norm_over_all_devices():
     """Of a parameter that lies split, too."""
     mesh = make_mesh(ON_8)
     gradient = jax.device_put(jnp.full((8, 4), 3.0), batch_sharding(mesh))
-    transform = make_optimizer(dataclasses.replace(SMALL, clip_norm=2.0))
+    transform = make_optimizer(updated(SMALL, {"optimizer": {"clip_norm": 2.0}}))
     with jax.numpy_dtype_promotion("standard"):
         state = transform.init(gradient)
         _, state = jax.jit(transform.update)(gradient, state, gradient)
@@ -147,7 +155,7 @@ def test_gradients_are_clipped_by_their_norm_over_all_devices():
     ],
 )
 def test_schedules(schedule, shares):
-    config = TrainConfig(steps=100, warmup_steps=20, learning_rate=2.0, schedule=schedule)
+    config = TrainConfig(steps=100, optimizer=OptimizerConfig(2.0, schedule, warmup_steps=20))
     rate = make_schedule(config)
     assert rate(0) == pytest.approx(2 / 21)
     assert rate(10) == pytest.approx((rate(0) + 2) / 2)
@@ -162,8 +170,11 @@ def test_schedules(schedule, shares):
         (lambda: ModelConfig(z_loss=-1.0), "z_loss is -1.0; expected a finite number of at least 0"),
         (lambda: ModelConfig(vocab_size=0), "vocab_size is 0; expected at least 1"),
         (lambda: ParallelConfig(fsdp=True), "fsdp is set, but data_parallel is 1; expected at least 2 groups"),
-        (lambda: TrainConfig(schedule="step"), "schedule is 'step'; expected one of cosine, linear, constant, wsd"),
-        (lambda: TrainConfig(accumulate=3), "batch_size is 32; expected a multiple .* x accumulate 3"),
+        (lambda: OptimizerConfig(schedule="step"), "schedule is 'step'; expected one of cosine, linear, constant, wsd"),
+        (
+            lambda: TrainConfig(batch=BatchConfig(accumulate=3)),
+            "batch.size is 32; expected a multiple .* x batch.accumulate 3",
+        ),
     ],
 )
 def test_bad_options_are_refused(make, message):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from models.config import ParallelConfig, TrainConfig
+from models.config import ParallelConfig, RelocationConfig
 from models.run_folder.metrics import RunFolder
 from models.training.loop import execute, prepare
 from tests.models.small import CONFIG, CORPUS, run
@@ -17,8 +17,7 @@ pytestmark = pytest.mark.slow
 MOVING = dataclasses.replace(
     CONFIG,
     parallel=dataclasses.replace(CONFIG.parallel, ranks_per_domain=4),
-    relocate_interval=2,
-    relocate_min_gain=0.0,
+    relocation=RelocationConfig(interval=2, min_gain=0.0),
 )
 
 
@@ -60,9 +59,9 @@ def test_losses_do_not_change_and_a_resumed_run_finds_its_homes(trained_run, tmp
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="relocate_interval is 0; expected at least 1"):
-        TrainConfig(relocate_interval=0)
-    with pytest.raises(ValueError, match=r"relocate_min_gain is 1.0; expected"):
-        TrainConfig(relocate_min_gain=1.0)
+    with pytest.raises(ValueError, match=r"^interval is 0; expected at least 1"):
+        RelocationConfig(interval=0)
+    with pytest.raises(ValueError, match=r"min_gain is 1.0; expected"):
+        RelocationConfig(min_gain=1.0)
     with pytest.raises(ValueError, match="ranks_per_domain is 3; expected a divisor of expert_parallel 8"):
         ParallelConfig(ranks_per_domain=3)

@@ -35,7 +35,7 @@ def trained(config):
     do = StepRunner(programs.step, programs.step_again, told.append)
     state, losses, counts, again = programs.init(), [], [], []
     for step in range(1, config.steps + 1):
-        batch = CORPUS.batch(0, step, config.batch_size, config.sequence_length)
+        batch = CORPUS.batch(0, step, config.batch.size, config.batch.sequence_length)
         before = do.num_again
         state, loss, stats = do(step, state, place_batch(batch, mesh))
         losses.append(float(loss))
@@ -51,7 +51,12 @@ def trained(config):
     [
         pytest.param(limited("plain", HEADROOM), marks=pytest.mark.thorough),
         # What a balancer remembers, biases and loads are as they were, too.
-        limited("eplb", 1.7, accumulate=2, model=dataclasses.replace(CONFIG.model, bias_rate=1e-3)),
+        limited(
+            "eplb",
+            1.7,
+            batch=dataclasses.replace(CONFIG.batch, accumulate=2),
+            model=dataclasses.replace(CONFIG.model, bias_rate=1e-3),
+        ),
     ],
     ids=["plain", "eplb"],
 )
@@ -74,7 +79,7 @@ def test_a_step_that_is_not_served_changes_nothing():
     programs = make_programs(config, mesh, make_system(config.parallel))
     state = programs.init()
     before = jax.device_get(state)
-    tokens = place_batch(CORPUS.batch(0, 1, config.batch_size, config.sequence_length), mesh)
+    tokens = place_batch(CORPUS.batch(0, 1, config.batch.size, config.batch.sequence_length), mesh)
     after, loss, stats = programs.step(state, tokens)
     assert (np.asarray(stats.fault.code) > 0).any()
     assert np.isnan(loss)
@@ -106,7 +111,7 @@ def test_only_a_lack_of_rounds_is_done_again():
         return jnp.full_like(leaf, np.nan) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
     broken = jax.tree.map(no_numbers, programs.init())
-    tokens = place_batch(CORPUS.batch(0, 1, config.batch_size, config.sequence_length), mesh)
+    tokens = place_batch(CORPUS.batch(0, 1, config.batch.size, config.batch.sequence_length), mesh)
     do = StepRunner(programs.step, programs.step_again, lambda text: None)
     _, _, stats = do(1, broken, tokens)
     assert (stats.fault.code > 0).all()

@@ -35,10 +35,10 @@ def copied(trained_run, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--replica-slots", "100"],
-        ["--replica-slots", "100", "--overwrite"],
-        ["--replica-slots", "100", "--overwrite", "--run-dir", "runs/tiny"],
-        ["--replica-slots", "100", "--resume"],
+        ["--set", "parallel.replica_slots=100"],
+        ["--set", "parallel.replica_slots=100", "--overwrite"],
+        ["--set", "parallel.replica_slots=100", "--overwrite", "--run-dir", "runs/tiny"],
+        ["--set", "parallel.replica_slots=100", "--resume"],
     ],
     ids=" ".join,
 )
@@ -46,7 +46,7 @@ def test_a_bad_option_touches_nothing(copied, command_line, tmp_path, options):
     before = contents(tmp_path)
     result = command_line(*options)
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: replica_slots is 100; expected ")
+    assert result.stderr.startswith("error: parallel.replica_slots is 100; expected ")
     assert result.stderr.count("\n") == 1
     assert contents(tmp_path) == before
 

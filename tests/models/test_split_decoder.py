@@ -10,7 +10,7 @@ from flax import nnx
 from jax_moe_lb.layer.systems import system_named
 from models.architectures.config_json import Fields
 from models.architectures.registry import configured
-from models.config import ParallelConfig, TrainConfig
+from models.config import BatchConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from models.decoder import stacked
 from models.decoder.model import Decoder
 from models.decoder.stacked import StackedDecoder
@@ -18,7 +18,9 @@ from models.mesh import make_mesh, place_batch
 from models.tiny_checkpoint import tiny_config
 from models.training.step import make_split_programs, next_token_loss
 
-TRAIN = TrainConfig(parallel=ParallelConfig(2, 4, "exact"), batch_size=8, steps=5, learning_rate=1e-2)
+TRAIN = TrainConfig(
+    parallel=ParallelConfig(2, 4, "exact"), batch=BatchConfig(8), steps=5, optimizer=OptimizerConfig(1e-2)
+)
 
 
 @pytest.fixture

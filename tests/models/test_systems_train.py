@@ -32,7 +32,7 @@ TRAINING = dataclasses.replace(
     model=dataclasses.replace(CONFIG.model, num_layers=1),
     parallel=ParallelConfig(expert_parallel=4),
     steps=STEPS,
-    learning_rate=3e-3,
+    optimizer=dataclasses.replace(CONFIG.optimizer, learning_rate=3e-3),
 )
 
 
@@ -52,7 +52,9 @@ def losses(system, params, config=TRAINING):
     programs = make_programs(config, mesh, system_named(system))
     state, rows = start(programs, params), []
     for step in range(1, STEPS + 1):
-        tokens = place_batch(CORPUS.batch(TRAINING.seed, step, TRAINING.batch_size, TRAINING.sequence_length), mesh)
+        tokens = place_batch(
+            CORPUS.batch(TRAINING.seed, step, TRAINING.batch.size, TRAINING.batch.sequence_length), mesh
+        )
         state, loss, stats = programs.step(state, tokens)
         rows.append(jax.device_get((loss, stats.imbalance_before.max(), stats.imbalance_after.max())))
     return np.asarray(rows, np.float64).T

@@ -77,7 +77,7 @@ def test_resumed_run_equals_straight_one(trained_run, tmp_path, monkeypatch):
     shutil.rmtree(RunFolder(killed).checkpoints / str(CONFIG.steps))
     monkeypatch.setitem(presets.PRESETS, "tiny", CONFIG)
     monkeypatch.setattr("models.train.default_corpus", lambda max_bytes: CORPUS)
-    result = CliRunner().invoke(app, ["--preset", "tiny", "--resume", "--run-dir", str(killed)])
+    result = CliRunner().invoke(app, ["tiny", "--resume", "--run-dir", str(killed)])
     assert result.exit_code == 0, result.output
     assert "byte-unigram entropy of the validation text" in result.output
     np.testing.assert_allclose(losses(killed), losses(trained_run), rtol=1e-6)
@@ -100,8 +100,8 @@ def test_checkpoint_holds_no_replica(trained_run):
 
 def test_resume_refuses_what_would_not_continue(trained_run):
     for change, message in [
-        ({"batch_size": 24}, "batch_size is 24; expected 16"),
-        ({"model": dataclasses.replace(CONFIG.model, mlp_dim=32)}, "mlp_dim is 32; expected 16"),
+        ({"batch": dataclasses.replace(CONFIG.batch, size=24)}, "batch.size is 24; expected 16"),
+        ({"model": dataclasses.replace(CONFIG.model, mlp_dim=32)}, "model.mlp_dim is 32; expected 16"),
         ({"steps": 7}, "steps is 7; expected at least 8"),
     ]:
         with pytest.raises(ValueError, match=message):

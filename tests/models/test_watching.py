@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from models.config import UserError
+from models.config import UserError, ValidationConfig
 from models.multi_process.stragglers import straggler_hosts
 from models.run_folder.checkpoints import steps_in
 from models.run_folder.metrics import RunFolder
@@ -62,7 +62,7 @@ def test_no_checkpoint_is_made_of_what_is_not_finite():
 def test_a_run_is_watched_and_ends_with_a_nan(tmp_path, monkeypatch):
     """The loss of step 5 is finite, and parameters are not, which the routers of step 6 find."""
     folder = RunFolder(tmp_path)
-    run = prepare(dataclasses.replace(CONFIG, validation_interval=2), CORPUS, tmp_path)
+    run = prepare(dataclasses.replace(CONFIG, validation=ValidationConfig(2, 1)), CORPUS, tmp_path)
 
     def nan(leaf):
         return leaf * jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf

@@ -44,7 +44,7 @@ def losses(systems: list[str]) -> dict[str, list[float]]:
         state = jax.tree.unflatten(jax.tree.structure(programs.state_shapes), [leaf.copy() for leaf in first])
         found[name] = []
         for step in range(1, STEPS + 1):
-            batch = CORPUS.batch(config.seed, step, config.batch_size, config.sequence_length)
+            batch = CORPUS.batch(config.seed, step, config.batch.size, config.batch.sequence_length)
             state, loss, stats = programs.step(state, place_batch(batch, mesh))
             raise_on_fault(stats)
             found[name].append(float(loss))

@@ -4,15 +4,15 @@ import dataclasses
 
 import models.train
 from models import config as presets
-from models.config import ModelConfig, ParallelConfig, TrainConfig
+from models.config import CheckpointConfig, ModelConfig, ParallelConfig, TrainConfig, ValidationConfig
 from tests.models.small import CONFIG, CORPUS
 
 TINY: TrainConfig = dataclasses.replace(
     CONFIG,
     model=ModelConfig(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16, num_experts=4),
     parallel=ParallelConfig(expert_parallel=2, system="greedy"),
-    validation_interval=8,
-    checkpoint_interval=2,
+    validation=ValidationConfig(interval=8, batches=1),
+    checkpoints=CheckpointConfig(interval=2),
 )
 
 

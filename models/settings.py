@@ -1,0 +1,311 @@
+"""Fields of config dataclasses as text: `--set section.key=value`, `--system`, `--mesh` and YAML files.
+
+All functions walk dataclass fields; a new field of a section is a new key.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import re
+import textwrap
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar
+
+from jax_moe_lb.layer.systems import system_named
+from jax_moe_lb.recordings.yaml_file import read_yaml, shown
+from models.config import ParallelConfig, TrainConfig
+
+Given = dict[str, Any]
+"""Fields by name, as far as they are given; a field that is a section has a dictionary of its own."""
+
+Config = TypeVar("Config")
+
+SYSTEM_OPTIONS = ("replica_slots", "headroom", "max_rounds", "own_kernels")
+"""Keys of the section `parallel` that `--system` takes."""
+
+MESH_AXES = {"data": "data_parallel", "expert": "expert_parallel", "domain": "ranks_per_domain"}
+"""Keys of the section `parallel` by their name in `--mesh`."""
+
+LIST = "list"
+"""`--set list` prints all keys."""
+
+KIND_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+WORDS = {"true": True, "false": False}
+MAX_MATCHES, CUTOFF = 3, 0.7
+"""Suggested keys of a message, and their least similarity."""
+
+
+def read_assignments(texts: Iterable[str]) -> Given:
+    """Read the options `--set`; a later one overrides an earlier one.
+
+    Args:
+        texts: `section.key=value` each.
+
+    Raises:
+        ValueError: a key is unknown, or a value has another type.
+
+    Examples:
+        >>> read_assignments(["model.num_layers=2", "optimizer.learning_rate=1e-3"])
+        {'model': {'num_layers': 2}, 'optimizer': {'learning_rate': 0.001}}
+    """
+    given: Given = {}
+    for text in texts:
+        path, equals, value = text.partition("=")
+        section, _, key = path.partition(".")
+        keys = _kinds(_sections().get(section, NoneType))
+        if not equals or key not in keys:
+            raise ValueError(f"--set {text}: key is {shown(path)}; expected {_matches(path)}")
+        try:
+            given.setdefault(section, {})[key] = _converted(path, keys[key], value)
+        except ValueError as error:
+            raise ValueError(f"--set {text}: {error}") from error
+    return given
+
+
+def read_system(text: str) -> Given:
+    """Read the option `--system`.
+
+    Args:
+        text: `NAME`, or with options `NAME:key=value,key=value`.
+
+    Raises:
+        ValueError: there is no such system or option, or a value has another type.
+
+    Examples:
+        >>> read_system("exact:replica_slots=2,headroom=1.25")
+        {'parallel': {'system': 'exact', 'replica_slots': 2, 'headroom': 1.25}}
+    """
+    name, colon, options = text.partition(":")
+    system_named(name)
+    values = _pairs(f"--system {text}", options, {key: key for key in SYSTEM_OPTIONS}) if colon else {}
+    return {"parallel": {"system": name} | values}
+
+
+def read_mesh(text: str) -> Given:
+    """Read the option `--mesh`.
+
+    Args:
+        text: axes and their sizes, `data=2,expert=4,domain=4`; any of them may be left out.
+
+    Raises:
+        ValueError: there is no such axis, or a size is no integer.
+
+    Examples:
+        >>> read_mesh("data=2,expert=4")
+        {'parallel': {'data_parallel': 2, 'expert_parallel': 4}}
+    """
+    return {"parallel": _pairs(f"--mesh {text}", text, MESH_AXES)}
+
+
+def read_file(path: Path) -> Given:
+    """Read a YAML file with the sections of `TrainConfig`, and `steps` and `seed` beside them.
+
+    Raises:
+        ValueError: the file cannot be read, a key is unknown, or a value has another type.
+    """
+    try:
+        found = read_yaml(path)
+    except OSError as error:
+        raise ValueError(f"config is {str(path)!r}; expected a file that can be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"config {str(path)!r} {error}") from error
+    try:
+        return _of_mapping(TrainConfig, {} if found is None else found, "")
+    except ValueError as error:
+        raise ValueError(f"config {str(path)!r}: {error}") from error
+
+
+def layered(*layers: Given) -> Given:
+    """Merge what several sources give; later sources override earlier ones.
+
+    Examples:
+        >>> layered({"steps": 5, "batch": {"size": 8}}, {"batch": {"accumulate": 2}})
+        {'steps': 5, 'batch': {'size': 8, 'accumulate': 2}}
+    """
+    whole: Given = {}
+    for given in layers:
+        for name, value in given.items():
+            whole[name] = layered(whole.get(name, {}), value) if isinstance(value, dict) else value
+    return whole
+
+
+def combined(*parts: Given) -> Given:
+    """Merge what several options of one command line give.
+
+    Raises:
+        ValueError: two of them give the same key.
+    """
+    whole: Given = {}
+    for part in parts:
+        for section, values in part.items():
+            if isinstance(values, dict) and (twice := whole.get(section, {}).keys() & values.keys()):
+                raise ValueError(f"{section}.{min(twice)} is given by two options; expected one of them")
+        whole = layered(whole, part)
+    return whole
+
+
+def updated(config: Config, given: Mapping[str, Any], prefix: str = "") -> Config:
+    """Return the config with the given fields.
+
+    Args:
+        config: a frozen dataclass.
+        given: its fields, see `Given`.
+        prefix: the section of the config and a point, for messages.
+
+    Raises:
+        ValueError: a value is out of range; the message has the whole key.
+
+    Examples:
+        >>> updated(TrainConfig(), {"steps": 5, "batch": {"size": 16}}).tokens_per_step
+        2048
+    """
+    fields: Any = config
+    changes = {
+        name: updated(getattr(config, name), value, f"{prefix}{name}.") if isinstance(value, dict) else value
+        for name, value in given.items()
+    }
+    with in_section(prefix.rstrip(".")):
+        changed: Config = dataclasses.replace(fields, **changes)
+    return changed
+
+
+@contextmanager
+def in_section(section: str) -> Iterator[None]:
+    """Put the section before the messages of errors, which begin with a key of it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{section}.{error}" if section else str(error)) from error
+
+
+def list_keys(config: TrainConfig) -> str:
+    """Write all keys of `--set` as lines, with type, value and meaning.
+
+    Args:
+        config: the values.
+    """
+    rows = []
+    for section, kind in _sections().items():
+        meanings, values = _meanings(kind), getattr(config, section)
+        for key, hint in _kinds(kind).items():
+            value = getattr(values, key)
+            shown_value = "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+            rows.append((f"{section}.{key}", _expected(hint), shown_value, meanings.get(key, "")))
+    rows = [("key", "type", "value", ""), *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join("  ".join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows)
+
+
+def describe_sections() -> str:
+    """Write the sections and their keys as the end of `--help`."""
+    width = max(map(len, _sections())) + 4
+    lines = [
+        textwrap.fill(
+            f"  {section:<{width - 2}}{' '.join(_kinds(kind))}",
+            78,
+            subsequent_indent=" " * width,
+            break_on_hyphens=False,
+        )
+        for section, kind in _sections().items()
+    ]
+    # The mark keeps click from wrapping the lines.
+    return "\b\nSections and keys of --set (types, values and meanings: --set list):\n" + "\n".join(lines)
+
+
+def _sections() -> dict[str, Any]:
+    return {name: kind for name, kind in _kinds(TrainConfig).items() if dataclasses.is_dataclass(kind)}
+
+
+def _kinds(kind: type) -> dict[str, Any]:
+    """The types of a dataclass's fields by name; none for another type."""
+    if not dataclasses.is_dataclass(kind):
+        return {}
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _pairs(option: str, text: str, names: Mapping[str, str]) -> Given:
+    """Read `key=value,key=value` for fields of `ParallelConfig`, which the option names otherwise."""
+    kinds, values = _kinds(ParallelConfig), {}
+    for pair in text.split(","):
+        key, equals, value = pair.partition("=")
+        if not equals or key not in names:
+            raise ValueError(f"{option}: key is {shown(key)}; expected KEY=VALUE, a key of {', '.join(names)}")
+        try:
+            values[names[key]] = _converted(f"parallel.{names[key]}", kinds[names[key]], value)
+        except ValueError as error:
+            raise ValueError(f"{option}: {error}") from error
+    return values
+
+
+def _of_mapping(kind: type, found: Any, prefix: str) -> Given:
+    if not isinstance(found, dict):
+        raise ValueError(f"{prefix.rstrip('.') or 'the file'} is {shown(found)}; expected keys and their values")
+    kinds, given = _kinds(kind), {}
+    for name, value in found.items():
+        path = f"{prefix}{name}"
+        if name not in kinds:
+            options = difflib.get_close_matches(str(name), kinds, MAX_MATCHES) or kinds
+            raise ValueError(f"key is {shown(path)}; expected one of {', '.join(f'{prefix}{one}' for one in options)}")
+        section = dataclasses.is_dataclass(kinds[name])
+        read = _of_mapping(kinds[name], value, f"{path}.") if section else _converted(path, kinds[name], value)
+        given[name] = read
+    return given
+
+
+def _converted(path: str, hint: Any, raw: Any) -> Any:
+    """Convert text, or a value of a YAML file, to the type of a field.
+
+    Raises:
+        ValueError: it has another type.
+    """
+    kind, optional = _kind(hint)
+    if isinstance(raw, str):
+        if optional and raw == "none" and kind is not str:
+            return None
+        try:
+            return WORDS[raw] if kind is bool else kind(raw)
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{path} is {shown(raw)}; expected {_expected(hint)}") from error
+    if (raw is None and optional) or type(raw) is kind:
+        return raw
+    if kind is float and type(raw) is int:
+        return float(raw)
+    raise ValueError(f"{path} is {shown(raw)}; expected {_expected(hint)}")
+
+
+def _kind(hint: Any) -> tuple[Any, bool]:
+    """The type of a field without `None`, and whether `None` is a value."""
+    kinds = typing.get_args(hint) or (hint,)
+    return next(kind for kind in kinds if kind is not NoneType), NoneType in kinds
+
+
+def _expected(hint: Any) -> str:
+    kind, optional = _kind(hint)
+    return KIND_NAMES[kind] + " or none" * (optional and kind is not str)
+
+
+def _matches(path: str) -> str:
+    """The keys that are close to one that is none, for a message."""
+    paths = [f"{section}.{key}" for section, kind in _sections().items() for key in _kinds(kind)]
+    section, _, name = path.rpartition(".")
+    if path in paths:
+        return f"{path}=VALUE"
+    if not section and name in _kinds(TrainConfig).keys() - _sections().keys():
+        return f"the option --{name}"
+    same = [one for one in paths if one.partition(".")[2] == name]
+    here = [one for one in paths if one.partition(".")[0] == (section or name)]
+    if close := same or difflib.get_close_matches(path, here or paths, MAX_MATCHES, CUTOFF):
+        return " or ".join(close[:MAX_MATCHES])
+    return f"one of {', '.join(here)}" if here else f"section.key=value; --set {LIST} prints all keys"
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """The first sentence about each field in the docstring of a dataclass."""
+    text = inspect.getdoc(kind) or ""
+    found = re.findall(r"^    (\w+): (.*?)(?=^    \w|^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+    return {name: re.split(r"(?<=[^.])[.;](?= |$)", " ".join(said.split()))[0] for name, said in found}
