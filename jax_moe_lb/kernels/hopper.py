@@ -35,24 +35,6 @@ AXES = ("of_inner", "of_outer", "of_groups")
 _PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
 
-def fits(rows: Float[Array, "A _"], others: Float[Array, "..."]) -> bool:
-    """Says whether the kernels take these operands.
-
-    Args:
-        rows: `[A, I]`.
-        others: `[A, O]`, or the matrices of groups, `[G, I, O]` or `[G, O, I]`.
-    """
-    widths = (rows.shape[1], *others.shape[1:])
-    return (
-        # Products of float32 would be rounded to fewer bits.
-        rows.dtype in (jnp.bfloat16, jnp.float16)
-        and rows.dtype == others.dtype
-        and min(rows.size, others.size) > 0
-        and rows.shape[0] % TILE == 0
-        and all(width % TILE == 0 for width in widths)
-    )
-
-
 class RowTiles(NamedTuple):
     """Says which rows each tile of a product has, all of one group; some tiles have none.
 
@@ -97,7 +79,7 @@ def product(
     """Computes `grouped_matmul`. Rows beyond the last group reach nothing, and are not written.
 
     Args:
-        rows: `[A, I]`, which must pass `fits`.
+        rows: `[A, I]`, which `choose_backend` checks.
         *parts: `[G, I, O]`, or `[G, O, I]` where `transposed`, the matrices of the groups, likewise.
         group_sizes: `[S]` int32.
         transposed: whether rows are multiplied with the transposes.
@@ -186,7 +168,7 @@ def outer(
     """Computes `grouped_outer`. Rows beyond the last group count as 0, whatever they hold.
 
     Args:
-        rows: `[A, I]`, which must pass `fits`.
+        rows: `[A, I]`, which `choose_backend` checks.
         others: `[A, O]`, likewise.
         group_sizes: `[S]` int32.
         parts: in how many groups each array of the result has; their sum is `S`.

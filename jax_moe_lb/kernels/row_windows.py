@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.types import GroupSizes, iota
-from jax_moe_lb.kernels.grouped_matmul import Block, each_block
+from jax_moe_lb.kernels.blocks import Block, each_block
 
 Carry = TypeVar("Carry")
 

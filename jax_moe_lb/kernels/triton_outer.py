@@ -20,33 +20,13 @@ ROWS_AT_ONCE = 64
 """It takes so many rows at a time, three times over while some are on their way: 96 KB of shared memory."""
 
 
-def fits(rows: Float[Array, "A I"], others: Float[Array, "A O"], num_groups: int) -> bool:
-    """Says whether `outer` takes these.
-
-    Args:
-        rows: `[A, I]`.
-        others: `[A, O]`.
-        num_groups: `S`.
-    """
-    num_sums = num_groups * rows.shape[1] * others.shape[1]
-    return (
-        # Products of float32 would be rounded to fewer bits.
-        rows.dtype in (jnp.bfloat16, jnp.float16)
-        and rows.dtype == others.dtype
-        and rows.shape[1] % TILE == others.shape[1] % TILE == 0
-        and min(rows.size, num_sums) > 0
-        # Places are counted in int32.
-        and max(rows.size, others.size, num_sums) < 2**31
-    )
-
-
 def outer(
     rows: Float[Array, "A I"], others: Float[Array, "A O"], group_sizes: GroupSizes, *, dtype: DType
 ) -> Float[Array, "S I O"]:
     """Computes `grouped_outer`, whose arguments these are; rows beyond the last group are never read.
 
     Args:
-        rows: `[A, I]`, which must pass `fits`.
+        rows: `[A, I]`, which `choose_backend` checks.
         others: `[A, O]`, likewise.
         group_sizes: `[S]` int32.
         dtype: that of the result; sums are kept in float32 in any case.
