@@ -62,11 +62,21 @@ def grouped_matmul(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(transposed: bool, rows: Inputs, weights: Weights | Parts, group_sizes: GroupSizes) -> Outputs:
+    return _by_platform(matmul_product(rows, weights, transposed), rows, weights, group_sizes)
+
+
+def matmul_product(rows: Inputs, weights: Weights | Parts, transposed: bool) -> Product:
+    """Describe the product that `grouped_matmul` computes of these operands."""
     first = jax.tree.leaves(weights)[0]
     widths, dtypes = (rows.shape[1], first.shape[1 if transposed else 2]), (rows.dtype, first.dtype)
     kind: Kind = "transposed" if transposed else "product"
-    product = Product(kind, rows.shape[0], widths, _groups_of(weights), dtypes, rows.dtype)
-    return _by_platform(product, rows, weights, group_sizes)
+    return Product(kind, rows.shape[0], widths, _groups_of(weights), dtypes, rows.dtype)
+
+
+def outer_product(rows: Inputs, others: Outputs, num_groups: int | tuple[int, ...], dtype: DType) -> Product:
+    """Describe the product that `grouped_outer` computes of these operands."""
+    widths, dtypes = (rows.shape[1], others.shape[1]), (rows.dtype, others.dtype)
+    return Product("outer", rows.shape[0], widths, num_groups, dtypes, dtype)
 
 
 def _by_platform(product: Product, *operands: Any, sums: Any = None) -> Any:
@@ -125,9 +135,7 @@ def grouped_outer(
         The sums, `[S, I, O]`; for an empty group exactly those before, or 0.
     """
     num_groups = group_sizes.shape[0] if parts is None else parts
-    widths, dtypes = (rows.shape[1], others.shape[1]), (rows.dtype, others.dtype)
-    result_dtype = wide_dtype(rows) if dtype is None else dtype
-    product = Product("outer", rows.shape[0], widths, num_groups, dtypes, result_dtype)
+    product = outer_product(rows, others, num_groups, wide_dtype(rows) if dtype is None else dtype)
     leaves, form = jax.tree.flatten(sums)
     rows, others, group_sizes, *leaves = vary_alike((rows, others, group_sizes.astype(jnp.int32), *leaves))
     return _by_platform(product, rows, others, group_sizes, sums=jax.tree.unflatten(form, leaves))

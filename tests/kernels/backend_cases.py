@@ -2,23 +2,8 @@
 
 import jax.numpy as jnp
 
-from jax_moe_lb.kernels.backends import BACKENDS, Product, choose_backend
-
-
-def matmul_product(rows, weights, transposed=False):
-    """The description that `grouped_matmul` makes of its operands."""
-    parts = weights if isinstance(weights, tuple) else (weights,)
-    sizes = tuple(part.shape[0] for part in parts)
-    num_groups = sizes if isinstance(weights, tuple) else sizes[0]
-    kind, outer = ("transposed", parts[0].shape[1]) if transposed else ("product", parts[0].shape[2])
-    widths, dtypes = (rows.shape[1], outer), (rows.dtype, parts[0].dtype)
-    return Product(kind, rows.shape[0], widths, num_groups, dtypes, rows.dtype)
-
-
-def outer_product(rows, others, num_groups, dtype=jnp.float32):
-    """The description that `grouped_outer` makes of its operands; a tuple of numbers is of parts."""
-    widths, dtypes = (rows.shape[1], others.shape[1]), (rows.dtype, others.dtype)
-    return Product("outer", rows.shape[0], widths, num_groups, dtypes, dtype)
+from jax_moe_lb.kernels.backends import BACKENDS, choose_backend
+from jax_moe_lb.kernels.grouped_matmul import matmul_product, outer_product
 
 
 def matmul_of(name, platform=None):
