@@ -17,16 +17,16 @@ from jax_moe_lb.core.types import GroupSizes, iota, wide_dtype
 Carry = TypeVar("Carry")
 
 MAX_BLOCK_ROWS = 512
-"""A product of more rows with one matrix gains little on any device."""
+"""Largest block; larger ones gain little on any device."""
 
 
 class Block(NamedTuple):
-    """Says which rows a block holds, all of one group.
+    """Rows of one block, all of one group.
 
     Args:
         group: int32, the group.
         start: int32, the first row of the window that is read.
-        inside: `[B]`, which rows of that window are the block's.
+        inside: `[B]` mask of the rows of the window that belong to the block.
     """
 
     group: Int[Array, ""]
@@ -37,13 +37,13 @@ class Block(NamedTuple):
 def matmul_by_blocks(
     rows: Float[Array, "A I"], weights: Float[Array, "S _ _"], group_sizes: GroupSizes, *, transposed: bool
 ) -> Float[Array, "A O"]:
-    """Computes `grouped_matmul` block by block.
+    """Compute `grouped_matmul` block by block.
 
     Args:
         rows: `[A, I]`, sorted by group.
-        weights: `[S, I, O]`, or `[S, O, I]` where `transposed`.
+        weights: `[S, I, O]`, or `[S, O, I]` if `transposed`.
         group_sizes: `[S]` int32.
-        transposed: whether rows are multiplied with the transposes.
+        transposed: if True, multiply rows with the transposes.
     """
     width = weights.shape[1 if transposed else 2]
     if weights.shape[0] == 1:
@@ -62,7 +62,7 @@ def matmul_by_blocks(
 def outer_by_blocks(
     rows: Float[Array, "A I"], others: Float[Array, "A O"], group_sizes: GroupSizes
 ) -> Float[Array, "S I O"]:
-    """Computes `grouped_outer` block by block.
+    """Compute `grouped_outer` block by block.
 
     Args:
         rows: `[A, I]`, sorted by group.
@@ -75,7 +75,7 @@ def outer_by_blocks(
         return jnp.matmul(mine.T, theirs, preferred_element_type=wide_dtype(rows))[None]
 
     def step(block: Block, sums: Array) -> Array:
-        # Both factors are masked: 0 times the NaN of a row that nobody wrote is NaN.
+        # Both factors are masked: 0 times the NaN of an uninitialized row is NaN.
         mine, theirs = (jnp.where(block.inside[:, None], _window(array, block), 0) for array in (rows, others))
         return sums.at[block.group].add(jnp.matmul(mine.T, theirs, preferred_element_type=sums.dtype))
 
@@ -84,7 +84,7 @@ def outer_by_blocks(
 
 
 def block_rows(num_rows: int, num_groups: int) -> int:
-    """Computes the rows of a block: the partly filled ones of all groups shall hold a quarter of the rows at most.
+    """Compute the rows of a block, so that partly filled blocks hold a quarter of all rows at most.
 
     Args:
         num_rows: `A`.
@@ -96,11 +96,11 @@ def block_rows(num_rows: int, num_groups: int) -> int:
 def each_block(
     step: Callable[[Block, Carry], Carry], carry: Carry, num_rows: int, group_sizes: Int[Array, "S"]
 ) -> Carry:
-    """Runs a step for each block, some of which are empty; each row of a group is inside of one block.
+    """Run a step for each block, some of them empty; each row of a group is inside of one block.
 
     Args:
-        step: takes a block and the carry, and returns the new carry.
-        carry: it varies over the mesh axes of what the step reads.
+        step: returns the new carry, given a block and the carry.
+        carry: initial carry; it varies over the mesh axes of the arrays that the step reads.
         num_rows: `A`.
         group_sizes: `[S]` int32.
     """

@@ -26,25 +26,24 @@ Sums = Float[Array, "S I O"]
 def grouped_matmul(
     rows: Inputs, weights: Weights | Parts, group_sizes: GroupSizes, transposed: bool = False
 ) -> Outputs:
-    """Multiplies each row with the matrix of its group.
+    """Multiply each row with the matrix of its group.
 
-    Use it for anything that has a matrix per expert. It is differentiable in `rows` and `weights`, and sums are kept in
-    float32 at least.
+    It is differentiable in `rows` and `weights`, and accumulates in float32 at least.
 
     Args:
-        rows: `[A, I]`, sorted by group. Rows beyond `group_sizes.sum()` may hold anything, here and in the backward
-            pass. Kernels of GPUs want multiples of 128 for `A`, `I` and `O`; for others blocks are multiplied.
-        weights: `[S, I, O]`, in the dtype of `rows`; or a tuple of such arrays, whose groups follow one another. Those
-            our own kernels on Hopper read where they are; all others get a copy of them in one.
-        group_sizes: `[S]`, the rows of each group, at least 0; their sum must be at most `A`.
-        transposed: whether `weights` are `[S, O, I]` instead, each the transpose of what a row is multiplied with. So a
-            backward pass needs no transposed copy of them.
+        rows: `[A, I]`, sorted by group. Rows beyond `group_sizes.sum()` may be uninitialized, here and in the backward
+            pass. Kernels on GPUs require multiples of 128 for `A`, `I` and `O`; other sizes take blocks of rows.
+        weights: `[S, I, O]`, in the dtype of `rows`; or a tuple of such arrays, whose groups follow one another. The
+            Hopper kernel reads such parts in place; all other backends concatenate them.
+        group_sizes: `[S]` rows of each group, at least 0; their sum must be at most `A`.
+        transposed: if True, `weights` are `[S, O, I]` and rows are multiplied with their transposes. So a backward pass
+            needs no transposed copy.
 
     Returns:
-        The products, `[A, O]` in the dtype of `rows`. Rows beyond `group_sizes.sum()` hold anything, even NaN.
+        The products, `[A, O]` in the dtype of `rows`. Rows beyond `group_sizes.sum()` are undefined and may be NaN.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit. Bad sizes stop the program on a CPU with the custom call.
+        ValueError: shapes or dtypes do not fit. On a CPU with the custom call, bad group sizes stop the program.
     """
     parts = list(weights) if isinstance(weights, tuple) else [weights]
     inner = {part.shape[2 if transposed else 1] for part in parts}
@@ -55,7 +54,7 @@ def grouped_matmul(
             f"rows {rows.dtype}{list(rows.shape)}, weights {given} and group_sizes {list(group_sizes.shape)} do not "
             f"fit; transposed is {transposed}"
         )
-    # The custom call takes no other integers. A custom call's operands must vary over the same mesh axes, too.
+    # The custom call requires int32, and operands that vary over the same mesh axes.
     rows, group_sizes, *parts = vary_alike((rows, group_sizes.astype(jnp.int32), *parts))
     return _matmul(transposed, rows, tuple(parts) if isinstance(weights, tuple) else parts[0], group_sizes)
 
@@ -95,9 +94,9 @@ def _save(transposed: bool, *args: Any) -> tuple[Outputs, tuple[Any, ...]]:
 def _backward(transposed: bool, saved: tuple[Any, ...], upstream: Outputs) -> tuple[Inputs, Weights | Parts, None]:
     rows, weights, group_sizes = saved
     rows, upstream = (clear_tail(array, group_sizes) for array in (rows, upstream))
-    # The gradient has the shape of the weights as they were given, so the factors change places.
+    # The gradient has the shape of the weights, so the factors swap if these are transposed.
     pair = (upstream, rows) if transposed else (rows, upstream)
-    # Rounded once, to what autodiff wants.
+    # Rounded once, to the dtype of the weights.
     parts = _groups_of(weights) if isinstance(weights, tuple) else None
     sums = grouped_outer(*pair, group_sizes, jax.tree.leaves(weights)[0].dtype, parts=parts)
     return _matmul(not transposed, upstream, weights, group_sizes), sums, None
@@ -118,21 +117,21 @@ def grouped_outer(
     sums: Sums | Parts | None = None,
     parts: tuple[int, ...] | None = None,
 ) -> Sums | Parts:
-    """Computes `rows.T @ others` of each group: the gradient of the weights of `grouped_matmul`.
+    """Compute `rows.T @ others` of each group, the gradient of the weights of `grouped_matmul`.
 
-    It is not differentiable; use it in backward passes that are written by hand.
+    It is not differentiable; use it in custom backward passes.
 
     Args:
         rows: `[A, I]`, sorted by group, after `clear_tail`: some kernels read beyond `group_sizes.sum()`.
         others: `[A, O]`, in the same order, of the same dtype, and likewise.
-        group_sizes: `[S]`, the rows of each group, at least 0; their sum must be at most `A`.
-        dtype: that of the result; `None`, the default, is float32 at least, in which sums are kept in any case. Take
-            that of the weights where nothing is added any more: kernels then write half as much in bfloat16.
-        sums: what the products are added to, in the form of the result, on CPUs in place; `None`: nothing.
-        parts: in how many groups each array of a result in several arrays has; `None`: it is one array.
+        group_sizes: `[S]` rows of each group, at least 0; their sum must be at most `A`.
+        dtype: of the result; `None` (default) is float32 at least, the dtype of the accumulators. Pass the dtype of the
+            weights for the last sums: kernels then write half as many bytes in bfloat16.
+        sums: arrays to add to, in the form of the result, on CPUs in place; `None` (default) is 0.
+        parts: number of groups of each array of a result in several arrays; `None` (default) is one array.
 
     Returns:
-        The sums, `[S, I, O]`; for an empty group exactly those before, or 0.
+        The sums, `[S, I, O]`; for an empty group exactly `sums`, or 0.
     """
     num_groups = group_sizes.shape[0] if parts is None else parts
     product = outer_product(rows, others, num_groups, wide_dtype(rows) if dtype is None else dtype)

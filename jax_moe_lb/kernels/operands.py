@@ -16,14 +16,14 @@ CLEARED_ROWS = 1024
 
 
 def clear_tail(rows: Rows, group_sizes: GroupSizes, *, are_results: bool = False) -> Rows:
-    """Returns the rows with zeros where `grouped_outer` reads beyond the last group.
+    """Return the rows with zeros in those beyond the last group that `grouped_outer` reads.
 
-    Kernels mask what they read there by multiplying with 0, which leaves the NaN of a row that nobody wrote.
+    Kernels mask these rows by multiplying with 0, which keeps the NaN of an uninitialized row.
 
     Args:
-        rows: `[A, ...]`, sorted by group; give up what is passed here, so that it is changed in place.
+        rows: `[A, ...]`, sorted by group; changed in place if the caller does not use them afterwards.
         group_sizes: `[S]` int32.
-        are_results: whether they are computed element by element right before, so that a mask is a part of that.
+        are_results: if True, the rows result from elementwise operations, into which XLA fuses a mask of all rows.
     """
     on_tpu = _clear_all if are_results else _clear_rest
     return jax.lax.platform_dependent(
@@ -35,13 +35,13 @@ def clear_tail(rows: Rows, group_sizes: GroupSizes, *, are_results: bool = False
 
 
 def usual_layout(weights: Float[Array, "S ..."]) -> Float[Array, "S ..."]:
-    """Holds a GPU's compiler to the usual layout of weights before it turns them around for a product.
+    """Constrain weights to the row-major layout on GPUs.
 
-    Free to choose, it gives them the layout of the transposed product and carries that out of all loops around: a scan
-    over layers then turned the weights of all of them around, and every layer its own back.
+    Unconstrained, XLA chooses the layout of the transposed product and hoists it out of loops: a scan over layers then
+    transposes the weights of all layers, and each layer transposes its own back.
 
     Args:
-        weights: `[S, ...]`, the weights of groups, or a bias.
+        weights: `[S, ...]` weights of groups, or their biases.
     """
 
     def pinned(weights: Array) -> Array:
@@ -51,7 +51,7 @@ def usual_layout(weights: Float[Array, "S ..."]) -> Float[Array, "S ..."]:
 
 
 def _clear_tile(rows: Rows, group_sizes: GroupSizes) -> Rows:
-    # One tile, whatever the number of rows: a mask over all of them would read and write them once more.
+    # One tile for any number of rows: a mask over all rows would read and write them once more.
     rows = with_layout_constraint(rows, Layout((0, 1)))
     size = min(TILE_ROWS, rows.shape[0])
     used = group_sizes.sum(dtype=jnp.int32)
@@ -66,15 +66,14 @@ def _clear_all(rows: Rows, group_sizes: GroupSizes) -> Rows:
 
 
 def _clear_rest(rows: Rows, group_sizes: GroupSizes) -> Rows:
-    # All rows beyond the last group, but block by block from there on: a mask over all rows would read and write those
-    # once more that are served.
+    # Block by block from the last group on: a mask over all rows would also read and write the rows of groups.
     if not rows.size:
         return rows
     used = group_sizes.sum(dtype=jnp.int32)
     size = min(CLEARED_ROWS, rows.shape[0])
 
     def clear_block(i: Array, rows: Array) -> Array:
-        # The last block begins earlier where rows are no multiple of blocks.
+        # The last block begins earlier if the number of rows is no multiple of the block.
         start = jnp.minimum(i * size, rows.shape[0] - size)
         block = jax.lax.dynamic_slice_in_dim(rows, start, size, 0)
         block = jnp.where((start + iota(size) < used)[:, None], block, 0)
