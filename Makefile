@@ -8,15 +8,18 @@ BIN := $(VENV)/bin
 # Directories too: their times change when a file is added or removed.
 NATIVE := CMakeLists.txt $(shell find ffi)
 
-.PHONY: train check test lint reproduce clean
+.PHONY: train check test test-all lint reproduce clean
 train: $(VENV)/.installed
 	$(BIN)/python -m models.train --preset tiny $(ARGS)
 # A file at a time, so that what its tests share is made once, and in order: the slowest files are not the last.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
-# The inner loop: what can be said in two minutes.
+# The inner loop: two minutes.
 check: lint
-	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
+	$(PYTEST) -m 'not slow and not thorough and not gpu' $(ARGS)
+# One case of each kind of fault; `test-all` has the others.
 test: $(VENV)/.installed
+	$(PYTEST) -m 'not thorough and not gpu' $(ARGS)
+test-all: $(VENV)/.installed
 	$(PYTEST) $(ARGS)
 # Every number and plot of the documents; ARGS=--quick for a look at smaller ones.
 reproduce: $(VENV)/.installed
@@ -26,6 +29,9 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(filter %.cc %.h,$(NATIVE))
+# One script of ci/ on a fresh checkout, for example `make ci-docs`.
+ci-%: $(VENV)/.installed
+	bash ci/$*.sh $(ARGS)
 
 # Not isolated: built against the jaxlib that the tests run on, and incrementally, in build/.
 BUILD_TOOLS := scikit-build-core nanobind pybind11 cmake ninja jax

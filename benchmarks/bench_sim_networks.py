@@ -1,17 +1,16 @@
 """The simulator against real networks: seconds and bytes of every measured point beside the simulated ones.
 
-Run it with `python -m benchmarks.bench_sim_networks`. It reads what two benchmarks measured with `--json`, kept in
+Run it with `python -m benchmarks.bench_sim_networks`. It reads the table `measured` of two benchmarks in
 `benchmarks/results/`. Nothing is fitted: the rate of links is the shaper's less headers.
 
-- `two_datacenters.json`, of `benchmarks.network.bench_hybridep`: one MoE layer between two processes on a shaped link.
+- `network_hybridep.json`, of `benchmarks.network.bench_hybridep`: one MoE layer between two processes on a shaped link.
   What a step takes beside the link is that of the same program without a limit on it, which stands in the file; the
   simulated experts take no time.
-- `two_nodes_of_rails.json`, of `benchmarks.network.bench_rails`: all-to-alls between two nodes of four NICs. The
+- `network_rails.json`, of `benchmarks.network.bench_rails`: all-to-alls between two nodes of four NICs. The
   kernel's hash is not known to the simulator, so ECMP is left out.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -23,31 +22,37 @@ import numpy as np
 from benchmarks.fabric.flows import simulate as flow_simulation
 from benchmarks.fabric.paths import Fabric, spine_paths
 from benchmarks.fabric.policies import hashed_flows, planned_flows
-from benchmarks.network.bench_rails import NODE_ROWS
+from benchmarks.network.bench_rails import NODE_ROWS, digest_of
 from benchmarks.network.rail_cases import NODES, RAILS, cases, scaled, sprayed
 from benchmarks.network.shaping import payload_bytes_per_s
 from benchmarks.network.ways import ROW_BYTES
-from benchmarks.results import Table, Value, out_option, report
+from benchmarks.results import Table, Value, load, out_option, report
 from jax_moe_lb import plain
 from jax_moe_lb.core.plan import rows_between
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, Migration, ModelShape, Report, simulate
 from jax_moe_lb.transport import Codec
 
 RESULTS = Path(__file__).parent / "results"
+Row = dict[str, Any]
 AT_ONCE = 1e15
 """A rate that takes no time: of what the file's own calibration contains."""
 
 
-def simulated(row: dict[str, Any], rate: float = 1.0) -> Report:
+def measured(results: Path, run: str) -> list[Row]:
+    """Return the rows of a run's table `measured`, by the names of its columns."""
+    table = load(results / f"{run}.json")["measured"]
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
+def simulated(row: Row, rate: float = 1.0) -> Report:
     """The step of one measured row, with the link at this part of its rate."""
-    sizes = row["sizes"]
     model = ModelShape(
         layers=1,
-        hidden=sizes["width"],
-        inner=sizes["inner"],
-        experts=sizes["num_experts"],
-        per_token=sizes["per_tok"],
-        tokens=sizes["num_tokens"],
+        hidden=row["width"],
+        inner=row["inner"],
+        experts=row["num_experts"],
+        per_token=row["per_tok"],
+        tokens=row["num_tokens"],
         itemsize=4,
         gated=False,
         pre_expert_s=0.0,
@@ -56,7 +61,7 @@ def simulated(row: dict[str, Any], rate: float = 1.0) -> Report:
     cluster = Cluster((wan, Links("gpu", 2, AT_ONCE)), AnalyticGemm(AT_ONCE, 0.0, 0.0))
     copies = model.tokens * model.per_token // model.experts
     counts = np.full((cluster.num_ranks, model.experts), copies, np.int32)
-    migration = Migration(tuple(row["domain_sizes"]), Codec(row["ratio"]))
+    migration = Migration((row["dc"], row["gpu"]), Codec(row["ratio"]))
     return simulate(plain(headroom=1.0), model, cluster, counts, migration=migration)
 
 
@@ -68,7 +73,7 @@ class Point:
         row: rate in Mbit/s, and MB of tokens and of experts.
         column: domain sizes and ratio.
         encoded: whether experts travelled encoded.
-        benchmark_seconds: median.
+        measured_s: median.
         simulated_s: link and calibration.
         counted_bytes: that a datacenter sent, median.
         simulated_bytes: likewise.
@@ -77,7 +82,7 @@ class Point:
     row: tuple[float, float, float]
     column: str
     encoded: bool
-    benchmark_seconds: float
+    measured_s: float
     simulated_s: float
     counted_bytes: float
     simulated_bytes: float
@@ -85,7 +90,7 @@ class Point:
     @property
     def seconds_off(self) -> float:
         """Of the simulated from the measured, in percent."""
-        return 100 * (self.simulated_s / self.benchmark_seconds - 1)
+        return 100 * (self.simulated_s / self.measured_s - 1)
 
     @property
     def bytes_off(self) -> float:
@@ -93,16 +98,16 @@ class Point:
         return 100 * (self.simulated_bytes / self.counted_bytes - 1)
 
 
-def point_of(row: dict[str, Any]) -> Point:
+def point_of(row: Row) -> Point:
     """Measured and simulated."""
-    report, domains = simulated(row), " x ".join(map(str, row["domain_sizes"]))
+    report, sizes = simulated(row), (row["dc"], row["gpu"])
     return Point(
         row=(row["wan_bits_per_s"] / 1e6, row["token_bytes"] / 1e6, row["expert_bytes"] / 1e6),
-        column=domains + (f", CR {row['ratio']:.0f}" if row["domain_sizes"] != [1, 1] else ""),
+        column=" x ".join(map(str, sizes)) + (f", CR {row['ratio']:.0f}" if sizes != (1, 1) else ""),
         encoded=row["ratio"] > 1,
-        benchmark_seconds=float(np.median(row["benchmark_seconds"])),
-        simulated_s=report.step_s + float(np.median(row["unlimited_s"])),
-        counted_bytes=float(np.median(row["counted_bytes"])),
+        measured_s=row["measured_s"],
+        simulated_s=report.step_s + row["unlimited_s"],
+        counted_bytes=row["counted_bytes"],
         simulated_bytes=report.level_bytes["dc"] / 2,  # of both datacenters together
     )
 
@@ -126,7 +131,7 @@ def summary(points: list[Point]) -> Table:
     rows: list[list[Value]] = []
     for encoded in (False, True):
         for least_s in (0.4, 0.0):
-            some = [point for point in points if point.encoded == encoded and point.benchmark_seconds >= least_s]
+            some = [point for point in points if point.encoded == encoded and point.measured_s >= least_s]
             name = ("encoded" if encoded else "experts as they are") + (
                 f", steps of {least_s} s or more" if least_s else ""
             )
@@ -150,39 +155,38 @@ class RailPoint:
     Args:
         case: who sends what to whom.
         way: by which NICs.
-        benchmark_seconds: median.
+        measured_s: median.
         simulated_s: of the flows.
     """
 
     case: str
     way: str
-    benchmark_seconds: float
+    measured_s: float
     simulated_s: float
 
 
-def rail_points(measured: dict[str, Any]) -> list[RailPoint]:
+def rail_points(results: list[Row]) -> list[RailPoint]:
     """All cases and ways but ECMP.
 
     Raises:
-        ValueError: the file's bytes are not those of the cases.
+        ValueError: the rows of a measured case are not those of the case.
     """
     # One spine that nothing limits, and as much room inside nodes.
-    fabric = Fabric(NODES, RAILS, payload_bytes_per_s(measured["nic_bits_per_s"]), AT_ONCE, 1, AT_ONCE)
-    points = []
+    fabric = Fabric(NODES, RAILS, payload_bytes_per_s(results[0]["nic_bits_per_s"]), AT_ONCE, 1, AT_ONCE)
+    measured_cases, points = {row["case"]: row for row in results}, []
     for name, weights in cases(0).items():
-        counts, case = scaled(weights, NODE_ROWS), measured["cases"][name]
+        counts, case = scaled(weights, NODE_ROWS), measured_cases[name]
         plan = sprayed(counts)
         rows = rows_between(counts, plan)
-        if not np.array_equal(rows * ROW_BYTES, case["bytes_between_ranks"]):
-            raise ValueError(f"case {name!r} of the file sends other bytes than the case of this name")
+        if digest_of(rows) != case["digest of rows"]:
+            raise ValueError(f"case {name!r} of the results sends other rows than the case of this name")
         flows = {
             "direct": hashed_flows(rows, fabric, ROW_BYTES, spine_paths, lanes=1, seed=0),
             "receiver's rail": planned_flows(counts, replace(plan, rails=None), fabric, ROW_BYTES),
             "sprayed": planned_flows(counts, plan, fabric, ROW_BYTES),
         }
         for way, some in flows.items():
-            seconds = float(np.median(case["ways"][way]["seconds"]))
-            points.append(RailPoint(name, way, seconds, flow_simulation(some, fabric, None, 0.0, 0).seconds))
+            points.append(RailPoint(name, way, case[way], flow_simulation(some, fabric, None, 0.0, 0).seconds))
     return points
 
 
@@ -193,7 +197,7 @@ def rail_table(points: list[RailPoint]) -> Table:
         columns |= {f"{way}: measured s": ".3f", f"{way}: simulated s": ".3f", f"{way}: deviation, %": "+.1f"}
     rows: list[list[Value]] = []
     for case in dict.fromkeys(point.case for point in points):
-        some = [(point.benchmark_seconds, point.simulated_s) for point in points if point.case == case]
+        some = [(point.measured_s, point.simulated_s) for point in points if point.case == case]
         rows.append([case, *(number for m, s in some for number in (m, s, 100 * (s / m - 1)))])
     return Table(columns, rows, "All-to-alls between NICs")
 
@@ -204,8 +208,8 @@ def tables(results: Path) -> dict[str, Table]:
     Args:
         results: the folder with both files.
     """
-    points = [point_of(row) for row in json.loads((results / "two_datacenters.json").read_text())]
-    by_rail = rail_points(json.loads((results / "two_nodes_of_rails.json").read_text()))
+    points = [point_of(row) for row in measured(results, "network_hybridep")]
+    by_rail = rail_points(measured(results, "network_rails"))
     return {
         "seconds": matrix("Simulated less measured seconds, %", points, SECONDS_OFF),
         "bytes": matrix("Simulated less counted bytes, %", points, BYTES_OFF),

@@ -1,12 +1,11 @@
 """One HTML file with all results and plots of them, which needs nothing else."""
 
 import html
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.plots import figures_of, svg
-from benchmarks.results import Table, load
+from benchmarks.results import Record, Table, read
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: auto; padding: 1rem; color: #222; }
@@ -26,11 +25,11 @@ def write_report(results: Path, path: Path, ended: Mapping[str, str]) -> Path:
         path: where to.
         ended: how each benchmark of this run ended, or why it was left out.
     """
-    files = [file for file in sorted(results.glob("*.json")) if _is_tables(file)]
-    links = " ".join(f'<a href="#{file.stem}">{file.stem}</a>' for file in files)
+    records = dict(sorted(read(results).items()))
+    links = " ".join(f'<a href="#{name}">{name}</a>' for name in records)
     how = Table({"benchmark": "", "of this run": ""}, list(ended.items()))
     head = f"<h1>Results</h1><nav>{links}</nav><h2>This run</h2>{table_html(how)}"
-    body = "".join(map(section, files))
+    body = "".join(section(name, record) for name, record in records.items())
     page = (
         f"<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>Results</title><style>{STYLE}</style>{head}{body}"
@@ -39,19 +38,15 @@ def write_report(results: Path, path: Path, ended: Mapping[str, str]) -> Path:
     return path
 
 
-def _is_tables(file: Path) -> bool:
-    found = json.loads(file.read_text())
-    return isinstance(found, dict) and "tables" in found
-
-
-def section(file: Path) -> str:
-    """All of one benchmark: how it was made, plots, tables."""
-    made, tables = json.loads(file.read_text()), load(file)
-    keys = ("command", "date", "commit", "machine", "software")
-    said = html.escape("; ".join(f"commit {made[key]}" if key == "commit" else made[key] for key in keys))
-    plots = "".join(map(svg, figures_of(file.stem, tables).values()))
-    shown = "".join(f"<h3>{html.escape(table.title or name)}</h3>{table_html(table)}" for name, table in tables.items())
-    return f'<h2 id="{file.stem}">{file.stem}</h2><p class=made>{said}</p>{plots}{shown}'
+def section(name: str, record: Record) -> str:
+    """All of one run: how it was made, plots, tables."""
+    made = (record.command, record.date, f"commit {record.commit}", record.machine, record.software)
+    said, tables = html.escape("; ".join(made)), record.tables
+    plots = "".join(map(svg, figures_of(name, tables).values()))
+    shown = "".join(
+        f"<h3>{html.escape(table.title or title)}</h3>{table_html(table)}" for title, table in tables.items()
+    )
+    return f'<h2 id="{name}">{name}</h2><p class=made>{said}</p>{plots}{shown}'
 
 
 def table_html(table: Table) -> str:

@@ -3,8 +3,8 @@
     python -m benchmarks.render            # every document again, from benchmarks/results/*.json
     python -m benchmarks.render --check    # fails if one is not what would be written; a test does the same
 
-A document says where a table goes and which, by file and name; what stands between the marks is replaced. Before the
-first table of a file stand its command, date and machine.
+A document says where a table goes and which, by run and name; what stands between the marks is replaced. Before the
+first table of a run stand its command, date and machine.
 
     <!-- table: bench_systems/zipf -->
     <!-- /table -->
@@ -14,19 +14,17 @@ the title of its column.
 
     <!-- value: bench_systems/zipf > exact > imbalance -->1.010<!-- /value -->
 
-A plot is a file, `docs/results/plots/FILE.PLOT.svg` with one of `benchmarks.plots.figures_of`, which is drawn if a
-document links to it. Its first line says what values it was drawn from.
+A plot is a file, `docs/results/plots/RUN.PLOT.svg` with one of `benchmarks.plots.figures_of`, which is drawn if a
+document links to it. Its first line has the digest of the tables that it was drawn from.
 """
 
 import argparse
-import hashlib
-import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from benchmarks.results import Table, load
+from benchmarks.results import Record, Table, read
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -48,36 +46,36 @@ def rendered(text: str, results: Path = RESULTS) -> str:
         KeyError: it names a table, row or column that there is not; a whole file may not be there yet.
     """
     seen: set[str] = set()
+    records = read(results)
 
     def table(match: re.Match[str]) -> str:
-        file, name = match["name"].split("/")
-        path = results / f"{file}.json"
-        shown = f"Not run yet: `{path.name}` is not among the results."
-        if path.exists():
-            head = "" if file in seen else made_by(path) + "\n\n"
-            shown = f"{head}{table_of(results, file, name)}"
-        seen.add(file)
-        return f"<!-- table: {file}/{name} -->\n{shown}\n<!-- /table -->"
+        run, name = match["name"].split("/")
+        shown = f"Not run yet: `{run}` is not among the results."
+        if run in records:
+            head = "" if run in seen else made_by(records[run]) + "\n\n"
+            shown = f"{head}{table_of(records, run, name)}"
+        seen.add(run)
+        return f"<!-- table: {run}/{name} -->\n{shown}\n<!-- /table -->"
 
     def value(match: re.Match[str]) -> str:
-        return f"<!-- value: {match['path']} -->{value_of(results, match['path'])}<!-- /value -->"
+        return f"<!-- value: {match['path']} -->{value_of(records, match['path'])}<!-- /value -->"
 
     return VALUE.sub(value, TABLE.sub(table, text))
 
 
-def table_of(results: Path, file: str, name: str) -> Table:
-    """One table of one file."""
-    path = results / f"{file}.json"
-    tables = load(path) if path.exists() else {}
+def table_of(records: Mapping[str, Record], run: str, name: str) -> Table:
+    """Return one table of one run."""
+    tables = records[run].tables if run in records else {}
     if name not in tables:
-        raise KeyError(f"no table {name!r} in {path}; it has {sorted(tables)}")
+        raise KeyError(f"no table {name!r} in run {run!r}; it has {sorted(tables)}")
     return tables[name]
 
 
-def value_of(results: Path, path: str) -> str:
+def value_of(records: Mapping[str, Record], path: str) -> str:
     """The cell that a path names."""
     where, *row, column = (part.strip() for part in path.split(" > "))
-    table = table_of(results, *where.split("/"))
+    run, name = where.split("/")
+    table = table_of(records, run, name)
     found = [cells for cells in table.cells() if set(row) <= set(cells)]
     if len(found) != 1 or column not in table.columns:
         raise KeyError(
@@ -86,10 +84,9 @@ def value_of(results: Path, path: str) -> str:
     return found[0][list(table.columns).index(column)]
 
 
-def made_by(path: Path) -> str:
-    """How a file was made."""
-    made = json.loads(path.read_text())
-    return f"`{made['command']}`, {made['date']}; {made['machine']}; {made['software']}."
+def made_by(record: Record) -> str:
+    """How a run was made."""
+    return f"`{record.command}`, {record.date}; {record.machine}; {record.software}."
 
 
 def changed() -> Iterator[tuple[Path, str]]:
@@ -103,11 +100,10 @@ def changed() -> Iterator[tuple[Path, str]]:
 
 def old_plots() -> Iterator[tuple[Path, str]]:
     """Plots that documents link to and that were not drawn from these results, with the line that says so."""
-    text = "".join(path.read_text() for path in documents())
+    text, records = "".join(path.read_text() for path in documents()), read(RESULTS)
     for match in sorted({match.group() for match in PLOT.finditer(text)}):
         path = PLOTS / Path(match).name
-        values = (RESULTS / f"{path.name.split('.')[0]}.json").read_bytes()
-        drawn = f"<!-- of {hashlib.sha256(values).hexdigest()} -->"
+        drawn = f"<!-- of {records[path.name.split('.')[0]].digest} -->"
         if not path.exists() or path.read_text().split("\n", 1)[0] != drawn:
             yield path, drawn
 
@@ -118,7 +114,7 @@ def draw(path: Path, drawn: str) -> None:
 
     name, plot, _ = path.name.split(".")
     path.parent.mkdir(exist_ok=True)
-    path.write_text(f"{drawn}\n{svg(figures_of(name, load(RESULTS / f'{name}.json'))[plot])}")
+    path.write_text(f"{drawn}\n{svg(figures_of(name, read(RESULTS)[name].tables)[plot])}")
 
 
 def write_documents() -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from benchmarks.html_report import write_report
 from benchmarks.network import sandbox
 from benchmarks.render import RESULTS, ROOT, write_documents
+from benchmarks.results import merge
 
 LIMIT_S = 3600
 """No benchmark takes longer, but for those that say so."""
@@ -68,7 +69,8 @@ class Run:
         quick: its options where it shall be quick; `None`: it cannot be.
         refusal: why it cannot run.
         aside: why it does not run unless it is named.
-        result: the name of what it keeps; that of the module by default.
+        result: the name of its run; that of the module by default.
+        unread: tables that it prints and that neither documents nor programs read; they are not kept.
     """
 
     module: str
@@ -77,11 +79,17 @@ class Run:
     refusal: Refusal = field(default=lambda given: None)
     result: str = ""
     aside: str = ""
+    unread: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """Of the file of its results."""
+        """Name of the run in the results."""
         return self.result or self.module.removeprefix("network.")
+
+    @property
+    def file(self) -> str:
+        """Name of the file of its results: one for each module."""
+        return self.module.replace("network.bench_", "network_").replace("network.", "network_")
 
     def why_not(self, given: argparse.Namespace) -> str | None:
         """Nothing if it shall run."""
@@ -107,8 +115,16 @@ MEASURED = "stays as it was measured"
 CODECS = ("ratio 50, remembered", "ratio 50, shared")
 RUNS = (
     Run("bench_ultraep", quick=("--tokens", "512")),
-    Run("bench_feplb", quick=("--number", "200")),
-    Run("bench_feplb_readings", quick=("--number", "20")),
+    Run(
+        "bench_feplb",
+        quick=("--number", "200"),
+        unread=("dynamic", "dynamic_skip", "tau", "fastermoe", "times"),
+    ),
+    Run(
+        "bench_feplb_readings",
+        quick=("--number", "20"),
+        unread=("fastermoe", "best", "best_without_tau", "points_zipf_16384", "points_zipf_32768"),
+    ),
     Run("bench_baselines"),
     Run("bench_planners", ("--loads", "LOADS"), ("--tokens", "256", "--step", "29"), _loads),
     Run(
@@ -116,6 +132,7 @@ RUNS = (
         ("--loads", "LOADS", "--step", "12", "--eplb", "eplb.py"),
         refusal=_published_eplb,
         result="bench_planners_published",
+        unread=("synthetic",),
     ),
     Run("bench_rails", quick=()),
     Run("bench_sim_hybridep", quick=()),
@@ -124,7 +141,11 @@ RUNS = (
     Run("bench_sim_networks", quick=()),
     Run("bench_stale_plans"),
     Run("bench_bandwidth_aware", ("--loads", "LOADS", "--step", "12"), ("--step", "29"), _loads),
-    Run("bench_sim_rails", quick=("--domains", "4", "--seeds", "1")),
+    Run(
+        "bench_sim_rails",
+        quick=("--domains", "4", "--seeds", "1"),
+        unread=("times_4", "times_16", "rounds"),
+    ),
     Run("bench_validation", quick=("--only", "interfaces", "hybridep")),
     Run("bench_exact", ("table", "--loads", "LOADS"), ("table", "--step", "8"), _loads, "bench_exact_quality"),
     Run("bench_exact", ("optimum", "--loads", "LOADS"), None, _loads, "bench_exact_optimum"),
@@ -134,13 +155,20 @@ RUNS = (
     Run("bench_relocation", ("--loads", "DIR", "--groups", "8"), None, _loads),
     Run("bench_relocation", ("--loads", "DIR"), None, _loads, "bench_relocation_no_groups"),
     Run("bench_scaling", ("--plot", "docs/results/scaling.png"), ("--quick",)),
-    Run("bench_break_even", ("--plot", "docs/how-to/break_even.png"), ("--quick",)),
+    Run("bench_break_even", ("--plot", "docs/how-to/break_even.png"), ("--quick",), unread=("advice",)),
     Run("bench_break_even_two_ranks", quick=("--repeats", "3", "--points", "2")),
     Run("bench_peers", quick=("--quick",)),
-    Run("bench_peers", ("--maxtext",), ("--maxtext", "--quick"), _maxtext, "bench_peers_maxtext"),
+    Run(
+        "bench_peers",
+        ("--maxtext",),
+        ("--maxtext", "--quick"),
+        _maxtext,
+        "bench_peers_maxtext",
+        unread=("skew_1", "claims"),
+    ),
     Run("bench_planning", quick=()),
     Run("bench_exchange", quick=()),
-    Run("bench_memory", quick=()),
+    Run("bench_memory", quick=(), unread=("peak_plain",)),
     Run("bench_grouped_ffn"),
     Run("bench_two_ranks", quick=("--repeats", "3", "--tokens", "2048")),
     Run("bench_systems"),
@@ -166,21 +194,16 @@ RUNS = (
     Run("bench_hbm_model", refusal=_compilers),
     Run("bench_memory_model", refusal=_compilers),
     Run("bench_copy_engine", refusal=_gpu),
+    Run("network.bench_hybridep", refusal=_network, result="network_hybridep", aside=MEASURED),
     Run(
         "network.bench_hybridep",
-        ("--json", "benchmarks/results/two_datacenters.json"),
+        ("--near",),
         refusal=_network,
-        result="network_hybridep",
+        result="network_hybridep_near",
         aside=MEASURED,
+        unread=("measured",),
     ),
-    Run("network.bench_hybridep", ("--near",), refusal=_network, result="network_hybridep_near", aside=MEASURED),
-    Run(
-        "network.bench_rails",
-        ("--json", "benchmarks/results/two_nodes_of_rails.json"),
-        refusal=_network,
-        result="network_rails",
-        aside=MEASURED,
-    ),
+    Run("network.bench_rails", refusal=_network, result="network_rails", aside=MEASURED),
     Run(
         "network.train_across",
         ("--wan-bits-per-s", "300e6"),
@@ -194,6 +217,7 @@ RUNS = (
 def run(one: Run, given: argparse.Namespace, folder: Path) -> str:
     """Runs it, and says how that ended; results are replaced only if it ended well."""
     log, found = folder / "logs" / f"{one.name}.log", folder / "logs" / f"{one.name}.json"
+    found.unlink(missing_ok=True)
     start_s = time.monotonic()
     with log.open("w") as file:
         command = [*one.command(given), "--out", str(found)]
@@ -204,7 +228,7 @@ def run(one: Run, given: argparse.Namespace, folder: Path) -> str:
     seconds = f"{time.monotonic() - start_s:.0f} s"
     if code:
         return f"FAILED with {code} after {seconds}: {log}"
-    found.replace((folder if given.quick else RESULTS) / f"{one.name}.json")
+    merge(found, (folder if given.quick else RESULTS) / f"{one.file}.json", one.unread)
     return seconds
 
 

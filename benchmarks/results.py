@@ -1,6 +1,6 @@
 """What a benchmark found: tables of values that are kept as JSON, and drawn as Markdown wherever they are shown.
 
-A benchmark makes `Table`s, prints them, and with `--out FILE.json` keeps them with command, commit, date and machine:
+A benchmark makes `Table`s, prints them, and with `--out FILE.json` writes them with command, commit, date and machine:
 
     parser = argparse.ArgumentParser(description=__doc__)
     out_option(parser)
@@ -8,11 +8,16 @@ A benchmark makes `Table`s, prints them, and with `--out FILE.json` keeps them w
     table = Table({"ranks": "d", "step ms": ".0f"}, rows=[[8, spread(times_s * 1e3)]])
     report({"steps": table}, given.out)
 
+A file has one or more runs of one benchmark. `--out` writes the run that is named as the file and leaves the others;
+`merge` moves runs into another file. A table takes one line per row. A number has the digits that its column shows, and
+four significant digits at least.
+
 Documents name a table where it stands, and `python -m benchmarks.render` writes it there (see its docstring), so that
 no number is typed.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -25,6 +30,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 import numpy as np
 
@@ -84,7 +90,9 @@ def spread(values: np.ndarray) -> list[float]:
 
 def out_option(parser: argparse.ArgumentParser) -> None:
     """Adds `--out`."""
-    parser.add_argument("--out", type=Path, metavar="FILE", help="keep the tables there, as JSON; replaces the file")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="JSON file for the tables; replaces its run of the same name"
+    )
 
 
 def out_alone(what: str | None) -> Path | None:
@@ -106,15 +114,105 @@ def report(tables: Mapping[str, Table], out: Path | None) -> None:
         save(tables, out)
 
 
+@dataclass(frozen=True)
+class Record:
+    """One run of a benchmark: its tables, and how they were made."""
+
+    command: str
+    commit: str
+    date: str
+    machine: str
+    software: str
+    tables: Mapping[str, Table]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the tables, for files that are made from them."""
+        return hashlib.sha256(
+            _text({name: _stored(table) for name, table in self.tables.items()}, 2).encode()
+        ).hexdigest()
+
+
 def save(tables: Mapping[str, Table], out: Path) -> None:
-    """Keeps tables with what one needs to make them again."""
-    kept = {name: {key: value for key, value in vars(table).items() if value} for name, table in tables.items()}
-    out.write_text(json.dumps({**circumstances(), "tables": kept}, indent=1) + "\n")
+    """Write a run with the name of the file; other runs of the file stay."""
+    stored = {name: _stored(table) for name, table in tables.items()}
+    _write(_runs(out) | {out.stem: {**circumstances(), "tables": stored}}, out)
 
 
 def load(path: Path) -> dict[str, Table]:
-    """The tables of a file by `save`."""
-    return {name: Table(**table) for name, table in json.loads(path.read_text())["tables"].items()}
+    """Return the tables of the run that has the name of the file."""
+    return dict(read(path)[path.stem].tables)
+
+
+def read(path: Path) -> dict[str, Record]:
+    """Return the runs of a file, or of all files of a folder, by name.
+
+    Raises:
+        ValueError: two files of the folder have runs of one name.
+    """
+    records: dict[str, Record] = {}
+    for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+        for name, run in _runs(file).items():
+            if name in records:
+                raise ValueError(f"run {name} is in {file} and in another file; expected one file")
+            tables = {title: Table(**table) for title, table in run["tables"].items()}
+            records[name] = Record(**{**run, "tables": tables})
+    return records
+
+
+def merge(source: Path, target: Path, unread: Sequence[str] = ()) -> None:
+    """Move the runs of a file into another, which may not exist, and remove the file.
+
+    Args:
+        source: file of the runs to move.
+        target: file that gets them; its runs of the same names are replaced.
+        unread: names of tables to leave out.
+    """
+    runs = _runs(source)
+    for run in runs.values():
+        run["tables"] = {name: table for name, table in run["tables"].items() if name not in unread}
+    _write(_runs(target) | runs, target)
+    source.unlink()
+
+
+def _runs(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _write(runs: Mapping[str, Any], path: Path) -> None:
+    path.write_text(_text(runs) + "\n")
+
+
+def _stored(table: Table) -> dict[str, Any]:
+    """The fields of a table that are not empty, with rounded numbers."""
+    forms = table.columns.values()
+    rows = [[_rounded(value, form) for value, form in zip(row, forms, strict=True)] for row in table.rows]
+    return {name: value for name, value in (vars(table) | {"rows": rows}).items() if value}
+
+
+def _rounded(value: Value, form: str) -> Value:
+    """Return the number with the fewest digits, from four significant ones on, that is shown alike."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_rounded(number, form) for number in value]  # type: ignore[misc]
+    if not isinstance(value, float) or not form:
+        return value
+    shorter = (float(format(value, f".{digits}g")) for digits in range(4, 17))
+    return next((number for number in shorter if format(number, form) == format(value, form)), value)
+
+
+_TABLE_DEPTH = 3
+"""Of the levels of a file: runs, their fields, tables, fields of a table."""
+
+
+def _text(value: Any, depth: int = 0) -> str:
+    """JSON with one line per field of a table, row and note."""
+    margin = "\n" + " " * (depth + 1)
+    if isinstance(value, Mapping) and depth <= _TABLE_DEPTH:
+        fields = (f"{json.dumps(name)}: {_text(field, depth + 1)}" for name, field in value.items())
+        return "{" + ",".join(margin + field for field in fields) + margin[:-1] + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str) and depth == _TABLE_DEPTH + 1:
+        return "[" + ",".join(margin + json.dumps(item, ensure_ascii=False) for item in value) + margin[:-1] + "]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def circumstances() -> dict[str, str]:

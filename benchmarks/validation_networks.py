@@ -4,13 +4,12 @@ Of a layer between two datacenters the file has what the same program took witho
 rates. A prediction may have that of the same program in it, or that of experts at home alone, or nothing of it.
 """
 
-import json
 from collections.abc import Callable
-from typing import Any
+from operator import itemgetter
 
 import numpy as np
 
-from benchmarks.bench_sim_networks import AT_ONCE, RESULTS, rail_points, simulated
+from benchmarks.bench_sim_networks import AT_ONCE, RESULTS, Row, measured, rail_points, simulated
 from benchmarks.network.bench_rails import NODE_ROWS
 from benchmarks.network.rail_cases import NODES, RAILS, cases, scaled, sprayed
 from benchmarks.network.shaping import payload_bytes_per_s
@@ -27,16 +26,14 @@ LONG_S = 0.4
 LINK_RATES = (0.9, 1.1)
 """Of the shaper's rate, as other assumptions."""
 
-Row = dict[str, Any]
-
 
 def datacenters() -> list[Check]:
     """A layer with and without expert domains, on a link of 100 to 1000 Mbit/s."""
-    rows = json.loads((RESULTS / "two_datacenters.json").read_text())
-    long = [row for row in rows if _measured_s(row) >= LONG_S]
+    rows = measured(RESULTS, "network_hybridep")
+    long = [row for row in rows if row["measured_s"] >= LONG_S]
     ways: dict[str, Callable[[Row], float]] = {
-        "its time without the link": _unlimited_s,
-        "the time without the link of experts at home": lambda row: _unlimited_s(_at_home(rows)[_sizes(row)]),
+        "its time without the link": itemgetter("unlimited_s"),
+        "the time without the link of experts at home": lambda row: _at_home(rows)[_sizes(row)]["unlimited_s"],
         "nothing": lambda row: 0.0,
     }
     checks = []
@@ -49,9 +46,9 @@ def datacenters() -> list[Check]:
 
 def _datacenters(predicted: str, known: str, rest: Callable[[Row], float], some: list[Row], rows: list[Row]) -> Check:
     def pairs(of: list[Row], rate: float = 1.0) -> Pairs:
-        return [(simulated(row, rate).step_s + rest(row), _measured_s(row)) for row in of]
+        return [(simulated(row, rate).step_s + rest(row), row["measured_s"]) for row in of]
 
-    others = [row for row in some if row["domain_sizes"] != [1, 1]]
+    others = [row for row in some if (row["dc"], row["gpu"]) != (1, 1)]
     plain = _at_home(rows)
     speedups = ratios(pairs(others), pairs([plain[_sizes(row)] for row in others]))
     assumptions = {f"{rate:g} of the link's rate": pairs(some, rate) for rate in LINK_RATES}
@@ -59,35 +56,28 @@ def _datacenters(predicted: str, known: str, rest: Callable[[Row], float], some:
     return Check(source, predicted, known, pairs(some), "experts at home", speedups, assumptions)
 
 
-def _measured_s(row: Row) -> float:
-    return float(np.median(row["benchmark_seconds"]))
-
-
 def _sizes(row: Row) -> tuple[float, int, int]:
     return row["wan_bits_per_s"], row["token_bytes"], row["expert_bytes"]
 
 
-def _unlimited_s(row: Row) -> float:
-    return float(np.median(row["unlimited_s"]))
-
-
 def _at_home(rows: list[Row]) -> dict[tuple[float, int, int], Row]:
     """The rows of plain expert parallelism."""
-    return {_sizes(row): row for row in rows if row["domain_sizes"] == [1, 1]}
+    return {_sizes(row): row for row in rows if (row["dc"], row["gpu"]) == (1, 1)}
 
 
 def rails() -> list[Check]:
     """All-to-alls between eight interfaces: by the simulator's links, and by the flows of `benchmarks/fabric`."""
-    measured = json.loads((RESULTS / "two_nodes_of_rails.json").read_text())
-    by_flows = {(p.case, p.way): (p.simulated_s, p.benchmark_seconds) for p in rail_points(measured)}
+    results = measured(RESULTS, "network_rails")
+    by_flows = {(p.case, p.way): (p.simulated_s, p.measured_s) for p in rail_points(results)}
+    bits_per_s = results[0]["nic_bits_per_s"]
     known = {key: pair[1] for key, pair in by_flows.items()}
     checks = []
-    for name, found in (("flows of benchmarks/fabric", None), ("links of the simulator", _by_links(measured, 1.0))):
+    for name, found in (("flows of benchmarks/fabric", None), ("links of the simulator", _by_links(bits_per_s, 1.0))):
         pairs = by_flows if found is None else {key: (found[key], known[key]) for key in by_flows}
         others = [key for key in pairs if key[1] != "direct"]
         speedups = ratios([pairs[key] for key in others], [pairs[key[0], "direct"] for key in others])
         under = {
-            f"{rate:g} of the interfaces' rate": [(s, known[key]) for key, s in _by_links(measured, rate).items()]
+            f"{rate:g} of the interfaces' rate": [(s, known[key]) for key, s in _by_links(bits_per_s, rate).items()]
             for rate in LINK_RATES
             if found is not None
         }
@@ -97,9 +87,9 @@ def rails() -> list[Check]:
     return checks
 
 
-def _by_links(measured: Row, rate: float) -> dict[tuple[str, str], float]:
+def _by_links(bits_per_s: float, rate: float) -> dict[tuple[str, str], float]:
     """Seconds of every case and way, by `sim.network`."""
-    nics = Links("node", NODES, rate * payload_bytes_per_s(measured["nic_bits_per_s"]), RAILS)
+    nics = Links("node", NODES, rate * payload_bytes_per_s(bits_per_s), RAILS)
     # Nothing limits what stays inside nodes.
     cluster = Cluster((nics, Links("gpu", RAILS, AT_ONCE)))
     dispatch, times = systems.rails().dispatch, {}

@@ -44,9 +44,12 @@ def version() -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Puts the version below every page."""
+    """Put the version below every page, and every page of `docs/systems` into the navigation."""
     config.copyright = f"jax_moe_lb {version()} · Apache-2.0"
     config.markdown_extensions.append(TwoSpaces())
+    explanation = next(section["Explanation"] for section in config.nav if "Explanation" in section)
+    systems = next(entry for entry in explanation if "Systems" in entry)
+    systems["Systems"] = [f"systems/{page.name}" for page in sorted((ROOT / "docs/systems").glob("*.md"))]
     return config
 
 

@@ -1,4 +1,4 @@
-// jax_moe_lb._ffi_cuda: the custom calls of NVIDIA GPUs, under the names that the CPU's have.
+// jax_moe_lb._ffi_cuda: the custom calls of NVIDIA GPUs, under the same names as those of the CPU.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -22,8 +22,8 @@ namespace nb = nanobind;
 using namespace moe_lb;
 using Reason = std::optional<std::string>;
 
-// Where there is no driver nothing is lacking.
-static Reason WhatIsLacking(Status (DriverCalls::*check)() const) {
+// Without a driver there is no failure.
+static Reason MissingFeature(Status (DriverCalls::*check)() const) {
   const DriverCalls& driver = DriverCalls::Get();
   return driver.is_there() ? (driver.*check)() : Ok();
 }
@@ -36,19 +36,20 @@ NB_MODULE(_ffi_cuda, module) {
       "State types and handlers, as capsules");
   module.def(
       "why_unusable", []() -> Reason { return CheckDriver(); },
-      "Why they cannot run with this machine's driver, if they cannot");
+      "Return the reason if the custom calls cannot run with this machine's driver, else None");
   module.def(
-      "why_not_batched", [] { return WhatIsLacking(&DriverCalls::CheckBatches); },
-      "Why copies are not queued in batches, if they are not");
+      "why_not_batched", [] { return MissingFeature(&DriverCalls::CheckBatches); },
+      "Return the reason if copies are not queued in batches, else None");
   module.def(
-      "why_not_between_processes", [] { return WhatIsLacking(&DriverCalls::CheckBetweenProcesses); },
-      "Why the driver cannot map memory of other processes, if it cannot");
+      "why_not_between_processes", [] { return MissingFeature(&DriverCalls::CheckBetweenProcesses); },
+      "Return the reason if the driver cannot map memory of other processes, else None");
   module.def(
       "why_not_shareable",
       [](uintptr_t address, int device) -> Reason {
         return peer_cuda::CheckShareable(reinterpret_cast<const void*>(address), device);
       },
-      nb::arg("address"), nb::arg("device"), "Why other processes cannot map the memory at an address, if they cannot");
+      nb::arg("address"), nb::arg("device"),
+      "Return the reason if other processes cannot map the memory at an address, else None");
   module.def(
       "listen",
       [] {
@@ -56,12 +57,12 @@ NB_MODULE(_ffi_cuda, module) {
         if (Status bad = Neighbours::OfProcess().Listen(&address)) throw std::runtime_error(*bad);
         return address;
       },
-      "Where other processes reach this one");
+      "Return the address at which other processes reach this one");
   module.def(
       "connect",
       [](int64_t own, const std::map<int64_t, std::string>& addresses, double timeout_s) -> Reason {
         return Neighbours::OfProcess().Connect(own, addresses, timeout_s);
       },
       nb::arg("own"), nb::arg("addresses"), nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>(),
-      "Connects this process with others; why it cannot, if it cannot");
+      "Connect this process to others; return the reason of a failure, else None");
 }

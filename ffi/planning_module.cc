@@ -1,7 +1,7 @@
 // jax_moe_lb._planning: the planners on NumPy arrays, for the command line and the simulator.
 //
-// Arrays may have leading dimensions (layers), which broadcast as in NumPy; a planner runs once per
-// layer. Knows no JAX. Arrays are int32, refused otherwise: a silent conversion could wrap round.
+// Arrays may have leading dimensions (layers), which broadcast as in NumPy; a planner runs once per layer. Does not
+// depend on JAX. Arrays must be int32: a silent conversion could overflow.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -36,7 +36,7 @@ std::string Text(const Shape& shape) {
   return text + "]";
 }
 
-// An argument: an array per layer, whose last dimensions the planner reads.
+// An argument: one array per layer, whose last dimensions are the planner's operand.
 class Operand {
  public:
   Operand(const char* name, const py::array& array, const char* last) {
@@ -51,8 +51,7 @@ class Operand {
     }
     layers_.assign(shape.begin(), shape.end() - num_last);
     last_.assign(shape.end() - num_last, shape.end());
-    // The planners read rows that lie one after the other: an array of another layout is copied, any other is used as
-    // it is.
+    // Planners read contiguous rows: arrays of another layout are copied, all others are used in place.
     array_ = Int32Array::ensure(array);
     if (!array_) throw py::error_already_set();
     for (const py::ssize_t size : last_) size_ *= static_cast<size_t>(size);
@@ -61,14 +60,14 @@ class Operand {
   const Shape& layers() const { return layers_; }
   size_t last(size_t i) const { return static_cast<size_t>(last_[i]); }
 
-  // The array of a layer of the shape that all operands broadcast to.
+  // Returns the array of a layer of the broadcast shape of all operands.
   const int32_t* Layer(size_t layer, const Shape& broadcast) const {
     size_t offset = 0;
     size_t stride = 1;
     for (size_t back = 1; back <= layers_.size(); ++back) {
       const auto of_all = static_cast<size_t>(broadcast[broadcast.size() - back]);
       const auto own = static_cast<size_t>(layers_[layers_.size() - back]);
-      // Along a dimension of size 1 all layers read the same entry, which is NumPy's rule of broadcasting.
+      // Along a dimension of size 1, all layers read the same entry, as in NumPy broadcasting.
       if (own > 1) offset += layer % of_all * stride;
       layer /= of_all;
       stride *= own;
@@ -108,7 +107,7 @@ Int32Array Result(Shape layers, std::initializer_list<size_t> last) {
 }
 
 std::string LayerName(size_t layer, const Shape& layers) {
-  // A single plan has no number that an error could name.
+  // A single plan has no layer number for the error.
   if (layers.empty()) return "";
   Shape index(layers.size());
   for (size_t i = layers.size(); i-- > 0; layer /= static_cast<size_t>(layers[i])) {
@@ -117,8 +116,8 @@ std::string LayerName(size_t layer, const Shape& layers) {
   return "layer " + (index.size() == 1 ? std::to_string(index[0]) : Text(index)) + ": ";
 }
 
-// Plans every layer without Python's lock, so that threads can plan at the same time. Nothing in here may touch a
-// Python object; the operands keep their arrays alive. An exception takes the lock again on its way out.
+// Plans every layer without Python's lock, so that threads can plan concurrently. Do not access Python objects here;
+// the operands keep their arrays alive. An exception reacquires the lock.
 void ForLayers(const Shape& layers, const std::function<moe_lb::Status(size_t)>& plan) {
   size_t num_layers = 1;
   for (const py::ssize_t size : layers) num_layers *= static_cast<size_t>(size);
@@ -131,10 +130,10 @@ void ForLayers(const Shape& layers, const std::function<moe_lb::Status(size_t)>&
 using In = moe_lb::MatrixView<const int32_t>;
 using Out = moe_lb::MatrixView<int32_t>;
 
-// New plans: plan(layer, placement, quota) writes that of a layer.
+// Makes new plans: plan(layer, placement, quota) writes the plan of a layer.
 py::tuple Plans(const Shape& layers, size_t ranks, size_t slots, size_t experts,
                 const std::function<moe_lb::Status(size_t, Out, Out)>& plan) {
-  // The results are made here, while Python's lock is held; the planners only write into their memory.
+  // Allocate the results here, with Python's lock; planners only write into their memory.
   Int32Array placement = Result(layers, {ranks, slots});
   Int32Array quota = Result(layers, {experts, ranks});
   int32_t* placed = placement.mutable_data();
@@ -146,7 +145,7 @@ py::tuple Plans(const Shape& layers, size_t ranks, size_t slots, size_t experts,
   return py::make_tuple(placement, quota);
 }
 
-// What edits a plan: plan(placement, quota, new placement, new quota) of a layer.
+// Edits plans: plan(placement, quota, new placement, new quota) of a layer.
 template <typename Planner>
 py::tuple Edit(const py::array& placement_array, const py::array& quota_array, const Planner& plan) {
   const Operand placement("placement", placement_array, "R, S");
@@ -227,7 +226,7 @@ py::tuple Exact(const py::array& counts_array, size_t num_slots, int64_t domain,
   const size_t ranks = counts.last(0), experts = counts.last(1);
   moe_lb::ExactDomainsOptions options;
   options.eps = eps;
-  // Python has no largest integer, so None stands for no bound.
+  // Python integers are unbounded, so None stands for no bound.
   options.max_fan_out = max_fan_out.value_or(std::numeric_limits<int64_t>::max());
   options.localize = localize;
   return Plans(layers, ranks, num_slots, experts, [&](size_t layer, Out placement, Out quota) {

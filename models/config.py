@@ -1,6 +1,6 @@
-"""A `UserError` ends the program with one line and an exit code of its own.
+"""Presets of models and training runs.
 
-A preset has the sizes of a model and of its training run.
+A `UserError` ends the program with one line and an exit code of its own.
 """
 
 import math

@@ -5,7 +5,7 @@ Every function stands for the C++ file that its docstring names, whose header sa
 
 import numpy as np
 
-from tests.exact_search import FlowJudge, Search, SubsetJudge
+from tests.exact_search import FlowEvaluator, Search, SubsetEvaluator
 from tests.exact_serving import Serving, chain, localize, thin
 
 CLOSE_ENOUGH = 4096
@@ -29,9 +29,9 @@ def find_best(tokens: np.ndarray, num_ranks: int, slots: int, fan_out: int) -> t
             few = num_ranks <= SUBSET_RANKS
             while few and total >> shift >= 2**27:
                 shift += 1
-            judge = (SubsetJudge if few else FlowJudge)(tokens >> shift, num_ranks, slots)
+            evaluator = (SubsetEvaluator if few else FlowEvaluator)(tokens >> shift, num_ranks, slots)
             start = [(best.expert[entry], best.rank[entry]) for entry in best.replicas()]
-            search = Search(tokens >> shift, num_ranks, slots, fan_out, judge)
+            search = Search(tokens >> shift, num_ranks, slots, fan_out, evaluator)
             found = search.run(start, enough >> shift, SUBSET_EFFORT if few else FLOW_EFFORT)
             plan = Serving(tokens, num_ranks, tuple(found))
         else:

@@ -5,8 +5,8 @@ import numpy as np
 from tests.exact_serving import Serving
 
 
-class SubsetJudge:
-    """subset_judge.h."""
+class SubsetEvaluator:
+    """subset_evaluator.h."""
 
     def __init__(self, tokens: np.ndarray, num_ranks: int, slots: int) -> None:
         del slots
@@ -44,8 +44,8 @@ class SubsetJudge:
         return int((-(-self.served // self.size)).max())
 
 
-class FlowJudge:
-    """flow_judge.h, with every flow from scratch."""
+class FlowEvaluator:
+    """flow_evaluator.h, with every flow from scratch."""
 
     def __init__(self, tokens: np.ndarray, num_ranks: int, slots: int) -> None:
         del slots
@@ -84,9 +84,9 @@ class Search:
     """search.h."""
 
     def __init__(
-        self, tokens: np.ndarray, num_ranks: int, slots: int, fan_out: int, judge: "SubsetJudge | FlowJudge"
+        self, tokens: np.ndarray, num_ranks: int, slots: int, fan_out: int, evaluator: "SubsetEvaluator | FlowEvaluator"
     ) -> None:
-        self.tokens, self.judge, self.fan_out = [int(t) for t in tokens], judge, fan_out
+        self.tokens, self.evaluator, self.fan_out = [int(t) for t in tokens], evaluator, fan_out
         self.home_experts = len(tokens) // num_ranks
         self.slot = [[-1] * slots for _ in range(num_ranks)]
         self.holders = [{e // self.home_experts} for e in range(len(tokens))]
@@ -98,7 +98,7 @@ class Search:
             self.apply(rank, self.slot[rank].index(-1), expert)
         steps, margin = effort
         best, replicas = self.keep()
-        worst, self.cut = self.judge.worst_and_cut()
+        worst, self.cut = self.evaluator.worst_and_cut()
         top = best // margin
         for left in range(steps, 0, -1):
             if best <= enough or self.cut == 2 ** len(self.slot) - 1:
@@ -108,17 +108,17 @@ class Search:
                 continue
             rank, place, added = proposal
             level = top * left // steps * left // steps
-            if not self.judge.keeps((rank, self.slot[rank][place], added), max(level, worst)):
+            if not self.evaluator.keeps((rank, self.slot[rank][place], added), max(level, worst)):
                 continue
             self.apply(rank, place, added)
-            if self.judge.worst_and_cut()[0] == 0:
+            if self.evaluator.worst_and_cut()[0] == 0:
                 best, replicas = self.keep()
-            worst, self.cut = self.judge.worst_and_cut()
+            worst, self.cut = self.evaluator.worst_and_cut()
         return replicas
 
     def keep(self) -> tuple[int, list[tuple[int, int]]]:
-        best = self.judge.max_load()
-        self.judge.limit = best - 1
+        best = self.evaluator.max_load()
+        self.evaluator.limit = best - 1
         return best, [(e, rank) for rank, slots in enumerate(self.slot) for e in slots if e >= 0]
 
     def draw(self, count: int) -> int:
@@ -156,7 +156,7 @@ class Search:
 
     def apply(self, rank: int, place: int, added: int) -> None:
         dropped = self.slot[rank][place]
-        self.judge.commit((rank, dropped, added))
+        self.evaluator.commit((rank, dropped, added))
         self.slot[rank][place] = added
         if dropped >= 0:
             self.holders[dropped].remove(rank)

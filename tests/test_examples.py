@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+EVERYDAY = {"quickstart", "own_balancer"}
 BALANCED = r"1\.0\d"
 
 PRINTED = {
@@ -52,7 +53,9 @@ def run(example):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(
+    "example", [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.thorough) for name in EXAMPLES]
+)
 def test_prints_what_it_promises(example):
     done = run(example)
     assert (done.returncode, done.stderr) == (0, "")
@@ -67,6 +70,7 @@ def test_quickstart_systems_learn_the_same():
     assert (before_balanced, after_balanced) == pytest.approx((before, after), abs=2e-5)
 
 
+@pytest.mark.thorough
 def test_three_levels_relieve_the_busiest_interface():
     rows = re.findall(r"busiest interface (\d+) -> (\d+) rows", run("three_levels").stdout)
     assert len(rows) == 2

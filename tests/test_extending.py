@@ -37,7 +37,9 @@ def test_the_program_runs_and_moves_rows(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatch", [Direct(0.6), TwoPhase(0.6)], ids=["one wave", "two phases"])
+@pytest.mark.parametrize(
+    "dispatch", [pytest.param(Direct(0.6), marks=pytest.mark.thorough), TwoPhase(0.6)], ids=["one wave", "two phases"]
+)
 def test_a_replication_from_outside_serves_in_every_wave(dispatch):
     """Values, and gradients by its `add_at_home`, equal those of a dense layer."""
     system = System(Greedy(), program()["AllGather"](), dispatch, replica_slots=2)

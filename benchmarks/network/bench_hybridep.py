@@ -1,6 +1,6 @@
 """One MoE layer across two datacenters: which domain size is fastest, and does the model say so?
 
-Run it with `python -m benchmarks.network.bench_hybridep --json FILE`, as root or with user namespaces. Two processes of
+Run it with `python -m benchmarks.network.bench_hybridep`, as root or with user namespaces. Two processes of
 two devices each, in network namespaces, with 100 to 1000 Mbit/s between them: seconds of a step (forward and backward)
 and bytes on the link, predicted and measured, for every domain size and compression ratio.
 
@@ -9,10 +9,8 @@ Predicted seconds are those of the model on the link between, plus those of the 
 
 import argparse
 import dataclasses
-import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,7 +89,7 @@ def _step(rank: Rank, program: Any, args: tuple) -> tuple[float, list[int]]:
 
 
 def measure(num_tokens: int, inner: int, repeats: int) -> list[dict[str, Any]]:
-    """One row per program and rate, ready for a file."""
+    """One row per program and rate."""
     from benchmarks.network.jax_ranks import launch_jax
 
     with TwoDatacenters(1, None).build() as network:
@@ -120,7 +118,6 @@ def rows_of(of_ranks: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
         "sizes": first["sizes"],
         "token_bytes": sizes.token_bytes,
         "expert_bytes": sizes.expert_bytes,
-        "encoded_bytes": sizes.encoded_bytes(choice.codec),
         "domain_sizes": [choice.dc, choice.gpu],
         "ratio": choice.ratio,
         "predicted_bytes": wan_bytes(sizes, choice),
@@ -132,12 +129,41 @@ def rows_of(of_ranks: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
         measured = {
             "wan_bits_per_s": rate,
             "counted_bytes": first["at"][str(rate)]["sent_bytes"],
-            "predicted_wan_s": link_s,
             "predicted_s": link_s + float(np.median(unlimited_s)),
-            "benchmark_seconds": seconds(rate),
+            "measured_s": seconds(rate),
         }
         rows.append(common | measured)
     return rows
+
+
+MEASURED = {
+    "wan_bits_per_s": ".0f",
+    "num_tokens": "d",
+    "width": "d",
+    "inner": "d",
+    "num_experts": "d",
+    "per_tok": "d",
+    "token_bytes": "d",
+    "expert_bytes": "d",
+    "dc": "d",
+    "gpu": "d",
+    "ratio": ".0f",
+    "unlimited_s": ".6f",
+    "measured_s": ".6f",
+    "counted_bytes": ".0f",
+}
+"""Columns of the measured points that the simulator is compared with; the last three are medians of the repeats."""
+
+
+def measured_table(rows: list[dict[str, Any]]) -> Table:
+    """Return all points as other programs read them."""
+    lines: list[list[Value]] = []
+    for row in rows:
+        dc, gpu = row["domain_sizes"]
+        medians = {name: float(np.median(row[name])) for name in ("unlimited_s", "measured_s", "counted_bytes")}
+        point = {**row, **row["sizes"], "dc": dc, "gpu": gpu, **medians}
+        lines.append([point[name] for name in MEASURED])
+    return Table(MEASURED, lines)
 
 
 def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -153,7 +179,7 @@ def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             candidates = [row for row in alike if row["ratio"] == ratio or row["domain_sizes"] == [1, 1]]
             rate = payload_bytes_per_s(first["wan_bits_per_s"]) / DEVICES_PER_PROCESS
             choice = choose_level(work_of(Sizes(**first["sizes"]), ratio), Level("dc", 2, rate))
-            best = min(candidates, key=lambda row: np.median(row["benchmark_seconds"]))
+            best = min(candidates, key=lambda row: np.median(row["measured_s"]))
             predicted = [min(row["predicted_s"] for row in candidates if row["domain_sizes"][0] == dc) for dc in (1, 2)]
             points.append(
                 {
@@ -162,7 +188,7 @@ def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "model": choice.best.domain_size,
                     "measured": best["domain_sizes"],
                     "clear": max(predicted) > CLEARLY * min(predicted),
-                    "speedup": float(np.median(first["benchmark_seconds"]) / np.median(best["benchmark_seconds"])),
+                    "speedup": float(np.median(first["measured_s"]) / np.median(best["measured_s"])),
                 }
             )
     return points
@@ -181,9 +207,9 @@ def table(rows: list[dict[str, Any]]) -> Table:
         across = [row for row in alike if row["domain_sizes"] == [2, 1]]
         cells: list[Value] = [first[key] / 1e6 for key in ("wan_bits_per_s", "token_bytes", "expert_bytes")]
         for row in (first, *across):
-            cells += [row["predicted_s"], spread(np.array(row["benchmark_seconds"]))]
-        best = min(alike, key=lambda row: np.median(row["benchmark_seconds"]))
-        gain = np.median(first["benchmark_seconds"]) / np.median(best["benchmark_seconds"])
+            cells += [row["predicted_s"], spread(np.array(row["measured_s"]))]
+        best = min(alike, key=lambda row: np.median(row["measured_s"]))
+        gain = np.median(first["measured_s"]) / np.median(best["measured_s"])
         name = " x ".join(map(str, best["domain_sizes"])) + f", CR {best['ratio']:.0f}" * (best is not first)
         lines.append([*cells, name, float(gain)])
     return Table(columns | {"fastest of all": "", "plain's time over its": ".1f"}, lines, notes=summary(rows))
@@ -197,7 +223,7 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         for one in row["counted_bytes"]
         for counted in one
     ]
-    seconds_off = [np.median(row["benchmark_seconds"]) / row["predicted_s"] - 1 for row in rows]
+    seconds_off = [np.median(row["measured_s"]) / row["predicted_s"] - 1 for row in rows]
     found = winners(rows)
     points = [point for point in found if point["clear"]]
     hits = [point for point in points if point["model"] == point["measured"][0]]
@@ -232,16 +258,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--near", action="store_true", help="sizes near the crossover instead")
-    parser.add_argument("--json", type=Path, help="where all that was measured is written to")
     out_option(parser)
     given = parser.parse_args()
     load, start_s = os.getloadavg()[0], time.monotonic()
     rows: list[dict[str, Any]] = []
     for num_tokens, inner in NEAR_THE_CROSSOVER if given.near else TOKENS_AND_INNER:
         rows += measure(num_tokens, inner, given.repeats)
-        if given.json:
-            given.json.write_text(json.dumps(rows, indent=1))
-    report({"points": table(rows)}, given.out)
+    report({"points": table(rows), "measured": measured_table(rows)}, given.out)
     print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after; {time.monotonic() - start_s:.0f} s")
 
 

@@ -1,6 +1,6 @@
 """RailS on real interfaces: two nodes of four ranks, each with a slow NIC of its own, and skewed all-to-alls.
 
-Run it with `python -m benchmarks.network.bench_rails [--json FILE]`; needs a sandbox, see `sandbox.py`.
+Run it with `python -m benchmarks.network.bench_rails [--out FILE]`; needs a sandbox, see `sandbox.py`.
 
 Every rank is a process in a network namespace of its own. Between the nodes rows pass by NICs whose rate is limited in
 both directions; inside a node by a switch that nothing limits. The same rows travel in four ways:
@@ -15,13 +15,12 @@ The floor is theorem 2's: the busiest node's bytes, evenly over its NICs, at wha
 """
 
 import argparse
-import json
+import hashlib
 import multiprocessing
 import os
 import socket
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -185,10 +184,6 @@ class Result:
         """Of what was measured."""
         return float(np.median(self.seconds))
 
-    def lists(self) -> dict[str, object]:
-        """For a file."""
-        return {name: None if value is None else value.tolist() for name, value in vars(self).items()}
-
 
 def result_of(trials: list[Trial], ways: Ways | None, bits_per_s: float) -> Result:
     """Beside the prediction."""
@@ -254,11 +249,29 @@ def saved_table(floors_s: dict[str, float], results: dict[Key, Result]) -> Table
     return Table(columns, rows)
 
 
+def measured_table(traffic: dict[str, np.ndarray], results: dict[Key, Result]) -> Table:
+    """Return median seconds of all ways as other programs read them."""
+    rows: list[list[Value]] = []
+    for case, counts in traffic.items():
+        medians = (results[case, way].median_s for way in WAYS)
+        rows.append([case, digest_of(plan_of(counts)[0]), NIC_BITS_PER_S, *medians])
+    columns = {"case": "", "digest of rows": "", "nic_bits_per_s": ".0f"}
+    return Table(columns | dict.fromkeys(WAYS, ".6f"), rows)
+
+
+def digest_of(rows: np.ndarray) -> str:
+    """Return the start of the SHA-256 of the rows between ranks, which names a case's traffic.
+
+    Args:
+        rows: `[RANKS, RANKS]` integers.
+    """
+    return hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16]
+
+
 def main() -> None:
     """All cases."""
     sandbox.enter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write bytes and seconds, predicted and measured")
     out_option(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the workloads that are drawn")
     arguments = parser.parse_args()
@@ -268,18 +281,9 @@ def main() -> None:
     results = run_all(traffic, NIC_BITS_PER_S, REPEATS)
     floors_s = {name: floor_s(counts, NIC_BITS_PER_S) for name, counts in traffic.items()}
     tables = {"seconds": seconds_table(floors_s, results), "saved": saved_table(floors_s, results)}
+    tables["measured"] = measured_table(traffic, results)
     report(tables, arguments.out)
     print(f"\nload {os.getloadavg()[0]:.1f}")
-    if arguments.json:
-        written = {
-            case: {
-                "bytes_between_ranks": (plan_of(counts)[0] * ROW_BYTES).tolist(),
-                "floor_s": floors_s[case],
-                "ways": {way: results[case, way].lists() for way in WAYS},
-            }
-            for case, counts in traffic.items()
-        }
-        arguments.json.write_text(json.dumps({"nic_bits_per_s": NIC_BITS_PER_S, "cases": written}))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ namespace {
 static_assert(sizeof(BatchAttributes) == sizeof(CUmemcpyAttributes), "as CUDA lays them out");
 #endif
 
-// The function as CUDA `version` had it; null where the driver has none such, or where there is no driver.
+// Returns the function as of CUDA `version`; null if the driver or the function is missing.
 void* Find(const char* name, unsigned version) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult how = cudaDriverEntryPointSymbolNotFound;
@@ -40,7 +40,7 @@ DriverCalls FindAll() {
   Look("cuGetErrorName", 6000, &calls.error_name);
   Look("cuMemGetAddressRange", 3020, &calls.address_range);
   Look("cuPointerGetAttribute", 4000, &calls.pointer_attribute);
-  // From 12.0 on: the older ones are of drivers that had to be told to allow them.
+  // As of 12.0: the older versions require a driver setting.
   Look("cuStreamWriteValue32", 12000, &calls.write_value);
   Look("cuStreamWaitValue32", 12000, &calls.wait_value);
   Look("cuMemRetainAllocationHandle", 11000, &calls.retain);

@@ -1,5 +1,5 @@
-// Functions of the CUDA driver, looked up when they are first needed: the module is not linked with the driver's
-// library, and which of them a driver has is known only where it runs.
+// Functions of the CUDA driver, looked up at the first use. The module is not linked with the driver's library, and the
+// set of available functions depends on the machine.
 #pragma once
 
 #include <cuda.h>
@@ -11,16 +11,16 @@
 
 namespace moe_lb {
 
-// How a batch of copies is made, laid out as CUmemcpyAttributes, which toolkits before 12.8 do not declare.
+// Attributes of a batch of copies, laid out as CUmemcpyAttributes, which toolkits before 12.8 do not declare.
 struct BatchAttributes {
   int source_order;
   int hints[4];
   unsigned flags;
 };
 
-// A null pointer is a function that the driver lacks.
+// Function table; null pointers are functions that the driver lacks.
 struct DriverCalls {
-  // The two forms of the call, of CUDA 13 and of 12.8, which also tells which copy it refused.
+  // The two forms of the call: CUDA 13, and CUDA 12.8, which also returns the index of the failed copy.
   CUresult (*memcpy_batch)(CUdeviceptr*, CUdeviceptr*, size_t*, size_t, BatchAttributes*, size_t*, size_t, CUstream);
   CUresult (*memcpy_batch_first)(CUdeviceptr*, CUdeviceptr*, size_t*, size_t, BatchAttributes*, size_t*, size_t,
                                  size_t*, CUstream);
@@ -41,19 +41,19 @@ struct DriverCalls {
   decltype(&cuMemSetAccess) set_access;
   decltype(&cuMemRelease) release;
 
-  // Those of this machine's driver.
+  // The table of this machine's driver.
   static const DriverCalls& Get();
 
-  // Whether there is a driver: programs may be compiled here for other machines.
+  // True if a driver is installed. Programs may be compiled for other machines without one.
   bool is_there() const { return error_name != nullptr; }
-  // Nothing, or what of it is missing.
+  // Return a failure that names the missing function.
   Status CheckBatches() const;
   Status CheckBetweenProcesses() const;
 
   Status Error(CUresult result, const char* what) const;
 };
 
-// Goes on only after success. name: the driver's, of the call.
+// Returns the failure of a driver call from the enclosing function. name: of the driver function.
 #define MOE_LB_DRIVER(name, call)                                          \
   do {                                                                     \
     if (Status bad_ = DriverCalls::Get().Error((call), name)) return bad_; \

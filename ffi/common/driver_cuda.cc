@@ -19,7 +19,7 @@ std::string Dotted(int version) {
 Status CheckDriver() {
   int driver = 0;
   if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) return Ok();
-  // The runtime is linked in. It runs with every driver of its own major version or a newer one.
+  // The runtime is linked statically. It runs with every driver of its own major version or newer.
   if (driver / 1000 >= CUDART_VERSION / 1000) return Ok();
   return Refuse("the driver here is for CUDA ", Dotted(driver), " and the custom calls were built with CUDA ",
                 Dotted(CUDART_VERSION), "; expected a newer driver, or a build with the toolkit of CUDA ",

@@ -4,8 +4,8 @@
 
 namespace moe_lb {
 
-// Nothing, or why the custom calls cannot run with this machine's driver. Where there is no driver nothing is wrong:
-// programs are then compiled for other machines.
+// Return a failure if the custom calls cannot run with this machine's driver. Without a driver it succeeds, because
+// programs may be compiled for other machines.
 Status CheckDriver();
 
 }  // namespace moe_lb

@@ -1,4 +1,4 @@
-// Every XLA handler needs these: they make views of buffers, and errors of refusals.
+// Conversions for XLA handlers: buffers to views, and failures to errors.
 #pragma once
 
 #include <cstdint>

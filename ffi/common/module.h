@@ -1,4 +1,4 @@
-// A nanobind module that hands handlers and state types to JAX.
+// Conversion of registrations to the Python objects that JAX registers.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,7 +10,7 @@
 namespace moe_lb {
 
 // {"types": {name: {"type_id": capsule, "type_info": capsule}}, "handlers": {name: {stage: capsule}},
-//  "api_version": that of the headers, which a jaxlib accepts when its own is the same or newer}
+//  "api_version": version of the headers; a jaxlib accepts it if its own is the same or newer}
 inline nanobind::dict AsPython(std::initializer_list<Registrations> parts) {
   namespace nb = nanobind;
   nb::dict types;
@@ -19,14 +19,14 @@ inline nanobind::dict AsPython(std::initializer_list<Registrations> parts) {
     for (const TypeRegistration& type : part.types) {
       nb::dict entry;
       entry["type_id"] = nb::capsule(static_cast<void*>(type.id));
-      // A capsule holds no pointer to const. Nobody writes through it: XLA only reads what the type's functions are.
+      // A capsule holds a non-const pointer. XLA only reads the type's functions.
       entry["type_info"] = nb::capsule(const_cast<void*>(static_cast<const void*>(type.info)));
       types[type.name] = entry;
     }
     for (const HandlerRegistration& handler : part.handlers) {
       nb::dict stages;
       stages["execute"] = nb::capsule(reinterpret_cast<void*>(handler.execute));
-      // A stage that is named must exist, so one that a handler lacks is left out.
+      // A named stage must exist, so missing stages are left out.
       if (handler.instantiate != nullptr) {
         stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(handler.instantiate));
       }

@@ -1,4 +1,4 @@
-// Handlers and state types by name, as one list per part of the library; a module hands them to JAX.
+// Handlers and state types by name, one list per part of the library; a module passes them to JAX.
 #pragma once
 
 #include <vector>
@@ -10,12 +10,12 @@ namespace moe_lb {
 struct HandlerRegistration {
   const char* name;
   XLA_FFI_Handler* execute;
-  XLA_FFI_Handler* instantiate = nullptr;  // only where the call keeps a state per call site
-  XLA_FFI_Handler* initialize = nullptr;   // only where it prepares every execution of a program
+  XLA_FFI_Handler* instantiate = nullptr;  // only for calls with state per call site
+  XLA_FFI_Handler* initialize = nullptr;   // only for calls that prepare every execution of a program
 };
 
-// A state's type must be registered before the handlers that use it: XLA asks a handler for the type of its state when
-// it is registered, and refuses one that it does not know.
+// A state's type must be registered before the handlers that use it: XLA reads the state type of a handler at its
+// registration and rejects unregistered types.
 struct TypeRegistration {
   const char* name;
   XLA_FFI_TypeId* id;

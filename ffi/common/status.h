@@ -1,5 +1,5 @@
-// A status is nothing, or says what is wrong with the arguments: it names the argument, the value and what was
-// expected. It is no exception, because neither XLA nor CUDA lets one pass through a handler.
+// A status: empty on success, else a message that names the argument, its value and the expected condition. It is not
+// an exception, because neither XLA nor CUDA lets one pass through a handler.
 #pragma once
 
 #include <optional>
@@ -9,12 +9,12 @@
 
 namespace moe_lb {
 
-// What is wrong, in words.
+// Message of a failure.
 struct Problem : std::string {
   Problem(std::string words, bool internal = false) : std::string(std::move(words)), is_internal(internal) {}
   Problem(const char* words) : std::string(words), is_internal(false) {}
 
-  bool is_internal;  // no argument is to blame, but the machine or this library
+  bool is_internal;  // caused by the machine or this library, not by an argument
 };
 
 using Status = std::optional<Problem>;
@@ -29,7 +29,7 @@ Status Refuse(const Parts&... parts) {
   return Problem(message.str());
 }
 
-// The same problem, and where it is.
+// The same problem, prefixed by its place.
 inline Status At(const std::string& place, const Problem& problem) {
   return Problem(place + ": " + problem, problem.is_internal);
 }

@@ -1,5 +1,5 @@
-// This is enough of a test framework: a failed expectation says where it is, and the process fails. Unlike `assert` it
-// also holds with NDEBUG, with which releases and the sanitizers' builds are compiled.
+// A minimal test framework: a failed expectation prints its location and exits the process with 1. Unlike `assert`, it
+// is active with NDEBUG, which releases and sanitizer builds define.
 #pragma once
 
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// Views of arrays that somebody else owns. Algorithms take these, so that they know neither XLA nor Python.
+// Non-owning views of arrays, so that algorithms depend on neither XLA nor Python.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +6,7 @@
 
 namespace moe_lb {
 
-// Entries are not checked against the size: an algorithm checks all its arguments before it reads any of them, and its
-// inner loops must not pay for it again.
+// Indices are not checked: an algorithm checks all its arguments first, and inner loops must not pay for checks.
 template <typename T>
 class View {
  public:
@@ -24,7 +23,7 @@ class View {
   size_t size_;
 };
 
-// A matrix is row-major, as XLA and NumPy have it. `matrix[row]` is a View, `matrix[row][column]` an entry.
+// A row-major matrix, as in XLA and NumPy. `matrix[row]` is a View, `matrix[row][column]` an entry.
 template <typename T>
 class MatrixView {
  public:

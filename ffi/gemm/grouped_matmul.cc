@@ -22,15 +22,15 @@ Status CheckSizes(View<const int32_t> group_sizes, int64_t num_rows) {
   return Ok();
 }
 
-// A result lies in pages that nobody has touched. Most of the time of a large product of few rows goes into their
-// faults, and 2 MB pages have fewer of them.
+// Request 2 MB pages for a result. Page faults take most of the time of a large product of few rows, and large pages
+// have fewer of them.
 void AskForHugePages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes) {
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t kHuge = 2 << 20;
   if (bytes < 4 * kHuge) return;
   const auto start = reinterpret_cast<uintptr_t>(data);
   const uintptr_t first = (start + kHuge - 1) / kHuge * kHuge, last = (start + bytes) / kHuge * kHuge;
-  // This is a wish: where the kernel of the system refuses it, nothing is lost but time.
+  // A hint: if the kernel of the system refuses it, only time is lost.
   madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #endif
 }
@@ -56,25 +56,25 @@ void Cut(Span rows, std::vector<Span>& spans) {
   }
 }
 
-// The largest span comes first, as the last task to begin decides when all are done.
+// The largest span comes first, because the last task to start determines the total time.
 void SortByWork(std::vector<Span>& spans) {
   std::stable_sort(spans.begin(), spans.end(),
                    [](const Span& a, const Span& b) { return a.num_rows * a.depth > b.num_rows * b.depth; });
 }
 
-// Runs `multiply(span, first_column, last_column)` over all spans and columns, which are cut only where there would be
-// too few tasks.
+// Runs `multiply(span, first_column, last_column)` over all spans and columns. Columns are cut only if there are too
+// few tasks.
 template <typename Multiply>
 Status ForEachBlock(const std::vector<Span>& spans, int64_t num_columns, const Pool& pool, const Multiply& multiply) {
   constexpr int64_t kTasksPerThread = 8;  // so that the last ones are short
   const auto num_spans = static_cast<int64_t>(spans.size());
   if (num_spans == 0 || num_columns == 0) return Ok();
-  // A task reads its rows anew for its columns, so columns are cut no further than the threads need, nor into pieces of
-  // less than four steps.
+  // A task reads its rows again for its columns, so columns are cut only as far as the threads require, and into pieces
+  // of at least four steps.
   const int64_t wanted = (kTasksPerThread * pool.num_threads + num_spans - 1) / num_spans;
   const int64_t most = (num_columns + 4 * kColumnStep - 1) / (4 * kColumnStep);
   const int64_t pieces = std::max<int64_t>(1, std::min(wanted, most));
-  // Whole steps make all panels but the last ones whole, which a kernel need not pad.
+  // With whole steps, all panels but the last ones are whole, which a kernel need not pad.
   const int64_t width = ((num_columns + pieces - 1) / pieces + kColumnStep - 1) / kColumnStep * kColumnStep;
   const int64_t chunks = (num_columns + width - 1) / width;
   const bool done = ForEachTask(pool, num_spans * chunks, [&](int64_t task) {
@@ -108,9 +108,9 @@ Status GroupedMatmul(MatrixView<const T> rows, View<const T> weights, bool trans
     end += group_sizes[g];
   }
   SortByWork(spans);
-  // What has no rows to multiply costs least and goes last. Its group is a placeholder: at depth 0 neither rows nor
-  // weights are read, and the kernel writes 0.
-  Cut({0, end, num_rows - end, 0, 0}, spans);  // of no group: sums of nothing
+  // Rows of no group cost least and go last. Their group is a placeholder: at depth 0 neither rows nor weights are
+  // read, and the kernel writes 0.
+  Cut({0, end, num_rows - end, 0, 0}, spans);  // of no group: empty sums
   return ForEachBlock(spans, columns, pool, [&](const Span& span, int64_t first, int64_t last) {
     return Multiply(instructions, Block<T, T>{rows.flat().data() + span.first * depth, depth, 1,
                                               weights.data() + span.group * depth * columns,
@@ -135,14 +135,14 @@ Status GroupedOuter(MatrixView<const T> rows, MatrixView<const T> others, View<c
   std::vector<Span> spans;
   int64_t end = 0;
   for (size_t g = 0; g < group_sizes.size(); ++g) {
-    // An empty group adds nothing, and its sums are not touched.
+    // An empty group leaves its sums unchanged.
     if (group_sizes[g] > 0)
       Cut({static_cast<int64_t>(g), static_cast<int64_t>(g) * width, width, end, group_sizes[g]}, spans);
     end += group_sizes[g];
   }
   SortByWork(spans);
   return ForEachBlock(spans, columns, pool, [&](const Span& span, int64_t first, int64_t last) {
-    // The rows of this product are columns of `rows`, which is read with its strides exchanged and never transposed in
+    // The rows of this product are columns of `rows`, which is read with exchanged strides and never transposed in
     // memory.
     const int64_t column = span.first - span.group * width;
     return Multiply(instructions, Block<T, SumOf<T>>{rows.flat().data() + span.depth_first * width + column, 1, width,

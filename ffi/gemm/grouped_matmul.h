@@ -10,7 +10,7 @@
 
 namespace moe_lb {
 
-// out[i] = rows[i] @ weights[g] for the rows i of each group g; 0 in rows of no group, which are not read.
+// Compute out[i] = rows[i] @ weights[g] for the rows i of each group g; 0 in rows of no group, which are not read.
 //   rows: [A, K], sorted by group.
 //   weights: [G, K, N], or where `transposed` [G, N, K] and out[i] = rows[i] @ weights[g]^T.
 //   group_sizes: [G], rows of each group, at least 0; their sum must be at most A.
@@ -20,7 +20,8 @@ template <typename T>
 Status GroupedMatmul(MatrixView<const T> rows, View<const T> weights, bool transposed, View<const int32_t> group_sizes,
                      MatrixView<T> out, const Pool& pool, Instructions instructions);
 
-// out[g] += rows_g^T @ others_g, where x_g are the rows of group g. The gradient of `weights`, block by block of rows.
+// Add to out[g] the product rows_g^T @ others_g, where x_g are the rows of group g: the gradient of `weights`, by
+// blocks of rows.
 //   rows: [A, K], others: [A, N], both sorted by group.
 //   out: [G, K, N] as a matrix [G * K, N].
 template <typename T>

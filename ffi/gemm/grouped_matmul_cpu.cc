@@ -1,4 +1,4 @@
-// Grouped products on the threads that XLA:CPU computes with.
+// Grouped products on the compute threads of XLA:CPU.
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -16,8 +16,8 @@ namespace xf = xla::ffi;
 using Sizes = xf::Buffer<xf::S32>;
 using Result = xf::Result<xf::AnyBuffer>;
 
-// These are the threads on which XLA computes; a pool of the products' own would contend with them for the same cores.
-// The reference is used only while the handler runs.
+// The threads on which XLA computes; a separate pool would contend with them for the same cores. The reference is used
+// only while the handler runs.
 Pool PoolOf(xf::ThreadPool& threads) {
   return {threads.num_threads(), [&threads](std::function<void()> task) { threads.Schedule(std::move(task)); }};
 }
@@ -55,8 +55,8 @@ Status RunMatmul(xf::ThreadPool& threads, const xf::AnyBuffer& rows, const xf::A
                           Matrix<T>(out, num_rows, columns), PoolOf(threads), BestInstructions());
 }
 
-// All shapes are checked against those of `rows`, the result and `group_sizes`, because the algorithm gets plain
-// pointers and takes the sizes for granted.
+// Checks all shapes against those of `rows`, the result and `group_sizes`: the algorithm takes plain pointers and does
+// not check sizes.
 Status Matmul(xf::ThreadPool& threads, const xf::AnyBuffer& rows, const xf::AnyBuffer& weights, Sizes& sizes,
               const xf::AnyBuffer& out, int64_t transposed) {
   if (Status bad = CheckDimensions("rows", rows, 2)) return bad;
@@ -96,7 +96,7 @@ Status Outer(xf::ThreadPool& threads, const xf::AnyBuffer& rows, const xf::AnyBu
   const auto num_groups = static_cast<int64_t>(sizes.element_count());
   if (Status bad = CheckShape("sums", before, sums, {num_groups, width, columns})) return bad;
   if (Status bad = CheckShape("the result", out, sums, {num_groups, width, columns})) return bad;
-  // The sums are aliased to the result, and where XLA could not do that they are copied.
+  // The sums are aliased to the result; copy them if XLA could not alias them.
   if (out.size_bytes() > 0 && out.untyped_data() != before.untyped_data()) {
     std::memcpy(out.untyped_data(), before.untyped_data(), out.size_bytes());
   }
@@ -106,7 +106,7 @@ Status Outer(xf::ThreadPool& threads, const xf::AnyBuffer& rows, const xf::AnyBu
   return Refuse("rows have an unknown dtype; expected float32, float64 or bfloat16");
 }
 
-// The device is named, because all devices make this call and only one of them may have a bad operand.
+// Name the device, because all devices make this call and only one of them may have a bad operand.
 xf::Error OnDevice(int32_t device, const Status& status) {
   return status ? ToError(Refuse("device ", device, ": ", *status)) : xf::Error::Success();
 }

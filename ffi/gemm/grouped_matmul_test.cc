@@ -67,7 +67,7 @@ struct Shape {
   std::vector<int32_t> sizes;
 };
 
-// Odd and whole panels, more depth than a piece, more rows than a block, and nothing at all.
+// Odd and whole panels, more depth than a piece, more rows than a block, and empty operands.
 const std::vector<Shape> kShapes = {
     {40, 7, 5, {3, 0, 20, 1}},  {9, 1, 1, {2, 7}},      {300, 33, 50, {0, 270, 1}}, {64, 64, 96, {30, 34}},
     {20, 1030, 70, {9, 0, 11}}, {17, 40, 144, {0, 16}}, {5, 16, 16, {0, 0}},        {6, 3, 4, {}},
@@ -208,7 +208,7 @@ void APoolThatIsBusyIsNotWaitedFor() {
   const auto out = c.Product(false, pool, BestInstructions());
   EXPECT(SameBits(out, c.Product(false, kAlone, BestInstructions())));
   EXPECT(!late.empty());
-  for (const auto& task : late) task();  // finds nothing left to do
+  for (const auto& task : late) task();  // no task is left
 }
 
 void EachTaskIsDoneOnceAndFailuresAreReported() {

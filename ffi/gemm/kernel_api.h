@@ -10,14 +10,14 @@ struct Bf16 {
   uint16_t bits;
 };
 
-// What sums of T are kept in.
+// Accumulator type of T.
 template <typename T>
 using SumOf = std::conditional_t<std::is_same_v<T, Bf16>, float, T>;
 
-// Each includes those before it. kAvx512Bf16 is kAvx512 with a product of bfloat16 pairs.
+// Each level includes those before it. kAvx512Bf16 is kAvx512 with a product of bfloat16 pairs.
 enum class Instructions { kBase, kAvx2, kAvx512, kAvx512Bf16 };
 
-// What this processor has.
+// Returns the level of this processor.
 Instructions BestInstructions();
 
 // Rows of a block. The broadcast operand of a block, [256, 2 KB], stays in the second-level cache.
@@ -27,14 +27,14 @@ constexpr int64_t kMaxBlockRows = 256;
 // every kernel's panel width.
 constexpr int64_t kColumnStep = 48;
 
-// out[i, j] = sum over r of a[i, r] * b[r, j], for j from first_column to before last_column; 0 where depth is 0. Where
-// `adds`, which only Outs that are sums can, that is added to what `out` holds.
+// Computes out[i, j] = sum over r of a[i, r] * b[r, j], for j from first_column to before last_column; 0 if depth is 0.
+// With `adds`, available if Out is the accumulator type, the sum is added to `out`.
 template <typename T, typename Out>
 struct Block {
   const T* a;  // a[i, r] is at i * a_row_stride + r * a_depth_stride; one of the strides is 1
   int64_t a_row_stride;
   int64_t a_depth_stride;
-  const T* b;  // b[r, j] is at r * b_stride + j, or where transposed at j * b_stride + r
+  const T* b;  // b[r, j] is at r * b_stride + j, or if transposed at j * b_stride + r
   int64_t b_stride;
   bool b_transposed;
   int64_t rows;  // at most kMaxBlockRows
@@ -46,8 +46,9 @@ struct Block {
   bool adds = false;
 };
 
-// False, and nothing done, if no memory could be had for packed operands. T and Out are float and float, double and
-// double, Bf16 and Bf16, or Bf16 and float. Every element of `out` is summed in the same order, whatever the block.
+// Returns false without any output if memory for packed operands cannot be allocated. T and Out are float and float,
+// double and double, Bf16 and Bf16, or Bf16 and float. Every element of `out` is summed in the same order, for every
+// block.
 template <typename T, typename Out>
 [[nodiscard]] bool Multiply(Instructions instructions, const Block<T, Out>& block);
 

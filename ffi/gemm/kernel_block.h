@@ -67,7 +67,7 @@ class BlockKernel {
   template <typename Do>
   void ForEachPiece(const Do& act) {
     int64_t r = 0;
-    do {  // also where depth is 0: the sums are 0 then
+    do {  // also if depth is 0: the sums are then 0
       act(r);
       r += kPieceDepth;
     } while (r < block_.depth);
@@ -76,7 +76,7 @@ class BlockKernel {
   static int64_t Least(int64_t a, int64_t b) { return a < b ? a : b; }
   static int64_t Elems(int64_t depth) { return (depth + kValuesIn<Elem> - 1) / kValuesIn<Elem>; }
 
-  // Whether tiles write to `out`: else they write to sums_, which are copied, and narrowed, in the end.
+  // True if tiles write to `out`; else they write to sums_, which are narrowed and copied at the end.
   static bool IsDirect(const Panel& panel) { return std::is_same_v<Sum, Out> && panel.columns == panel.width; }
 
   // b at depth `r` and column `n`.
@@ -105,7 +105,7 @@ class BlockKernel {
     }
   }
 
-  // What comes after depth `r` of this panel.
+  // Address of the data after depth `r` of this panel.
   Prefetch NextPiece(const Panel& panel, int64_t r, int64_t steps) const {
     const bool last_panel = panel.first + kPanel >= block_.last_column, last_piece = r + kPieceDepth >= block_.depth;
     if (last_panel && last_piece) return {};

@@ -1,4 +1,4 @@
-// The innermost loops. Part of kernel.h.
+// Innermost loops. Part of kernel.h.
 namespace moe_lb {
 namespace MOE_LB_KERNEL {
 
@@ -10,7 +10,7 @@ struct Tile {
   int64_t a_row_stride;
   int64_t a_depth_stride;
   Elem* b;                  // a packed panel
-  const Elem* unpacked;     // where not null: the panel is read here, and packed on the way
+  const Elem* unpacked;     // if not null, the panel is read here and packed
   int64_t unpacked_stride;  // from one depth to the next
   int64_t depth;            // in elements
   Sum* out;
@@ -74,7 +74,7 @@ __attribute__((noinline)) void Multiply(const Tile<Elem>& tile, Prefetch& ahead)
   }
 }
 
-// Multiply, with sizes known at run time. Only whole panels are packed on the way.
+// Multiply with sizes known at run time. Only whole panels are packed.
 template <typename Elem, int rows = kTileRows, int vectors = kTileVectors>
 void MultiplyAny(int64_t num_rows, int64_t num_vectors, const Tile<Elem>& tile, Prefetch& ahead) {
   if constexpr (vectors > 1) {

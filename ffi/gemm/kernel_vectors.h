@@ -73,7 +73,7 @@ inline Elem LoadOne(const T* at, int64_t stride, int64_t left) {
   }
 }
 
-// To the nearest, ties to even; a NaN stays one.
+// Round to nearest, ties to even; a NaN stays NaN.
 template <typename T, typename Sum>
 inline T Narrow(Sum sum) {
   if constexpr (std::is_same_v<T, Sum>) {

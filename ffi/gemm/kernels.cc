@@ -1,5 +1,5 @@
-// The kernel, once per instruction set. Flags of the compiler would reach the inline functions of the standard library
-// as well, and the linker might keep those for everybody; a pragma and a namespace reach only the kernel.
+// The kernel, once per instruction set. Compiler flags would also apply to inline functions of the standard library,
+// and the linker might keep those for all callers; a pragma and a namespace apply only to the kernel.
 #include <cstdlib>
 
 #include "ffi/gemm/kernel_api.h"
@@ -51,8 +51,8 @@ using Accumulator = std::conditional_t<std::is_same_v<Elem, Pair>, float, Elem>;
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
-// 8 x 3 + 3 + 1 of the 32 registers are used. GCC prefers vectors of 32 bytes on some of these processors, unless it is
-// told otherwise.
+// 8 x 3 + 3 + 1 of the 32 registers are used. Without the option, GCC prefers vectors of 32 bytes on
+// some of these processors.
 #define MOE_LB_KERNEL avx512
 #define MOE_LB_VECTOR_BYTES 64
 #define MOE_LB_TILE_ROWS 8
@@ -74,9 +74,9 @@ using Accumulator = std::conditional_t<std::is_same_v<Elem, Pair>, float, Elem>;
 namespace moe_lb {
 namespace {
 
-// Returns memory of this thread, or null if there is none. It is kept for the thread's next block: XLA's threads come
-// back with every product, and fresh memory would have to be faulted in each time. It is aligned, so that no vector of
-// a packed operand lies across two cache lines.
+// Returns memory of this thread, or null if there is none. It is kept for the thread's next block: XLA's threads return
+// with every product, and fresh memory would page-fault each time. It is aligned, so that no vector of a packed operand
+// crosses a cache line.
 void* Scratch(size_t bytes) {
   struct Memory {
     ~Memory() { std::free(data); }
@@ -105,7 +105,7 @@ bool MultiplyWith(const Block<T, Out>& block) {
 
 Instructions BestInstructions() {
 #ifdef MOE_LB_X86_KERNELS
-  // All four are asked for, because the pragma above lets the compiler use any of them.
+  // Check all four, because the pragma above lets the compiler use any of them.
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (avx512) return __builtin_cpu_supports("avx512bf16") ? Instructions::kAvx512Bf16 : Instructions::kAvx512;

@@ -10,22 +10,22 @@
 namespace moe_lb {
 namespace {
 
-// The pool shares this, because its threads may come when everything is over. By then the caller of ForEachTask has
-// gone on, and what `task_` refers to may be gone as well: a thread that finds no task left must not call it.
+// Shared with the pool, because its threads may start after the end. The caller of ForEachTask has then returned, and
+// `task_` may refer to destroyed objects: a thread without a task must not call it.
 class Tasks {
  public:
   Tasks(int64_t total, std::function<bool(int64_t)> task) : total_(total), task_(std::move(task)) {}
 
   void Work() {
     int64_t mine = 0;
-    // Tasks are taken in their order: callers put the longest first.
+    // Take tasks in order: callers put the longest first.
     for (int64_t i = next_.fetch_add(1); i < total_; i = next_.fetch_add(1), ++mine) {
       if (!task_(i)) failed_ = true;
     }
-    // Each thread adds its tasks once, so that threads do not fight for this word. Whoever reads the total from it has
-    // seen the results of all tasks.
+    // Each thread adds its tasks once, to avoid contention. A thread that reads the total sees the results of all
+    // tasks.
     if (mine > 0 && done_.fetch_add(mine) + mine == total_) {
-      // Without the lock this could come after Wait has compared and before it sleeps, and would wake nobody up.
+      // Without the lock, the notification could fall between the comparison and the sleep of Wait, and be lost.
       const std::lock_guard<std::mutex> lock(mutex_);
       changed_.notify_all();
     }
@@ -52,7 +52,7 @@ class Tasks {
 bool ForEachTask(const Pool& pool, int64_t num_tasks, std::function<bool(int64_t)> task) {
   if (num_tasks == 0) return true;
   const auto tasks = std::make_shared<Tasks>(num_tasks, std::move(task));
-  // This thread is one of those that work, so that all is done even if the pool has no thread to spare.
+  // This thread works too, so that all tasks complete even without a free pool thread.
   const int64_t num_helpers = std::min(pool.num_threads, num_tasks) - 1;
   for (int64_t i = 0; i < num_helpers; ++i) pool.schedule([tasks] { tasks->Work(); });
   tasks->Work();

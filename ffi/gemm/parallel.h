@@ -1,4 +1,4 @@
-// Tasks on the threads of somebody else's pool.
+// Parallel tasks on the threads of an external pool.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@ struct Pool {
   std::function<void(std::function<void()>)> schedule;
 };
 
-// Calls `task` with each of 0 ... num_tasks - 1, in that order but at the same time, on this thread and the pool's;
-// whether all returned true. It waits for no thread that has not begun a task: this one does what nobody takes, so
-// that all threads of a pool may be in here at once.
+// Call `task` concurrently with each of 0 ... num_tasks - 1, started in that order, on this thread and the pool's.
+// Returns true if all calls returned true. This thread runs every task that no other thread has started, so all threads
+// of a pool may call this at once.
 bool ForEachTask(const Pool& pool, int64_t num_tasks, std::function<bool(int64_t)> task);
 
 }  // namespace moe_lb

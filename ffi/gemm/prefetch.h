@@ -1,4 +1,4 @@
-// Brings memory into the cache, a line now and then, while something else is computed.
+// Prefetches memory into the cache, a line at a time, during a computation.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ class Prefetch {
   // Steps from one `Touch` to the next.
   int64_t every() const { return every_; }
 
-  // Asks for the next line.
+  // Prefetches the next line.
   inline __attribute__((always_inline)) void Touch() {
     if (num_rows_ == 0) return;
     __builtin_prefetch(at_ + column_);

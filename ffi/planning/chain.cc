@@ -9,7 +9,7 @@ uint32_t Hottest(const Serving& serving, uint32_t rank) {
   const auto first = static_cast<uint32_t>(rank * serving.home_experts());
   uint32_t best = first;
   for (uint32_t expert = first + 1; expert < first + serving.home_experts(); ++expert) {
-    // Equal tokens are not enough, so that ties go to the lower expert.
+    // Strictly more tokens are required, so that ties go to the lower expert.
     if (serving.tokens(expert) > serving.tokens(best)) best = expert;
   }
   return best;
@@ -17,33 +17,33 @@ uint32_t Hottest(const Serving& serving, uint32_t rank) {
 
 }  // namespace
 
-void Chain::Fill(Serving& serving, int32_t limit, Giver rule) {
+void Chain::Fill(Serving& serving, int32_t limit, DonorRule rule) {
   serving.Reset();
   Start(serving, limit);
-  while (!rooms_.empty() && !givers_.empty()) {
+  while (!rooms_.empty() && !donors_.empty()) {
     std::pop_heap(rooms_.begin(), rooms_.end());
     const Room receiver = rooms_.back();
     rooms_.pop_back();
-    Give(serving, limit, PickGiver(serving, limit, receiver.tokens, rule), receiver, rule);
+    Give(serving, limit, PickDonor(serving, limit, receiver.tokens, rule), receiver, rule);
   }
 }
 
 void Chain::Start(const Serving& serving, int32_t limit) {
   std::fill(used_.begin(), used_.end(), 0);
   std::fill(sent_.begin(), sent_.end(), 0);
-  givers_.clear();
+  donors_.clear();
   rooms_.clear();
   for (uint32_t rank = 0; rank < serving.num_ranks(); ++rank) {
     const int32_t load = serving.load(rank);
     if (load > limit && fan_out_ > 0) {
-      givers_.push_back(rank);
+      donors_.push_back(rank);
       start_[rank] = load;
       hottest_[rank] = Hottest(serving, rank);
     } else if (load < limit && slots_ > 0) {
       rooms_.push_back({limit - load, rank});
     }
   }
-  // A rank is in the heap once at most: it leaves when it receives and comes back with the room that is left.
+  // A rank is in the heap at most once: it leaves when it receives and returns with its remaining room.
   std::make_heap(rooms_.begin(), rooms_.end());
 }
 
@@ -53,14 +53,14 @@ void Chain::AddRoom(int32_t tokens, uint32_t rank) {
   std::push_heap(rooms_.begin(), rooms_.end());
 }
 
-// The giver of the largest key, which is at least 0.
+// Returns the donor of the largest key, which is at least 0.
 template <typename Key>
 uint32_t Chain::Most(Key key) const {
   uint32_t best = 0;
   int64_t best_key = -1;
-  for (const uint32_t rank : givers_) {
+  for (const uint32_t rank : donors_) {
     const int64_t its_key = key(rank);
-    // Givers are in ascending order, so that a tie stays with the lower rank.
+    // Donors are in ascending order, so that ties go to the lower rank.
     if (its_key <= best_key) continue;
     best_key = its_key;
     best = rank;
@@ -68,45 +68,45 @@ uint32_t Chain::Most(Key key) const {
   return best;
 }
 
-uint32_t Chain::PickGiver(const Serving& serving, int32_t limit, int32_t room, Giver rule) const {
-  // Two keys are packed into one number, the first one above. Tokens are below 2^31, so their product with it fits
+uint32_t Chain::PickDonor(const Serving& serving, int32_t limit, int32_t room, DonorRule rule) const {
+  // Two keys are packed into one number, the major one in the high bits. Tokens are below 2^31, so their product fits
   // int64.
   constexpr int64_t kAbove = int64_t{1} << 31;  // above all tokens
   const auto hottest = [&](uint32_t rank) { return serving.tokens(hottest_[rank]); };
   const auto surplus = [&](uint32_t rank) { return serving.load(rank) - limit; };
   switch (rule) {
-    case Giver::kSurplus:
+    case DonorRule::kSurplus:
       return Most([&](uint32_t rank) { return hottest(rank) >= room ? kAbove + surplus(rank) : hottest(rank); });
-    case Giver::kUseful:
+    case DonorRule::kUseful:
       return Most(
           [&](uint32_t rank) { return std::min({hottest(rank), surplus(rank), room}) * kAbove + hottest(rank); });
-    case Giver::kHottest:
+    case DonorRule::kHottest:
       return Most(hottest);
-    case Giver::kInTurn:
+    case DonorRule::kSequential:
       return Most([&](uint32_t rank) { return start_[rank]; });
   }
   return 0;
 }
 
-void Chain::Give(Serving& serving, int32_t limit, uint32_t giver, Room receiver, Giver rule) {
-  const uint32_t expert = hottest_[giver];
-  // The piece closes the receiver or takes the expert whole, or ends the giver where they give in turn. So no rank gets
-  // the same expert twice, which Serving relies on.
+void Chain::Give(Serving& serving, int32_t limit, uint32_t donor, Room receiver, DonorRule rule) {
+  const uint32_t expert = hottest_[donor];
+  // The piece closes the receiver, takes the whole expert, or (kSequential) ends the donor. So no rank gets the same
+  // expert twice, as Serving requires.
   int32_t tokens = std::min(serving.tokens(expert), receiver.tokens);
-  if (rule == Giver::kInTurn) tokens = std::min(tokens, serving.load(giver) - limit);
+  if (rule == DonorRule::kSequential) tokens = std::min(tokens, serving.load(donor) - limit);
   serving.Add(expert, receiver.rank, tokens);
   ++used_[receiver.rank];
-  ++sent_[giver];
+  ++sent_[donor];
   AddRoom(receiver.tokens - tokens, receiver.rank);
-  const int32_t surplus = serving.load(giver) - limit;
-  if (surplus > 0 && sent_[giver] < fan_out_) {
-    hottest_[giver] = Hottest(serving, giver);
+  const int32_t surplus = serving.load(donor) - limit;
+  if (surplus > 0 && sent_[donor] < fan_out_) {
+    hottest_[donor] = Hottest(serving, donor);
     return;
   }
-  // The others move up and stay in order, see Most. If the giver stopped because of its fan-out, its room is negative
-  // and AddRoom leaves it out.
-  givers_.erase(std::find(givers_.begin(), givers_.end(), giver));
-  AddRoom(-surplus, giver);
+  // The other donors keep their order, see Most. If the donor stopped at its fan-out, its room is negative and AddRoom
+  // ignores it.
+  donors_.erase(std::find(donors_.begin(), donors_.end(), donor));
+  AddRoom(-surplus, donor);
 }
 
 }  // namespace moe_lb

@@ -1,4 +1,4 @@
-// A constructive placement: every replica fills its receiver, even beyond what its giver has to lose.
+// Constructive placement: every replica fills its receiver, even beyond the donor's surplus.
 #pragma once
 
 #include <cstdint>
@@ -8,19 +8,20 @@
 
 namespace moe_lb {
 
-// Which of the ranks above the limit gives, always its hottest expert. `room` is what the receiver
-// can take, `hottest` what is left at home of that expert, `surplus` what the rank has above the limit.
-enum class Giver {
-  kSurplus,  // most surplus among those with hottest >= room; if there are none, most hottest
-  kUseful,   // most min(hottest, surplus, room), then most hottest
-  kHottest,  // most hottest
-  kInTurn,   // most load at the start, until it has no surplus; gives its surplus at most
+// Rule that picks the donor among the ranks above the limit. A donor gives tokens of its hottest expert. `room` is the
+// number of tokens that the receiver can take, `hottest` the tokens of that expert left at home, and `surplus` the load
+// of the rank above the limit.
+enum class DonorRule {
+  kSurplus,     // largest surplus among ranks with hottest >= room; if there are none, largest hottest
+  kUseful,      // largest min(hottest, surplus, room), then largest hottest
+  kHottest,     // largest hottest
+  kSequential,  // highest initial load, until it has no surplus; gives at most its surplus
 };
 
-// Places replicas, starting from none, until no rank is above the limit or no slot can help.
+// Places replicas, starting from none, until no rank is above the limit or no free slot reduces a load.
 //
 // The rank with most room among those with a free slot receives min(hottest, room) tokens of a
-// giver's hottest expert. That may be more than the giver's surplus: it then has room itself, and
+// donor's hottest expert. That may be more than the donor's surplus: it then has room itself, and
 // becomes a receiver with slots of its own. So every piece closes its receiver for good, or takes an
 // expert whole, and the slots of all ranks serve. Ties go to the lower rank and expert.
 class Chain {
@@ -29,7 +30,7 @@ class Chain {
   Chain(size_t num_ranks, size_t slots, size_t fan_out)
       : slots_(slots), fan_out_(fan_out), used_(num_ranks), sent_(num_ranks), start_(num_ranks), hottest_(num_ranks) {}
 
-  void Fill(Serving& serving, int32_t limit, Giver rule);
+  void Fill(Serving& serving, int32_t limit, DonorRule rule);
 
  private:
   struct Room {
@@ -44,16 +45,16 @@ class Chain {
   void AddRoom(int32_t tokens, uint32_t rank);
   template <typename Key>
   uint32_t Most(Key key) const;
-  uint32_t PickGiver(const Serving& serving, int32_t limit, int32_t room, Giver rule) const;
-  void Give(Serving& serving, int32_t limit, uint32_t giver, Room receiver, Giver rule);
+  uint32_t PickDonor(const Serving& serving, int32_t limit, int32_t room, DonorRule rule) const;
+  void Give(Serving& serving, int32_t limit, uint32_t donor, Room receiver, DonorRule rule);
 
   size_t slots_;
   size_t fan_out_;
   std::vector<size_t> used_;       // [R], slots
   std::vector<size_t> sent_;       // [R], replicas
-  std::vector<int32_t> start_;     // [R], load at the start, of ranks in givers_
-  std::vector<uint32_t> hottest_;  // [R], of ranks in givers_
-  std::vector<uint32_t> givers_;   // ascending
+  std::vector<int32_t> start_;     // [R], load at the start, of ranks in donors_
+  std::vector<uint32_t> hottest_;  // [R], of ranks in donors_
+  std::vector<uint32_t> donors_;   // ascending
   std::vector<Room> rooms_;        // heap
 };
 

@@ -1,4 +1,4 @@
-// Checks that several planners share.
+// Argument checks shared by planners.
 #pragma once
 
 #include <cstdint>
@@ -49,8 +49,8 @@ Status CheckShape(const char* name, MatrixView<T> matrix, size_t rows, size_t co
   return Refuse(name, " has shape [", matrix.rows(), ", ", matrix.columns(), "]; expected [", rows, ", ", columns, "]");
 }
 
-// What planners take and give that edit a plan: placement [R, S], quota [E, R], results of the same shapes.
-// Home of expert e is rank e / (E / R); domains are blocks of `domain` ranks.
+// Checks the arguments of planners that edit a plan: placement [R, S], quota [E, R], results of the same shapes. Home
+// of expert e is rank e / (E / R); domains are blocks of `domain` ranks.
 inline Status CheckPlan(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain,
                         MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
   const size_t num_ranks = placement.rows();

@@ -28,7 +28,7 @@ Status Check(View<const int32_t> tokens, MatrixView<const int32_t> placement, in
 
 class Replicas {
  public:
-  // Adds replicas to `placement`, where it is.
+  // Adds replicas to `placement` in place.
   Replicas(View<const int32_t> tokens, MatrixView<int32_t> placement, size_t members)
       : tokens_(tokens),
         placement_(placement),
@@ -47,7 +47,7 @@ class Replicas {
     planned_ = copies_;
   }
 
-  // Names an expert whose tokens nobody could serve.
+  // Returns a failure that names an expert with tokens and without a slot.
   Status CheckHeld() const {
     for (size_t expert = 0; expert < copies_.size(); ++expert) {
       if (copies_[expert] > 0 || tokens_[expert] == 0) continue;
@@ -57,8 +57,8 @@ class Replicas {
   }
 
   void Plan() {
-    // All domains are replicated before any load is summed up: the placement may already hold replicas of another
-    // domain's experts, and their shares depend on how many copies those get.
+    // Replicate all domains before summing loads: the placement may already hold replicas of another domain's experts,
+    // whose shares depend on the number of copies there.
     for (size_t first = 0; first < num_ranks(); first += members_) Replicate(first);
     for (size_t rank = 0; rank < num_ranks(); ++rank) {
       ForHeld(rank, [&](size_t expert) { load_[rank] += Share(expert); });
@@ -71,8 +71,8 @@ class Replicas {
     std::vector<int64_t> before(copies_.size(), 0);
     for (size_t rank = 0; rank < num_ranks(); ++rank) {
       ForHeld(rank, [&](size_t expert) {
-        // `copies_` counts the copies that were made, which may be fewer than were planned. Ranks are visited in
-        // ascending order, so the lower ones get the tokens that do not divide.
+        // `copies_` counts the copies made, which may be fewer than planned. Ranks are visited in ascending order, so
+        // the lower ones get the remainder.
         const bool extra = before[expert]++ < tokens_[expert] % copies_[expert];
         quota[expert][rank] = static_cast<int32_t>(tokens_[expert] / copies_[expert] + extra);
       });
@@ -93,7 +93,7 @@ class Replicas {
   void ForHeld(size_t rank, Visit visit) const {
     const View<int32_t> slots = placement_[rank];
     for (int32_t* slot = slots.begin(); slot != slots.end(); ++slot) {
-      // Two slots of one expert on a rank share one copy's tokens, so only the first of them counts.
+      // Two slots of one expert on a rank share one copy's tokens, so only the first counts.
       if (*slot >= 0 && std::find(slots.begin(), slot, *slot) == slot) {
         visit(static_cast<size_t>(*slot));
       }
@@ -106,14 +106,14 @@ class Replicas {
     return tokens_[expert] / copies + (tokens_[expert] % copies != 0);
   }
 
-  // Copies that the expert could have.
+  // Maximum number of copies of the expert.
   int64_t Limit(size_t expert, size_t first) const {
     int64_t limit = copies_[expert];
     for (size_t rank = first; rank < first + members_; ++rank) limit += open_[rank] > 0 && !Holds(expert, rank);
     return limit;
   }
 
-  // Decides how many copies the experts of the domain that starts at rank `first` get.
+  // Sets the number of copies of each expert of the domain that starts at rank `first`.
   void Replicate(size_t first) {
     using Candidate = std::pair<int64_t, int64_t>;  // share, -expert: the largest is the lowest of the heaviest
     std::priority_queue<Candidate> candidates;
@@ -126,7 +126,7 @@ class Replicas {
     while (empty > 0 && !candidates.empty() && candidates.top().first > 1) {
       const auto expert = static_cast<size_t>(-candidates.top().second);
       candidates.pop();
-      // It does not come back to the queue: slots are taken only in Pack, so its limit stays.
+      // Not queued again: only Pack takes slots, so the limit stays.
       if (planned_[expert] == Limit(expert, first)) continue;
       ++planned_[expert];
       --empty;
@@ -139,17 +139,17 @@ class Replicas {
     for (size_t expert = first * home_; expert < (first + members_) * home_; ++expert) {
       if (planned_[expert] > copies_[expert]) order.push_back(expert);
     }
-    // Large shares go first, since small ones can still fill what is left uneven; ties go to the lower expert.
+    // Large shares go first, because small ones can fill the remaining gaps; ties go to the lower expert.
     std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return Share(a) > Share(b); });
     for (const size_t expert : order) {
       for (int64_t copy = planned_[expert] - copies_[expert]; copy > 0; --copy) {
-        // Where one copy fits nowhere, the next one of the same expert does not either.
+        // If one copy fits nowhere, the next one of the same expert fits nowhere either.
         if (!Place(expert, first)) break;
       }
     }
   }
 
-  // Puts one copy on the lightest rank that can take it; false if none can.
+  // Puts one copy on the lightest rank that can take it; returns false if there is none.
   bool Place(size_t expert, size_t first) {
     size_t lightest = num_ranks();
     for (size_t rank = first; rank < first + members_; ++rank) {

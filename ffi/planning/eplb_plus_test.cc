@@ -48,7 +48,7 @@ void DomainsKeepTheirExperts() {
              {4, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3, 3});
 }
 
-void NothingIsCopiedInVain() {
+void NoRedundantCopies() {
   ExpectPlan({2, {0, 1}, {0, -1, 1, -1}, {}}, 2, {0, -1, 1, -1}, {0, 0, 0, 1});
   ExpectPlan({2, {9, 1}, {0, 1}, {}}, 2, {0, 1}, {9, 0, 0, 1});
   ExpectPlan({1, {9, 4}, {0, 1, -1}, {}}, 1, {0, 1, -1}, {9, 4});
@@ -82,7 +82,7 @@ int main() {
   TheHeaviestGetCopies();
   CopiesAreCountedWhereTheyAre();
   DomainsKeepTheirExperts();
-  NothingIsCopiedInVain();
+  NoRedundantCopies();
   LargeNumbersDoNotOverflow();
   BadArgumentsAreNamed();
 }

@@ -7,24 +7,24 @@
 
 #include "ffi/planning/chain.h"
 #include "ffi/planning/checks.h"
-#include "ffi/planning/flow_judge.h"
+#include "ffi/planning/flow_evaluator.h"
 #include "ffi/planning/localize.h"
 #include "ffi/planning/search.h"
 #include "ffi/planning/serving.h"
-#include "ffi/planning/subset_judge.h"
+#include "ffi/planning/subset_evaluator.h"
 #include "ffi/planning/thinning.h"
 
 namespace moe_lb {
 namespace {
 
-// A maximum load this close to the mean needs no search: mean / kCloseEnough above it.
+// A maximum load of at most mean + mean / kCloseEnough needs no search.
 constexpr int32_t kCloseEnough = 4096;
-// Chosen on synthetic loads, so that a search takes less than 0.5 ms on one core.
+// Tuned on synthetic loads for less than 0.5 ms per search on one core.
 constexpr Effort kSubsetEffort = {2500, 5};
 constexpr Effort kFlowEffort = {500, 64};
 
-// Visits the counts by rows, as they lie in memory, and without a branch: they are the largest operand, and nearly
-// always fine. CheckCounts then looks for what is wrong with those that are not.
+// Visits the counts in memory order and without a branch, because they are the largest operand and almost always valid.
+// After a failure, CheckCounts finds the invalid entry.
 bool FineCounts(View<const int32_t> tokens, MatrixView<const int32_t> counts) {
   std::vector<int64_t> left(tokens.begin(), tokens.end());
   int32_t signs = 0;
@@ -92,15 +92,15 @@ class Planner {
 
   const Serving& Plan(const ExactOptions& options) {
     max_load_ = best_.MaxLoad();
-    // Where no replica may be made homes serve everything.
+    // Without replicas, all tokens are served at home.
     if (slots_ == 0 || fan_out_ == 0) return best_;
     FindBest();
-    // No more can be useful than all tokens on one rank, and with this bound the limit fits int32 whatever eps is.
+    // A limit above the sum of all tokens is never useful. With this bound the limit fits int32 for every eps.
     const double extra = std::min(options.eps * max_load_, static_cast<double>(total_ - max_load_));
     const int32_t limit = max_load_ + static_cast<int32_t>(extra);
     thinning_.Thin(best_, limit);
     if (limit > max_load_) FindFewest(limit);
-    // This comes last, because a replica that was moved can neither be levelled nor removed any more.
+    // Localize last: a moved replica can be neither levelled nor removed.
     if (options.counts.rows() > 0) Localize(best_, options.counts, limit, slots_);
     return best_;
   }
@@ -108,19 +108,18 @@ class Planner {
  private:
   void FindBest() {
     const auto ranks = static_cast<int32_t>(best_.num_ranks());
-    // No plan can be below the mean, rounded up, so whoever reaches it need not be improved.
+    // A plan at the mean, rounded up, is optimal.
     const int32_t mean = total_ / ranks + (total_ % ranks != 0);
     const int32_t enough = mean + mean / kCloseEnough;
-    for (const Giver rule : {Giver::kSurplus, Giver::kUseful, Giver::kHottest}) {
-      // A rule that comes so close to the mean leaves nothing worth the time of the others.
+    for (const DonorRule rule : {DonorRule::kSurplus, DonorRule::kUseful, DonorRule::kHottest}) {
+      // A result this close to the mean does not justify the time of the other rules.
       if (max_load_ <= enough) return;
       chain_.Fill(now_, mean, rule);
       KeepIfBetter(mean);
     }
-    if (max_load_ <= enough || best_.num_ranks() > FlowJudge::kMaxRanks) return;
+    if (max_load_ <= enough || best_.num_ranks() > FlowEvaluator::kMaxRanks) return;
     now_.Reset();
-    // The search knows where replicas stand and not what they serve. They start without tokens, and Level pushes tokens
-    // to them.
+    // The search returns positions of replicas without tokens. Level pushes tokens to them.
     for (const Replica& replica : SearchFor(enough)) now_.Add(replica.expert, replica.rank, 0);
     KeepIfBetter(mean);
   }
@@ -129,31 +128,31 @@ class Planner {
     const int32_t load = now_.Level(mean);
     if (load >= max_load_) return;
     max_load_ = load;
-    // Nothing is copied: whoever uses `now_` next starts by resetting it.
+    // No copy is needed: the next use of `now_` starts with a reset.
     std::swap(best_, now_);
   }
 
   std::vector<Replica> SearchFor(int32_t enough) const {
     const size_t num_ranks = best_.num_ranks();
-    if (num_ranks > SubsetJudge::kMaxRanks) {
-      FlowJudge judge(tokens_, num_ranks, slots_);
-      return Search(tokens_, num_ranks, slots_, fan_out_, judge).Run(best_.Replicas(), enough, kFlowEffort);
+    if (num_ranks > SubsetEvaluator::kMaxRanks) {
+      FlowEvaluator evaluator(tokens_, num_ranks, slots_);
+      return Search(tokens_, num_ranks, slots_, fan_out_, evaluator).Run(best_.Replicas(), enough, kFlowEffort);
     }
-    // The judge of few ranks adds up tokens in 32 bits for many sets, so larger loads are halved until they fit. That
-    // may make the search choose worse, but never a wrong quota: KeepIfBetter levels with exact tokens.
+    // SubsetEvaluator adds up tokens in 32 bits for many sets, so larger loads are halved until they fit. The search
+    // may then choose a worse placement, but the quotas stay exact: KeepIfBetter levels with exact tokens.
     int shift = 0;
-    while ((total_ >> shift) > SubsetJudge::kMaxTokens) ++shift;
+    while ((total_ >> shift) > SubsetEvaluator::kMaxTokens) ++shift;
     std::vector<int32_t> coarse(tokens_.begin(), tokens_.end());
     for (int32_t& tokens : coarse) tokens >>= shift;
     const View<const int32_t> view(coarse.data(), coarse.size());
-    SubsetJudge judge(view, num_ranks);
-    return Search(view, num_ranks, slots_, fan_out_, judge).Run(best_.Replicas(), enough >> shift, kSubsetEffort);
+    SubsetEvaluator evaluator(view, num_ranks);
+    return Search(view, num_ranks, slots_, fan_out_, evaluator).Run(best_.Replicas(), enough >> shift, kSubsetEffort);
   }
 
   void FindFewest(int32_t limit) {
-    for (const Giver rule : {Giver::kSurplus, Giver::kUseful, Giver::kInTurn}) {
+    for (const DonorRule rule : {DonorRule::kSurplus, DonorRule::kUseful, DonorRule::kSequential}) {
       chain_.Fill(now_, limit, rule);
-      // Not every rule keeps the limit, since a chain may run out of slots.
+      // Some rules exceed the limit, because a chain may run out of slots.
       if (now_.Level(limit) > limit) continue;
       thinning_.Thin(now_, limit);
       if (now_.num_replicas() < best_.num_replicas()) std::swap(best_, now_);

@@ -13,7 +13,7 @@ struct ExactOptions {
   // The second step may raise the maximum load by this fraction. At least 0.
   double eps = 0;
 
-  // Replicas that may be made of the experts of one home rank, which sends their weights. At least 0.
+  // Maximum number of replicas of the experts of one home rank, which sends their weights. At least 0.
   int64_t max_fan_out = std::numeric_limits<int64_t>::max();
 
   // [R, E], tokens of each expert that start on each rank; columns sum to `tokens` at most, to less if some
@@ -32,14 +32,14 @@ struct ExactOptions {
 //    replicas is taken. None has a maximum above the limit.
 // 3. With counts, `Localize`.
 //
-// What is optimal, and what is not:
+// Optimality:
 // - For the replicas of the plan, no quota has a lower maximum than Level returned for them; step 2 may
 //   then use up to the limit.
 // - A maximum equal to the mean, rounded up, is optimal. With real loads and two replica slots on each
 //   of 32 or more ranks that is the rule.
 // - Otherwise the placement is the result of a search and carries no guarantee. On recorded loads of
 //   256 experts, 8 ranks with two replica slots each, it was 0.1 % above the optimum of a mixed-integer
-//   program on average, and 1.4 % at worst. Above FlowJudge::kMaxRanks ranks there is no search.
+//   program on average, and 1.4 % at worst. Above FlowEvaluator::kMaxRanks ranks there is no search.
 // - The number of replicas is minimal only in that no single replica can be removed and the limit kept.
 //
 // The plan is a function of the arguments alone: no clock, fixed pseudo-random seed, ties to the lowest

@@ -23,8 +23,8 @@ Status NameNegative(MatrixView<const int32_t> counts) {
 
 Status CheckCounts(MatrixView<const int32_t> counts) {
   int64_t sum = 0;
-  // This is one pass without branches, which the compiler turns into vector instructions. The sum of 64 bits cannot
-  // overflow, and `signs` is negative if any of the counts is.
+  // One pass without branches, which the compiler vectorizes. The 64-bit sum cannot overflow, and `signs` is negative
+  // if any count is.
   int32_t signs = 0;
   for (const int32_t tokens : counts.flat()) {
     sum += tokens;
@@ -56,7 +56,7 @@ Status Check(MatrixView<const int32_t> counts, int64_t domain, MatrixView<int32_
 // One domain's arrays; ranks and experts are numbered inside it.
 class Domain {
  public:
-  // A rank has no use for more slots than the domain has experts.
+  // A rank needs at most as many slots as the domain has experts.
   Domain(size_t num_ranks, size_t num_experts, size_t slots)
       : num_ranks_(num_ranks),
         num_experts_(num_experts),
@@ -71,7 +71,7 @@ class Domain {
     std::fill(tokens_.begin(), tokens_.end(), 0);
     for (size_t rank = 0; rank < counts.rows(); ++rank) {
       const int32_t* row = counts[rank].data() + first_expert;
-      // Ranks of all domains count: their tokens for these experts are served here too.
+      // Ranks of all domains count: their tokens for these experts are served here.
       for (size_t i = 0; i < num_experts_; ++i) tokens_[i] += row[i];
       // The difference is unsigned, so that a rank below the first is past the end.
       if (options.localize && rank - first_rank < num_ranks_) {
@@ -87,7 +87,7 @@ class Domain {
   }
 
   void Write(size_t first_rank, size_t first_expert, MatrixView<int32_t> placement, MatrixView<int32_t> quota) const {
-    // Only entries of this domain are written. All others have been set to "nothing" before the first domain.
+    // Only entries of this domain are written. All others are initialized to "nothing" before the first domain.
     for (size_t rank = 0; rank < num_ranks_; ++rank) {
       for (size_t slot = 0; slot < slots_; ++slot) {
         const int32_t expert = placement_[rank * slots_ + slot];
@@ -119,7 +119,7 @@ Status ExactDomains(MatrixView<const int32_t> counts, int64_t domain, const Exac
   std::fill(quota.flat().begin(), quota.flat().end(), 0);
   const auto members = static_cast<size_t>(domain);
   const size_t home = counts.columns() / counts.rows();
-  // All domains have the same shape, so that one set of buffers serves them one after the other.
+  // All domains have the same shape, so one set of buffers serves them in order.
   Domain ranks(members, members * home, placement.columns());
   for (size_t first = 0; first < counts.rows(); first += members) {
     if (Status bad = ranks.Plan(counts, first, first * home, options)) return bad;

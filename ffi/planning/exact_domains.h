@@ -12,11 +12,11 @@ struct ExactDomainsOptions {
   // As in ExactOptions.
   double eps = 0;
   int64_t max_fan_out = 0;
-  // Whether replicas change places so that tokens stay where they are.
+  // If true, exchange replicas to serve more tokens on the rank where they start.
   bool localize = false;
 };
 
-// Plans every domain for itself, from nothing: see exact.h.
+// Plans every domain separately, starting without replicas: see exact.h.
 //
 //   counts: [R, E], tokens of each expert that start on each rank, at least 0; their sum must fit int32. E is
 //     a positive multiple of R. Home of expert e is rank e / (E / R).

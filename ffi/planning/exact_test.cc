@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "ffi/common/testing.h"
-#include "ffi/planning/flow_judge.h"
+#include "ffi/planning/flow_evaluator.h"
 #include "ffi/planning/serving.h"
-#include "ffi/planning/subset_judge.h"
+#include "ffi/planning/subset_evaluator.h"
 
 namespace moe_lb {
 namespace {
@@ -112,7 +112,7 @@ void AHotExpertIsSpreadEvenly() {
 // Ranks 0 and 1 have 2 and 5 above the mean of 10, ranks 2 and 3 have room for 3 and 4, in one slot each. Moving
 // no more than a surplus leaves at least 1 behind. Rank 1 fills rank 3; rank 0 fills rank 2, one more than
 // its surplus, and takes the last one of rank 1.
-void AGiverMayGiveMoreThanItsSurplusAndRefill() {
+void ADonorMayGiveMoreThanItsSurplusAndRefill() {
   const std::vector<int32_t> tokens = {12, 15, 7, 6};
   const Plan plan = Make(tokens, 4, 2);
   ExpectLegal(plan, tokens);
@@ -172,15 +172,15 @@ void LevelIsTheBestQuotaOfAPlacement() {
   }
 }
 
-void BothJudgesAgree() {
+void BothEvaluatorsAgree() {
   std::mt19937 random(3);
   for (int round = 0; round < 50; ++round) {
     const auto num_ranks = static_cast<uint32_t>(2 + random() % 7);
     const auto tokens = Skewed(random, num_ranks, 4, 100);
     const View<const int32_t> view(tokens.data(), tokens.size());
-    SubsetJudge subset(view, num_ranks);
-    FlowJudge flow(view, num_ranks, 1);
-    std::vector<uint32_t> slot(num_ranks, Swap::kNothing);
+    SubsetEvaluator subset(view, num_ranks);
+    FlowEvaluator flow(view, num_ranks, 1);
+    std::vector<uint32_t> slot(num_ranks, Swap::kNoExpert);
     for (int step = 0; step < 60; ++step) {
       const auto rank = static_cast<uint32_t>(random() % num_ranks);
       const auto expert = static_cast<uint32_t>(random() % tokens.size());
@@ -337,13 +337,13 @@ void BadArgumentsAreNamed() {
 int main() {
   using namespace moe_lb;
   AHotExpertIsSpreadEvenly();
-  AGiverMayGiveMoreThanItsSurplusAndRefill();
+  ADonorMayGiveMoreThanItsSurplusAndRefill();
   BalancedOrEmptyNeedsNoReplica();
   RoomForAnythingIsTakenAtOnce();
   TokensUpToTheLargestInteger();
   NoSenderExceedsItsFanOut();
   LevelIsTheBestQuotaOfAPlacement();
-  BothJudgesAgree();
+  BothEvaluatorsAgree();
   SmallCasesAreSolvedToTheOptimum();
   EpsTradesLoadForReplicas();
   CountsBringReplicasToTheirTokens();

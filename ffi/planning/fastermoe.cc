@@ -33,7 +33,7 @@ Status Check(MatrixView<const int32_t> placement, MatrixView<const int32_t> quot
 
 class Shadows {
  public:
-  // Copies experts in `placement` and `quota`, where they are.
+  // Copies experts in `placement` and `quota` in place.
   Shadows(MatrixView<int32_t> placement, MatrixView<int32_t> quota, MatrixView<const int32_t> counts, size_t members)
       : placement_(placement),
         quota_(quota),
@@ -49,16 +49,16 @@ class Shadows {
     for (size_t rank = 0; rank < placement.rows(); ++rank) {
       open_[rank] = std::count(placement[rank].begin(), placement[rank].end(), -1);
     }
-    // This is found once, as a copy changes nothing of any expert but the one that is copied.
+    // Computed once: a copy changes only the expert that is copied.
     const Holders holders({placement.flat().data(), placement.rows(), placement.columns()}, quota.rows());
     for (size_t expert = 0; expert < quota.rows(); ++expert) {
-      // CheckHomes has found every expert in a slot at home, so the list of its slots is never empty.
+      // CheckHomes guarantees a home slot for every expert, so the list of its slots is never empty.
       const bool alone = holders.Next(holders.First(expert)) == Holders::kEnd;
       at_home_[expert] = alone && Tokens(expert) == quota[expert][expert / home_];
     }
   }
 
-  // The domain that starts at rank `first`.
+  // Balances the domain that starts at rank `first`.
   void Balance(size_t first, int64_t min_saved) {
     while (CopyOne(first, min_saved)) {
     }
@@ -76,49 +76,49 @@ class Shadows {
   bool CopyOne(size_t first, int64_t min_saved) {
     const auto begin = load_.begin() + static_cast<std::ptrdiff_t>(first);
     const auto most = std::max_element(begin, begin + static_cast<std::ptrdiff_t>(members_));
-    const auto giver = static_cast<size_t>(most - load_.begin());
-    // All other ranks of the domain get the expert, or none does: the weights are broadcast, and everybody serves its
+    const auto donor = static_cast<size_t>(most - load_.begin());
+    // The weights are broadcast: either all other ranks of the domain get the expert, or none does, and each serves its
     // own tokens. min_saved is at least 1, so the highest load falls with every copy and the loop of Balance ends.
-    const size_t expert = OthersHaveSlots(giver, first) ? Busiest(giver) : kNone;
-    if (expert == kNone || *most - HighestAfter(expert, giver, first) < min_saved) return false;
+    const size_t expert = OthersHaveSlots(donor, first) ? Busiest(donor) : kNone;
+    if (expert == kNone || *most - HighestAfter(expert, donor, first) < min_saved) return false;
     for (size_t rank = first; rank < first + members_; ++rank) {
-      if (rank == giver) continue;
+      if (rank == donor) continue;
       const int32_t tokens = counts_[rank][expert];
       *std::find(placement_[rank].begin(), placement_[rank].end(), -1) = static_cast<int32_t>(expert);
       --open_[rank];
       quota_[expert][rank] += tokens;
-      quota_[expert][giver] -= tokens;
+      quota_[expert][donor] -= tokens;
       load_[rank] += tokens;
-      load_[giver] -= tokens;
+      load_[donor] -= tokens;
     }
-    // Its tokens are spread now, and every rank of the domain holds it.
+    // The expert is now on every rank of the domain.
     at_home_[expert] = false;
     return true;
   }
 
-  bool OthersHaveSlots(size_t giver, size_t first) const {
+  bool OthersHaveSlots(size_t donor, size_t first) const {
     for (size_t rank = first; rank < first + members_; ++rank) {
-      if (rank != giver && open_[rank] == 0) return false;
+      if (rank != donor && open_[rank] == 0) return false;
     }
     return true;
   }
 
-  // The busiest of the experts at home on the giver that no other rank serves. Only for those is it known which tokens
-  // a copy would take from home: each rank's own.
-  size_t Busiest(size_t giver) const {
+  // Returns the busiest home expert of the donor that no other rank serves. For these, the tokens that a copy takes
+  // from home are known: each rank's own.
+  size_t Busiest(size_t donor) const {
     size_t best = kNone;
-    for (size_t expert = giver * home_; expert < (giver + 1) * home_; ++expert) {
-      if (at_home_[expert] && (best == kNone || quota_[expert][giver] > quota_[best][giver])) best = expert;
+    for (size_t expert = donor * home_; expert < (donor + 1) * home_; ++expert) {
+      if (at_home_[expert] && (best == kNone || quota_[expert][donor] > quota_[best][donor])) best = expert;
     }
     return best;
   }
 
-  // Loads are computed as they would be, because a copy that saves too little must not be made.
-  int64_t HighestAfter(size_t expert, size_t giver, size_t first) const {
+  // Returns the highest load after a copy, without making it: a copy that saves too little is not made.
+  int64_t HighestAfter(size_t expert, size_t donor, size_t first) const {
     int64_t highest = 0;
-    int64_t left = load_[giver];
+    int64_t left = load_[donor];
     for (size_t rank = first; rank < first + members_; ++rank) {
-      if (rank == giver) continue;
+      if (rank == donor) continue;
       highest = std::max(highest, load_[rank] + counts_[rank][expert]);
       left -= counts_[rank][expert];
     }

@@ -8,8 +8,8 @@
 
 namespace moe_lb {
 
-// Copies experts to all ranks of their domain, which then serve their own tokens of them; every
-// domain on its own.
+// Copies experts to all ranks of their domain, which then serve their own tokens of them. Domains are planned
+// separately.
 //
 // Until no expert is copied: on the rank with the highest load, of the home experts that can be copied
 // it is the one with most tokens. It is copied if the highest load of the domain falls by at least

@@ -20,7 +20,7 @@ Status CheckOptions(const FeplbOptions& options) {
 
 class Moves {
  public:
-  // Moves experts in `placement` and `quota`, where they are.
+  // Moves experts in `placement` and `quota` in place.
   Moves(MatrixView<int32_t> placement, MatrixView<int32_t> quota, const FeplbOptions& options)
       : placement_(placement),
         quota_(quota),
@@ -34,14 +34,14 @@ class Moves {
       for (size_t rank = 0; rank < quota.columns(); ++rank) load_[rank] += quota[expert][rank];
     }
     for (size_t rank = 0; rank < placement.rows(); ++rank) {
-      // A rank takes no more than the balancer allows it, even if it has more empty slots.
+      // The balancer limits the experts that a rank takes, even if it has more empty slots.
       open_[rank] =
           std::min<int64_t>(options.max_num_dyn, std::count(placement[rank].begin(), placement[rank].end(), -1));
       FindDynamic(rank);
     }
   }
 
-  // The domain that starts at rank `first`.
+  // Balances the domain that starts at rank `first`.
   void Balance(size_t first) {
     while (MoveOne(first)) {
     }
@@ -53,12 +53,12 @@ class Moves {
   void FindDynamic(size_t rank) {
     std::vector<size_t>& experts = dynamic_[rank];
     for (size_t expert = rank * home_; expert < (rank + 1) * home_; ++expert) {
-      // What a home serves of an expert changes only when the expert moves, so those below tau can be dropped once for
-      // all. They stand last in the order below and take no other expert's place.
+      // The tokens that a home serves of an expert change only with its move, so experts below tau can be dropped once.
+      // They are last in the order below and displace no other expert.
       if (Served(expert) >= options_.tau) experts.push_back(expert);
     }
     const auto number = std::min(experts.size(), static_cast<size_t>(options_.num_dynamic));
-    // A partial sort is not stable, so the comparison decides ties itself.
+    // A partial sort is not stable, so the comparison resolves ties.
     std::partial_sort(experts.begin(), experts.begin() + static_cast<std::ptrdiff_t>(number), experts.end(),
                       [&](size_t a, size_t b) { return Served(a) != Served(b) ? Served(a) > Served(b) : a < b; });
     experts.resize(number);
@@ -67,14 +67,14 @@ class Moves {
   bool MoveOne(size_t first) {
     const auto begin = load_.begin() + static_cast<std::ptrdiff_t>(first);
     const auto most = std::max_element(begin, begin + static_cast<std::ptrdiff_t>(options_.domain));
-    const auto giver = static_cast<size_t>(most - load_.begin());
-    std::vector<size_t>& experts = dynamic_[giver];
+    const auto donor = static_cast<size_t>(most - load_.begin());
+    std::vector<size_t>& experts = dynamic_[donor];
     for (auto expert = experts.begin(); expert != experts.end(); ++expert) {
       const size_t taker = Taker(*expert, first);
-      // The taker must end below what the giver has now, or the highest load of the domain would not fall.
-      if (taker != kNone && load_[taker] + Served(*expert) < load_[giver]) {
-        Move(*expert, giver, taker);
-        // An expert moves once at most, which ends the loop of Balance.
+      // The taker must end below the donor's present load, or the highest load of the domain would not fall.
+      if (taker != kNone && load_[taker] + Served(*expert) < load_[donor]) {
+        Move(*expert, donor, taker);
+        // An expert moves at most once, which bounds the loop of Balance.
         experts.erase(expert);
         return true;
       }
@@ -83,18 +83,18 @@ class Moves {
     return false;
   }
 
-  // The idlest rank that can take the expert.
+  // Returns the idlest rank that can take the expert.
   size_t Taker(size_t expert, size_t first) const {
     size_t best = kNone;
     for (size_t rank = first; rank < first + static_cast<size_t>(options_.domain); ++rank) {
-      // The search for the expert comes last, as it walks a list.
+      // Search for the expert last, because it walks a list.
       if (open_[rank] == 0 || (best != kNone && load_[rank] >= load_[best]) || Holds(rank, expert)) continue;
       best = rank;
     }
     return best;
   }
 
-  // Replicas of this balancer are not listed: their experts have moved, and are not asked for again.
+  // Replicas of this balancer are not listed, because a moved expert is not a candidate again.
   bool Holds(size_t rank, size_t expert) const {
     for (size_t slot = holders_.First(expert); slot != Holders::kEnd; slot = holders_.Next(slot)) {
       if (slot / placement_.columns() == rank) return true;
@@ -102,14 +102,14 @@ class Moves {
     return false;
   }
 
-  void Move(size_t expert, size_t giver, size_t taker) {
+  void Move(size_t expert, size_t donor, size_t taker) {
     const auto tokens = static_cast<int32_t>(Served(expert));
     *std::find(placement_[taker].begin(), placement_[taker].end(), -1) = static_cast<int32_t>(expert);
-    // The home slot stays and only serves nothing: parameters and optimizer state live there, and the next microbatch
+    // The home slot stays and serves no tokens: parameters and optimizer state are there, and the next microbatch
     // starts from home again.
-    quota_[expert][giver] = 0;
+    quota_[expert][donor] = 0;
     quota_[expert][taker] += tokens;
-    load_[giver] -= tokens;
+    load_[donor] -= tokens;
     load_[taker] += tokens;
     --open_[taker];
   }

@@ -13,17 +13,17 @@ struct FeplbOptions {
   int64_t num_dynamic;  // home experts of a rank that may move; at least 1
   int64_t max_num_dyn;  // experts that a rank takes; at least 1
   int64_t tau;          // tokens of an expert that moves; 1 to 2^31 - 1
-  bool skip;            // whether a smaller expert moves where the busiest cannot
+  bool skip;            // if true, a smaller expert moves if the busiest cannot
 };
 
-// Moves what homes serve of single experts, whole, in every domain on its own.
+// Moves the tokens that a home serves of an expert, all of them, to another rank. Domains are planned separately.
 //
 // The dynamic experts of a rank are the num_dynamic of its home experts that it serves most of. Until
-// no move is made: the giver is the rank with the highest load, the expert the busiest of its dynamic
+// no move is made: the donor is the rank with the highest load, the expert the busiest of its dynamic
 // experts that has not moved yet, and the taker the rank with the lowest load among those that have an
 // empty slot, have taken fewer than max_num_dyn, and hold no copy of the expert. The move is made if
-// the giver serves at least tau tokens of the expert, and the taker ends below what the giver has now.
-// Else, with `skip`, the giver's next dynamic expert is tried. Ties go to the lower rank and expert.
+// the donor serves at least tau tokens of the expert, and the taker ends below what the donor has now.
+// Else, with `skip`, the donor's next dynamic expert is tried. Ties go to the lower rank and expert.
 //
 //   placement: [R, S], the expert in each slot, -1 for an empty one. The first E / R slots of a rank
 //     hold its home experts in order; the home of expert e is rank e / (E / R).

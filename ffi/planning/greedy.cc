@@ -16,19 +16,18 @@ Status Check(MatrixView<const int32_t> placement, MatrixView<const int32_t> quot
   return Ok();
 }
 
-// Tokens that a slot could take; none by default.
+// Number of tokens that a slot can take; none by default.
 struct Offer {
   size_t expert = 0;
   size_t slot = 0;
   int64_t tokens = 0;
 };
 
-// The moves of all domains. A plan is on the critical path of every microbatch, so what each turn asks for is kept up
-// to date instead of being computed anew: surplus and room of the ranks, the slots that hold an expert, and the experts
-// that a giver serves.
+// The moves of all domains. A plan is on the critical path of every microbatch, so the inputs of each move are updated
+// incrementally: surplus and room of the ranks, the slots that hold an expert, and the experts that a donor serves.
 class Moves {
  public:
-  // Moves tokens in `placement` and `quota`, where they are.
+  // Moves tokens in `placement` and `quota` in place.
   Moves(MatrixView<int32_t> placement, MatrixView<int32_t> quota, size_t members, int64_t min_tokens)
       : placement_(placement),
         quota_(quota),
@@ -46,12 +45,12 @@ class Moves {
     FindServed();
   }
 
-  // The domain that starts at rank `first`.
+  // Balances the domain that starts at rank `first`.
   void Balance(size_t first) {
     const auto begin = surplus_.begin() + static_cast<std::ptrdiff_t>(first);
     const auto end = begin + static_cast<std::ptrdiff_t>(members_);
     for (auto most = std::max_element(begin, end); *most > 0; most = std::max_element(begin, end)) {
-      GiveFrom(static_cast<size_t>(most - surplus_.begin()), first);
+      DonateFrom(static_cast<size_t>(most - surplus_.begin()), first);
     }
   }
 
@@ -63,7 +62,7 @@ class Moves {
     const auto members = static_cast<int64_t>(members_);
     int64_t sum = 0;
     for (size_t rank = first; rank < first + members_; ++rank) sum += load[rank];
-    // The mean is rounded up so that there is always as much room below it as surplus above it.
+    // The mean is rounded up, so that the total room is at least the total surplus.
     const int64_t mean = (sum + members - 1) / members;
     for (size_t rank = first; rank < first + members_; ++rank) {
       surplus_[rank] = std::max<int64_t>(load[rank] - mean, 0);
@@ -71,50 +70,50 @@ class Moves {
     }
   }
 
-  // A rank that has a surplus never receives, so that what it serves can only shrink.
+  // A rank with a surplus never receives, so the set of experts that it serves can only shrink.
   void FindServed() {
-    std::vector<size_t> givers;
+    std::vector<size_t> donors;
     for (size_t rank = 0; rank < num_ranks(); ++rank) {
-      if (surplus_[rank] > 0) givers.push_back(rank);
+      if (surplus_[rank] > 0) donors.push_back(rank);
     }
     for (size_t expert = 0; expert < quota_.rows(); ++expert) {
-      for (const size_t rank : givers) {
+      for (const size_t rank : donors) {
         if (quota_[expert][rank] > 0) serves_[rank].push_back(expert);
       }
     }
   }
 
-  void GiveFrom(size_t giver, size_t first) {
-    const Offer kept = BestReplica(giver, first);
-    const Offer made = BestNew(giver, first);
-    const int64_t surplus = surplus_[giver];
+  void DonateFrom(size_t donor, size_t first) {
+    const Offer kept = BestReplica(donor, first);
+    const Offer made = BestNew(donor, first);
+    const int64_t surplus = surplus_[donor];
     const bool make = made.tokens > kept.tokens && std::min(made.tokens, surplus) >= min_tokens_;
     const Offer& taker = make ? made : kept;
     const int64_t tokens = std::min(taker.tokens, surplus);
-    // What cannot give now is not asked again, even if another rank could take some later: so the loop of Balance ends.
+    // A donor without a taker is not tried again, even if a rank gains room later. This bounds the loop of Balance.
     if (tokens == 0) {
-      surplus_[giver] = 0;
+      surplus_[donor] = 0;
       return;
     }
-    // The slot is noted before the tokens move there: the next turn may give more to it.
+    // The slot is recorded before the tokens move there: the next move may give more to it.
     if (make) {
       placement_.flat()[made.slot] = static_cast<int32_t>(made.expert);
       holders_.Add(made.expert, made.slot);
     }
     const View<int32_t> quota = quota_[taker.expert];
-    quota[giver] -= static_cast<int32_t>(tokens);
+    quota[donor] -= static_cast<int32_t>(tokens);
     quota[RankOf(taker.slot)] += static_cast<int32_t>(tokens);
-    surplus_[giver] -= tokens;
+    surplus_[donor] -= tokens;
     room_[RankOf(taker.slot)] -= tokens;
   }
 
-  // The existing slot that can take most. Experts are visited in ascending order and slots are not, so a tie must be
-  // decided by the slot, as in the reference in JAX, which looks at the slots in order.
-  Offer BestReplica(size_t giver, size_t first) const {
+  // Returns the existing slot that can take the most tokens. Experts are visited in ascending order and slots are not,
+  // so ties are resolved by slot, as in the JAX reference, which visits slots in order.
+  Offer BestReplica(size_t donor, size_t first) const {
     Offer best;
-    for (const size_t expert : serves_[giver]) {
-      const int64_t served = quota_[expert][giver];
-      // An equal amount is looked at, since it may still win by a lower slot.
+    for (const size_t expert : serves_[donor]) {
+      const int64_t served = quota_[expert][donor];
+      // Equal amounts are compared too, because a lower slot wins.
       if (served < best.tokens) continue;
       for (size_t slot = holders_.First(expert); slot != Holders::kEnd; slot = holders_.Next(slot)) {
         if (!IsInside(RankOf(slot), first)) continue;
@@ -126,16 +125,16 @@ class Moves {
     return best;
   }
 
-  // What an empty slot of the idlest rank could take. An expert of another domain has no replica here: its weights
-  // would have to cross domains.
-  Offer BestNew(size_t giver, size_t first) const {
+  // Returns the offer of an empty slot of the idlest rank. An expert of another domain has no replica here, because its
+  // weights would cross domains.
+  Offer BestNew(size_t donor, size_t first) const {
     Offer best;
     const auto [slot, room] = IdlestEmptySlot(first);
     if (room == 0) return best;
     const size_t home_experts = quota_.rows() / num_ranks();
-    for (const size_t expert : serves_[giver]) {
-      const int64_t served = quota_[expert][giver];
-      // A second slot on a rank would serve nothing that the first could not.
+    for (const size_t expert : serves_[donor]) {
+      const int64_t served = quota_[expert][donor];
+      // A second slot of the expert on a rank has no effect.
       const bool allowed = IsInside(expert / home_experts, first) && !Holds(RankOf(slot), expert);
       if (allowed && served > best.tokens) best = {expert, slot, served};
     }
@@ -151,7 +150,7 @@ class Moves {
   EmptySlot IdlestEmptySlot(size_t first) const {
     EmptySlot best = {0, 0};
     for (size_t rank = first; rank < first + members_; ++rank) {
-      // Equal room is not enough, so that ties go to the lower rank.
+      // Strictly more room is required, so that ties go to the lower rank.
       if (room_[rank] <= best.room) continue;
       const View<int32_t> slots = placement_[rank];
       const auto empty = std::find_if(slots.begin(), slots.end(), [](int32_t expert) { return expert < 0; });
@@ -184,7 +183,7 @@ class Moves {
 Status Greedy(MatrixView<const int32_t> placement, MatrixView<const int32_t> quota, int64_t domain, int64_t min_tokens,
               MatrixView<int32_t> new_placement, MatrixView<int32_t> new_quota) {
   if (Status bad = Check(placement, quota, domain, min_tokens, new_placement, new_quota)) return bad;
-  // The operands belong to XLA, which may use them again, so the plan is edited in the results.
+  // XLA may reuse the operands, so the plan is edited in the results.
   std::copy(placement.flat().begin(), placement.flat().end(), new_placement.flat().begin());
   std::copy(quota.flat().begin(), quota.flat().end(), new_quota.flat().begin());
   const auto members = static_cast<size_t>(domain);

@@ -8,17 +8,17 @@
 
 namespace moe_lb {
 
-// Moves the surplus of the busiest ranks to idle ones, in every domain on its own.
+// Moves the surplus of the busiest ranks to idle ones. Domains are planned separately.
 //
 // A rank's surplus is what its load has above the domain's mean, rounded up; its room what it has
 // below. Until no rank of the domain has a surplus, the one with the largest gives tokens away:
 //   kept: to the existing slot that can take most tokens of the expert that it holds, or
 //   new:  to the first empty slot of the rank with most room among those that have one: it takes, of
 //         the experts that have their home in this domain and no slot on that rank, the one that the
-//         giver serves most of.
+//         donor serves most of.
 // Either takes no more than its rank has room for. `new` wins if it could take more than `kept` and
-// the move reaches min_tokens. No move exceeds the surplus. A giver that can give nothing is left
-// alone. Ties go to the lower rank, slot and expert.
+// the move reaches min_tokens. No move exceeds the surplus. A donor without a taker is
+// skipped. Ties go to the lower rank, slot and expert.
 //
 //   placement: [R, S], the expert in each slot, -1 for an empty one.
 //   quota: [E, R], tokens of each expert that each rank serves, at least 0; their sum must fit int32.

@@ -63,7 +63,7 @@ void DomainsKeepTheirTokens() {
              {2, 2, 0, 0, 0, 0, 0, 0, 0, 0, 5, 3, 0, 0, 0, 2});
 }
 
-void NothingMovesWithoutTokensOrSlots() {
+void NoExpertMovesWithoutTokensOrSlots() {
   const Plan idle = Diagonal({0, 0});
   ExpectPlan(idle, 2, 1, idle.placement, idle.quota);
   const Plan full = {2, {0, 1}, {9, 0, 0, 1}};
@@ -97,6 +97,6 @@ int main() {
   ASmallMoveIsNotWorthAReplica();
   AnExistingReplicaComesFirst();
   DomainsKeepTheirTokens();
-  NothingMovesWithoutTokensOrSlots();
+  NoExpertMovesWithoutTokensOrSlots();
   BadArgumentsAreNamed();
 }

@@ -1,4 +1,4 @@
-// Planners computed in the handler: on a CPU the counts are at hand.
+// Planners of CPU devices, computed in the handler: the counts are in host memory.
 #include "ffi/common/handler.h"
 #include "ffi/planning/handlers.h"
 #include "ffi/planning/planners.h"
@@ -10,12 +10,13 @@ namespace xf = xla::ffi;
 
 xf::Error PlanNow(const PlannerCall& call, StatusResult& status) {
   if (status->element_count() != 1) return xf::Error::InvalidArgument("status is not of shape [1]");
-  // The word exists for GPUs, where a planner cannot return an error. Here a failure is one, and the word is always 0.
+  // The status word is for GPUs, whose planners cannot return an error. A failure here is an error, and the word is
+  // always 0.
   status->typed_data()[0] = 0;
   return ToError(Attempt(call, call.operands, call.results));
 }
 
-// The handler of the planner whose arguments `make_call` takes.
+// Handler of a planner: `make_call` takes the planner's arguments.
 template <auto make_call>
 struct OnCpu;
 

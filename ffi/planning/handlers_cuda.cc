@@ -1,4 +1,4 @@
-// Planners computed by the CPU as a host function of the stream.
+// Planners of GPU devices, computed on the CPU in a host function of the stream.
 #include <memory>
 
 #include "ffi/planning/handlers.h"
@@ -10,8 +10,8 @@ namespace {
 
 namespace xf = xla::ffi;
 
-// No handler here may be recorded into a command buffer: a replay would run the host function again without reserving a
-// slot, perhaps while that slot serves another call.
+// These handlers must not be recorded into a command buffer: a replay would run the host function without reserving a
+// slot, perhaps one that another call uses.
 XLA_FFI_DEFINE_HANDLER(
     kInstantiate, []() -> xf::ErrorOr<std::unique_ptr<HostScheduler>> { return std::make_unique<HostScheduler>(); },
     xf::Ffi::BindInstantiate());
@@ -32,7 +32,7 @@ auto OnStream(Binding binding) {
   return std::move(binding).template Ctx<xf::PlatformStream<cudaStream_t>>().template Ctx<xf::State<HostScheduler>>();
 }
 
-// The handler of the planner whose arguments `make_call` takes.
+// Handler of a planner: `make_call` takes the planner's arguments.
 template <auto make_call>
 struct OnCuda;
 

@@ -1,4 +1,4 @@
-// Which slots hold an expert.
+// Lists of the slots that hold each expert.
 #pragma once
 
 #include <cstddef>
@@ -16,13 +16,13 @@ class Holders {
   Holders(MatrixView<const int32_t> placement, size_t num_experts)
       : first_(num_experts, kEnd), next_(placement.rows() * placement.columns(), kEnd) {
     const View<const int32_t> experts = placement.flat();
-    // It goes from the last slot on, so that a list starts with the lowest.
+    // Insert from the last slot to the first, so that a list starts with the lowest.
     for (size_t slot = experts.size(); slot-- > 0;) {
       if (experts[slot] >= 0) Add(static_cast<size_t>(experts[slot]), slot);
     }
   }
 
-  // The slot, so far empty, holds the expert from now on; it goes to the front of the list.
+  // Adds an expert to an empty slot; the slot becomes the front of the expert's list.
   void Add(size_t expert, size_t slot) {
     next_[slot] = first_[expert];
     first_[expert] = slot;

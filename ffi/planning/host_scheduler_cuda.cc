@@ -16,9 +16,9 @@ xf::TypeId HostScheduler::id = {};
 
 namespace {
 
-// A program queues a call per layer. This many may be queued before the launching thread waits.
+// A program queues a call per layer. Up to this many are queued before the launching thread blocks.
 constexpr size_t kNumSlots = 32;
-// Longer than any step: a device that finishes no call in this time is stuck.
+// Longer than any step: a device that completes no call in this time is stuck.
 constexpr std::chrono::seconds kPatience(120);
 
 xf::Error Check(cudaError_t error, const char* name, const char* what) {
@@ -27,7 +27,7 @@ xf::Error Check(cudaError_t error, const char* name, const char* what) {
                              cudaGetErrorString(error));
 }
 
-// One call while it is queued. Lives in its slot until the slot's event says that the copies back are done.
+// One queued call. Lives in its slot until the slot's event marks the copies back as complete.
 struct Job {
   PlannerCall call;
   Operands operands;  // pinned copies of call.operands
@@ -35,8 +35,8 @@ struct Job {
   int32_t* status;    // pinned
 };
 
-// Runs on a thread of the driver, which allows no call of CUDA and lets no exception pass. The status word is all that
-// reaches the program; the reason goes to stderr.
+// Runs on a thread of the driver, which allows no CUDA call and no exception. The status word reports the failure to
+// the program; the reason goes to stderr.
 void CUDART_CB RunJob(void* argument) noexcept {
   const Job& job = *static_cast<const Job*>(argument);
   const Status bad = Attempt(job.call, job.operands, job.results);
@@ -53,7 +53,7 @@ size_t NumWords(const std::vector<MatrixView<T>>& arrays) {
 
 size_t NumWords(const PlannerCall& call) { return NumWords(call.operands) + NumWords(call.results) + 1; }
 
-// The arrays, one after another in `memory`, which moves past them.
+// Views of the arrays, one after another in `memory`, which advances past them.
 template <typename T>
 std::vector<MatrixView<T>> Lay(const std::vector<MatrixView<T>>& arrays, int32_t*& memory) {
   std::vector<MatrixView<T>> laid;
@@ -66,7 +66,7 @@ std::vector<MatrixView<T>> Lay(const std::vector<MatrixView<T>>& arrays, int32_t
 
 template <typename T>
 cudaError_t Copy(View<int32_t> to, View<T> from, cudaMemcpyKind kind, cudaStream_t stream) {
-  // An array without entries may be a null pointer.
+  // An empty array may be a null pointer.
   if (from.size() == 0) return cudaSuccess;
   return cudaMemcpyAsync(to.data(), from.data(), from.size() * sizeof(int32_t), kind, stream);
 }
@@ -79,12 +79,12 @@ class PlannerRing {
   explicit PlannerRing(size_t words) : words_(words), slots_(kNumSlots), jobs_(kNumSlots), done_(kNumSlots, nullptr) {}
 
   ~PlannerRing() {
-    // Memory that the device may still write is kept for ever.
+    // Leak memory that the device may still write.
     if (!slots_.Drain([this](size_t slot) { return IsFinished(slot); }, kPatience)) {
       for (auto& job : jobs_) static_cast<void>(job.release());
       return;
     }
-    // A process that ends may have closed CUDA already, and nothing is left to be told.
+    // The errors are ignored: CUDA may already be shut down when the process exits.
     for (cudaEvent_t event : done_) {
       if (event != nullptr) static_cast<void>(cudaEventDestroy(event));
     }
@@ -96,7 +96,7 @@ class PlannerRing {
 
   xf::Error Allocate(const char* name) {
     void* memory = nullptr;
-    // The memory is pinned, because with other memory these copies would make the launching thread wait for the stream.
+    // Pinned, because copies with pageable memory block the launching thread until the stream completes them.
     const cudaError_t allocated = cudaHostAlloc(&memory, kNumSlots * words_ * sizeof(int32_t), cudaHostAllocDefault);
     if (xf::Error bad = Check(allocated, name, "cudaHostAlloc"); bad.failure()) return bad;
     memory_ = static_cast<int32_t*>(memory);
@@ -120,21 +120,21 @@ class PlannerRing {
   }
 
  private:
-  // Any answer but "not ready" means that the device will not touch the slot again.
+  // Any result but "not ready" means that the device no longer uses the slot.
   bool IsFinished(size_t slot) const { return cudaEventQuery(done_[slot]) != cudaErrorNotReady; }
 
   xf::Error Fill(size_t slot, cudaStream_t stream, PlannerCall call, int32_t* status) {
     int32_t* memory = memory_ + slot * words_;
     Operands operands = Lay(call.operands, memory);
     Results results = Lay(call.results, memory);
-    // The job that the slot had before is destroyed here, and never by the host function, which could then free memory
+    // Destroy the previous job of the slot here and never in the host function, where its destructor could free memory
     // or call CUDA on the driver's thread.
     jobs_[slot] = std::make_unique<Job>(Job{std::move(call), std::move(operands), std::move(results), memory});
     const xf::Error queued = Queue(*jobs_[slot], stream, status);
-    // The event is recorded after an error too, as some of the work may be queued already and will use the slot.
+    // Record the event after an error too, because part of the work may be queued and will use the slot.
     const xf::Error recorded = Check(cudaEventRecord(done_[slot], stream), jobs_[slot]->call.name, "cudaEventRecord");
     if (recorded.failure()) {
-      // Nothing can tell when the device is done with this slot.
+      // The end of the device's work on this slot cannot be detected.
       slots_.Retire(slot);
     } else {
       slots_.Launch(slot);
@@ -145,7 +145,7 @@ class PlannerRing {
   static xf::Error Queue(Job& job, cudaStream_t stream, int32_t* status) {
     const char* name = job.call.name;
     for (size_t i = 0; i < job.operands.size(); ++i) {
-      // The views of operands are read-only for planners; this is where the pinned copies are made.
+      // Operands are read-only views for planners; the pinned copies are made here.
       const View<const int32_t> pinned = job.operands[i].flat();
       const View<int32_t> to(const_cast<int32_t*>(pinned.data()), pinned.size());
       const cudaError_t copied = Copy(to, job.call.operands[i].flat(), cudaMemcpyDeviceToHost, stream);
@@ -173,13 +173,13 @@ class PlannerRing {
 
 namespace {
 
-// The ring of all call sites with calls of that size, until the last of them is gone.
+// Returns the ring shared by all call sites with calls of that size; it is destroyed with the last of them.
 xf::Error SharedRing(int device, size_t words, std::shared_ptr<PlannerRing>* ring) {
   struct All {
     std::mutex mutex;
     std::map<std::pair<int, size_t>, std::weak_ptr<PlannerRing>> by_size;
   };
-  // Leaked on purpose: programs may still run while the process exits and destroys its static objects.
+  // Leaked on purpose: programs may still run while the process destroys its static objects.
   static All* const all = new All;
   const std::lock_guard<std::mutex> lock(all->mutex);
   std::weak_ptr<PlannerRing>& shared = all->by_size[{device, words}];
@@ -210,7 +210,7 @@ xf::Error HostScheduler::Enqueue(cudaStream_t stream, PlannerCall call, int32_t*
   if (xf::Error bad = Check(cudaGetDevice(&device), call.name, "cudaGetDevice"); bad.failure()) return bad;
   PlannerRing* ring = nullptr;
   {
-    // The lock is for the map alone: Enqueue may wait for its device, and must not hold up the others meanwhile.
+    // The lock covers only the map: Enqueue may wait for its device, and must not block the other devices.
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = rings_.find(device);
     if (found == rings_.end() || found->second == nullptr) {

@@ -27,8 +27,8 @@ class Localizer {
     FindRoom();
   }
 
-  // Tries every move and every exchange once. Most pairs differ by more tokens than any rank has room for, and one
-  // comparison rules them out before anything else is looked at.
+  // Tries every move and every exchange once. Most pairs differ by more tokens than the room of any rank, and one
+  // comparison excludes them before all other checks.
   void Run() {
     for (size_t i = 0; i < replicas_.size(); ++i) {
       for (uint32_t rank = 0; rank < serving_.num_ranks() && tokens_[i] <= room_; ++rank) TryMove(replicas_[i], rank);
@@ -47,11 +47,11 @@ class Localizer {
     return std::min(counts_[to][expert], tokens) - std::min(counts_[serving_.rank(entry)][expert], tokens);
   }
 
-  // A rank that loses tokens always fits, even where it is at the limit.
+  // A rank that loses tokens always fits, even at the limit.
   bool Fits(uint32_t rank, int32_t more) const { return more <= 0 || serving_.load(rank) <= limit_ - more; }
 
   void TryMove(uint32_t entry, uint32_t to) {
-    // The gain is computed last: counts are spread over memory, and few ranks have room.
+    // Compute the gain last: counts are spread over memory, and few ranks have room.
     if (used_[to] == slots_ || !Fits(to, serving_.tokens(entry))) return;
     if (holds_[Pair(to, serving_.expert(entry))] != 0 || Gain(entry, to) <= 0) return;
     --used_[serving_.rank(entry)];
@@ -65,7 +65,7 @@ class Localizer {
     const uint32_t rank_b = serving_.rank(b);
     const int32_t more = serving_.tokens(b) - serving_.tokens(a);
     if (!Fits(rank_a, more) || !Fits(rank_b, -more)) return;
-    // No rank may hold an expert twice. This also rules out two replicas of one expert, and two on one rank.
+    // No rank may hold an expert twice. This also excludes two replicas of one expert, and two on one rank.
     if (holds_[Pair(rank_b, serving_.expert(a))] != 0 || holds_[Pair(rank_a, serving_.expert(b))] != 0) return;
     if (Gain(a, rank_b) + Gain(b, rank_a) <= 0) return;
     Move(a, rank_b);
@@ -79,7 +79,7 @@ class Localizer {
     serving_.MoveReplica(entry, to);
   }
 
-  // Loads change only when something moves, so that this is asked for then and not for every pair.
+  // Recomputed only after a move, because loads do not change otherwise.
   void FindRoom() {
     room_ = 0;
     for (uint32_t rank = 0; rank < serving_.num_ranks(); ++rank) room_ = std::max(room_, limit_ - serving_.load(rank));
@@ -93,7 +93,7 @@ class Localizer {
   std::vector<uint8_t> holds_;  // [R, E]
   std::vector<uint32_t> replicas_;
   std::vector<int32_t> tokens_;  // of replicas_
-  int32_t room_ = 0;             // the most that any rank has below the limit
+  int32_t room_ = 0;             // maximum room of a rank below the limit
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Replicas where the tokens already are.
+// Moves replicas to the ranks where their tokens start.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// The planners as XLA calls them, once for all platforms: what each binds, and what it computes on a host.
+// Planners as XLA calls, shared by all platforms: the binding and the host function of each.
 //
 // A new planner adds a function that makes its PlannerCall, its binding, and one line in each of
 // handlers_cpu.cc and handlers_cuda.cc.
@@ -28,15 +28,15 @@ using Matrix = xla::ffi::BufferR2<xla::ffi::S32>;
 using VectorResult = xla::ffi::ResultBufferR1<xla::ffi::S32>;
 using MatrixResult = xla::ffi::ResultBufferR2<xla::ffi::S32>;
 
-// Every planner's last result: [1], 0, or 1 if it failed and the other results say nothing. On a CPU
-// a failure is an error and the word is always 0; on a GPU the word is all that a planner can report.
+// The last result of every planner: [1], 0 on success or 1 on failure, with the other results undefined. On a CPU a
+// failure is an error instead, and the word is always 0; on a GPU the word is the only report.
 using StatusResult = VectorResult;
 
 using Operands = std::vector<MatrixView<const int32_t>>;  // a vector is a matrix of one row
 using Results = std::vector<MatrixView<int32_t>>;
 
-// One call of a planner. The arrays are where the platform keeps them; `plan` takes host copies of
-// them, and keeps everything else that it needs by value, since it may run later.
+// One call of a planner. The arrays are in platform memory; `plan` takes host copies of them and captures everything
+// else by value, because it may run later.
 struct PlannerCall {
   const char* name;
   Operands operands;
@@ -44,7 +44,7 @@ struct PlannerCall {
   std::function<Status(const Operands&, const Results&)> plan;
 };
 
-// What went wrong, exceptions included: neither XLA nor CUDA lets one pass.
+// Runs a planner; returns its failure, also for exceptions: neither XLA nor CUDA lets one pass.
 inline Status Attempt(const PlannerCall& call, const Operands& operands, const Results& results) {
   try {
     return call.plan(operands, results);

@@ -56,12 +56,12 @@ int64_t FloorSqrt(int64_t n) {
   return root;
 }
 
-// The number of relays of an expert with n replicas; with 0 all of them copy from home.
+// Returns the number of relays of an expert with n replicas; with 0 all of them copy from home.
 size_t NumRelays(size_t num_replicas, const RelayOptions& options) {
   const auto n = static_cast<int64_t>(num_replicas);
   if (n < options.min_replicas) return 0;
-  // The root of n about balances home, which sends k copies, and a relay, which sends (n - k) / k. There are never more
-  // relays than other replicas, so each of them has somebody to forward to.
+  // The root of n approximately balances home, which sends k copies, and a relay, which sends (n - k) / k. Relays are
+  // at most as many as other replicas, so each has a replica to forward to.
   const int64_t k = std::min({FloorSqrt(n), options.max_relays, n - 1});
   const int64_t most = std::max(k, (n - k + k - 1) / k);
   return n - most >= options.min_gain ? static_cast<size_t>(k) : 0;
@@ -79,8 +79,8 @@ class Trees {
     const auto key = [this](const Replica& replica) {
       return std::make_tuple(sends_[replica.rank], relays_some_[replica.rank], replica.rank);
     };
-    // The rank makes all keys different, so the result does not depend on how the sort treats ties. The others are left
-    // in no particular order and are sorted again.
+    // The rank makes all keys distinct, so the result does not depend on the stability of the sort. The others are left
+    // unordered and are sorted again.
     std::partial_sort(replicas->begin(), relays_end, replicas->end(),
                       [&](const Replica& a, const Replica& b) { return key(a) < key(b); });
     if (num_relays > 0) {
@@ -90,7 +90,7 @@ class Trees {
     for (size_t i = 0; i < num_relays; ++i) relays_some_[(*replicas)[i].rank] = 1;
     if (num_relays == 0) return;
     for (size_t i = num_relays; i < replicas->size(); ++i) {
-      // Each relay first gets one replica to forward to. A relay without any would be a longer way for nothing.
+      // Each relay first gets one replica, because a relay without one would only lengthen the path.
       const bool first = i - num_relays < num_relays;
       Copy(first ? (*replicas)[i - num_relays].rank : Idlest(*replicas, num_relays), (*replicas)[i]);
     }
@@ -99,7 +99,7 @@ class Trees {
  private:
   void Copy(size_t from, const Replica& to) {
     relay_[to.slot] = static_cast<int32_t>(from);
-    // Experts that come later see this: a rank that sends much already is not chosen as their relay.
+    // Later experts avoid relays on ranks that already send many copies.
     ++sends_[from];
   }
 
@@ -114,7 +114,7 @@ class Trees {
   RelayOptions options_;
   View<int32_t> relay_;
   std::vector<int64_t> sends_;     // copies that a rank sends, so far
-  std::vector<char> relays_some_;  // whether a rank is a relay, so far
+  std::vector<char> relays_some_;  // true for ranks that are relays, so far
 };
 
 }  // namespace

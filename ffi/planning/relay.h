@@ -1,4 +1,4 @@
-// Relays (UltraEP, arXiv 2606.04101): which replicas forward the weights of an expert that has many.
+// Relays (UltraEP, arXiv 2606.04101): replicas that forward the weights of an expert with many replicas.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,8 @@ struct RelayOptions {
   int64_t min_gain = 2;      // copies by which the busiest sender of a tree must be below home alone; at least 1
 };
 
-// Trees of two levels, expert by expert in order, by what ranks send so far. All copies are of one size.
+// Builds trees of two levels, expert by expert in order, by the copies that ranks send so far. All copies have equal
+// size.
 //
 // An expert with n replicas gets k = min(floor(sqrt(n)), max_relays, n - 1) relays if n >= min_replicas and
 // n - max(k, ceil((n - k) / k)) >= min_gain; otherwise all of them copy from home, which then sends n more. The

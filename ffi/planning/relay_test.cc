@@ -25,7 +25,7 @@ struct Ranks {
     return Relay({placement.data(), num_ranks, slots}, num_home, options, {relay.data(), num_ranks, slots});
   }
 
-  // What the first replica slots copy from.
+  // Sources of the first replica slots.
   vector<int32_t> Sources(RelayOptions options = {}) {
     EXPECT(!Run(1, options));
     vector<int32_t> sources;

@@ -4,13 +4,13 @@
 
 namespace moe_lb {
 
-Search::Search(View<const int32_t> tokens, size_t num_ranks, size_t slots, size_t fan_out, Judge& judge)
+Search::Search(View<const int32_t> tokens, size_t num_ranks, size_t slots, size_t fan_out, SwapEvaluator& evaluator)
     : home_experts_(tokens.size() / num_ranks),
       slots_(slots),
       fan_out_(fan_out),
       tokens_(tokens),
-      judge_(judge),
-      slot_(num_ranks * slots, Swap::kNothing),
+      evaluator_(evaluator),
+      slot_(num_ranks * slots, Swap::kNoExpert),
       sent_(num_ranks, 0) {
   for (uint32_t expert = 0; expert < tokens.size(); ++expert) {
     by_tokens_.push_back(expert);
@@ -31,11 +31,11 @@ const std::vector<Replica>& Search::Run(const std::vector<Replica>& start, int32
   const int64_t top = best_ / effort.margin;
   const auto steps = static_cast<int64_t>(effort.steps);
   for (int64_t left = steps; left > 0 && best_ > enough && !outside_.empty(); --left) {
-    // The level is computed in integers, so that the plan is the same on every machine.
+    // Integer arithmetic makes the plan equal on every machine.
     const auto level = static_cast<int32_t>(top * left / steps * left / steps);
-    if (!Propose() || !judge_.Keeps(swap_, std::max(level, judge_.worst()))) continue;
+    if (!Propose() || !evaluator_.Keeps(swap_, std::max(level, evaluator_.worst()))) continue;
     Apply();
-    if (judge_.worst() == 0) KeepBest();
+    if (evaluator_.worst() == 0) KeepBest();
     FindSides();
   }
   return best_replicas_;
@@ -44,25 +44,25 @@ const std::vector<Replica>& Search::Run(const std::vector<Replica>& start, int32
 void Search::Start(const std::vector<Replica>& start) {
   for (const Replica& replica : start) {
     swap_slot_ = replica.rank * slots_;
-    while (slot_[swap_slot_] != Swap::kNothing) ++swap_slot_;
-    swap_ = {replica.rank, Swap::kNothing, replica.expert};
+    while (slot_[swap_slot_] != Swap::kNoExpert) ++swap_slot_;
+    swap_ = {replica.rank, Swap::kNoExpert, replica.expert};
     Apply();
   }
 }
 
 void Search::KeepBest() {
-  best_ = judge_.MaxLoad();
-  // From now on a placement has no excess only if it is better by a token at least.
-  judge_.SetLimit(best_ - 1);
+  best_ = evaluator_.MaxLoad();
+  // From now on only a placement better by at least one token has no excess.
+  evaluator_.SetLimit(best_ - 1);
   best_replicas_.clear();
   for (size_t slot = 0; slot < slot_.size(); ++slot) {
-    if (slot_[slot] != Swap::kNothing) best_replicas_.push_back({slot_[slot], static_cast<uint32_t>(slot / slots_)});
+    if (slot_[slot] != Swap::kNoExpert) best_replicas_.push_back({slot_[slot], static_cast<uint32_t>(slot / slots_)});
   }
 }
 
 uint32_t Search::Draw(uint32_t count) {
-  // This is a linear congruential generator: its low bits repeat soon, so only the upper half is used, scaled to the
-  // range. It is written out here because the standard's distributions differ between libraries.
+  // A linear congruential generator: its low bits have short periods, so only the upper half is used, scaled to the
+  // range. Written out here because the standard's distributions differ between libraries.
   random_ = random_ * 6364136223846793005u + 1442695040888963407u;
   return static_cast<uint32_t>(((random_ >> 32) * count) >> 32);
 }
@@ -71,57 +71,56 @@ uint32_t Search::DrawRank(const std::vector<uint32_t>& ranks) {
   return ranks[Draw(static_cast<uint32_t>(ranks.size()))];
 }
 
-// The ranks on both sides of the judge's cut.
+// Collects the ranks on both sides of the evaluator's cut.
 void Search::FindSides() {
   inside_.clear();
   outside_.clear();
   for (uint32_t rank = 0; rank < sent_.size(); ++rank) {
-    ((judge_.cut() & Bit(rank)) != 0 ? inside_ : outside_).push_back(rank);
+    ((evaluator_.cut() & Bit(rank)) != 0 ? inside_ : outside_).push_back(rank);
   }
 }
 
 bool Search::Propose() {
-  // Only a slot outside of the cut can help: the excess falls by the tokens of an expert that comes to be held out
-  // there.
+  // Only a slot outside of the cut reduces the excess: it falls by the tokens of the expert added there.
   swap_.rank = DrawRank(outside_);
   const auto begin = slot_.begin() + static_cast<std::ptrdiff_t>(swap_.rank * slots_);
   const auto end = begin + static_cast<std::ptrdiff_t>(slots_);
-  auto slot = std::find(begin, end, Swap::kNothing);
+  auto slot = std::find(begin, end, Swap::kNoExpert);
   if (slot == end) slot = begin + Draw(static_cast<uint32_t>(slots_));
   swap_slot_ = static_cast<size_t>(slot - slot_.begin());
   swap_.dropped = *slot;
   int32_t falls_back = 0;
-  // Where no other rank outside holds the dropped expert, its tokens fall back on the cut, and the new one must have
-  // more.
-  if (*slot != Swap::kNothing && (holders_[*slot] & ~Bit(swap_.rank) & ~judge_.cut()) == 0) {
+  // If no other rank outside the cut holds the dropped expert, its tokens return to the cut, and the new expert must
+  // have more.
+  if (*slot != Swap::kNoExpert && (holders_[*slot] & ~Bit(swap_.rank) & ~evaluator_.cut()) == 0) {
     falls_back = tokens_[*slot];
   }
   swap_.added = DrawExpert(falls_back);
-  if (swap_.added == Swap::kNothing) return false;
+  if (swap_.added == Swap::kNoExpert) return false;
   const uint32_t home = HomeOf(swap_.added);
-  return sent_[home] < fan_out_ || (*slot != Swap::kNothing && HomeOf(*slot) == home);
+  return sent_[home] < fan_out_ || (*slot != Swap::kNoExpert && HomeOf(*slot) == home);
 }
 
-// One that only ranks of the cut hold, of more tokens than `more_than`; kNothing if three draws find none. Draws are
-// limited, so that the time of a search is bounded: a step that finds nothing costs little.
+// Returns an expert with more than `more_than` tokens that only ranks of the cut hold; kNoExpert after three failed
+// draws. The number of draws bounds the time of a search.
 uint32_t Search::DrawExpert(int32_t more_than) {
   for (int draw = 0; draw < 3; ++draw) {
     const size_t first = DrawRank(inside_) * home_experts_;
-    // Experts stand by their tokens, so those with more are the first ones. They are counted without leaving the loop
-    // early, which the compiler turns into vector instructions.
+    // Experts are sorted by tokens, so those with more come first. Count them without leaving the loop early, which the
+    // compiler vectorizes.
     uint32_t hotter = 0;
     for (size_t i = first; i < first + home_experts_; ++i) hotter += hot_tokens_[i] > more_than ? 1u : 0u;
     if (hotter == 0) continue;
     const uint32_t expert = by_tokens_[first + Draw(hotter)];
-    if ((holders_[expert] & ~judge_.cut()) == 0) return expert;
+    if ((holders_[expert] & ~evaluator_.cut()) == 0) return expert;
   }
-  return Swap::kNothing;
+  return Swap::kNoExpert;
 }
 
 void Search::Apply() {
-  judge_.Commit(swap_);
+  evaluator_.Commit(swap_);
   slot_[swap_slot_] = swap_.added;
-  if (swap_.dropped != Swap::kNothing) {
+  if (swap_.dropped != Swap::kNoExpert) {
     holders_[swap_.dropped] &= ~Bit(swap_.rank);
     --sent_[HomeOf(swap_.dropped)];
   }

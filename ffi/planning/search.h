@@ -1,4 +1,4 @@
-// A search over placements, for where slots are scarce and a constructive rule is not enough.
+// Search over placements, for few slots, if the constructive rules are not close to the mean.
 #pragma once
 
 #include <cstddef>
@@ -6,12 +6,13 @@
 #include <vector>
 
 #include "ffi/common/view.h"
-#include "ffi/planning/judge.h"
 #include "ffi/planning/serving.h"
+#include "ffi/planning/swap_evaluator.h"
 
 namespace moe_lb {
 
-// How long to search. Both are constants of the caller, so that a plan depends on nothing but its input.
+// Number of steps and tolerance of a search. Both are constants of the caller, so that a plan depends only on its
+// input.
 struct Effort {
   int64_t steps;
   int64_t margin;  // excess is tolerated up to 1 / margin of the first maximum, at first
@@ -25,10 +26,10 @@ struct Effort {
 class Search {
  public:
   // tokens: [E]. slots: replicas per rank, at least 1. fan_out: replicas of the experts of a home rank.
-  Search(View<const int32_t> tokens, size_t num_ranks, size_t slots, size_t fan_out, Judge& judge);
+  Search(View<const int32_t> tokens, size_t num_ranks, size_t slots, size_t fan_out, SwapEvaluator& evaluator);
 
-  // Starts from these replicas; `judge` must be in its first state. Ends early at a maximum of `enough`.
-  // The best replicas found, by rank.
+  // Starts from these replicas; `evaluator` must be in its initial state. Ends early at a maximum of `enough`. Returns
+  // the best replicas found, by rank.
   const std::vector<Replica>& Run(const std::vector<Replica>& start, int32_t enough, Effort effort);
 
  private:
@@ -46,13 +47,13 @@ class Search {
   size_t slots_;
   size_t fan_out_;
   View<const int32_t> tokens_;
-  Judge& judge_;
+  SwapEvaluator& evaluator_;
   std::vector<uint32_t> by_tokens_;  // [E], each rank's experts, hottest first
   std::vector<int32_t> hot_tokens_;  // [E], tokens of by_tokens_
   std::vector<RankSet> holders_;     // [E]
-  std::vector<uint32_t> slot_;       // [R * slots], experts or kNothing
+  std::vector<uint32_t> slot_;       // [R * slots], experts or kNoExpert
   std::vector<size_t> sent_;         // [R], replicas of its experts
-  std::vector<uint32_t> inside_;     // ranks of the judge's cut
+  std::vector<uint32_t> inside_;     // ranks of the evaluator's cut
   std::vector<uint32_t> outside_;    // the others
   Swap swap_;                        // proposed
   size_t swap_slot_ = 0;             // index into slot_

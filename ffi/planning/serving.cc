@@ -30,7 +30,7 @@ Serving::Serving(View<const int32_t> tokens, size_t num_ranks)
 
 void Serving::Reset() {
   const size_t experts = num_experts();
-  // Vectors keep their memory: Chain fills one plan after the other.
+  // Vectors keep their memory, because Chain fills one plan after the other.
   num_replicas_ = 0;
   tokens_.assign(all_tokens_.begin(), all_tokens_.end());
   rank_.resize(experts);
@@ -68,8 +68,7 @@ void Serving::Add(uint32_t expert, uint32_t rank, int32_t tokens) {
 void Serving::Link(uint32_t entry) {
   const uint32_t expert = expert_[entry];
   const uint32_t rank = rank_[entry];
-  // Lists grow at their end, so that searches visit replicas in the order in which they were added, and a plan depends
-  // on nothing else.
+  // Append to the lists, so that searches visit replicas in the order of addition, and the plan is deterministic.
   (first_of_expert_[expert] == kNone ? first_of_expert_[expert] : next_of_expert_[last_of_expert_[expert]]) = entry;
   (first_of_rank_[rank] == kNone ? first_of_rank_[rank] : next_of_rank_[last_of_rank_[rank]]) = entry;
   last_of_expert_[expert] = entry;
@@ -85,7 +84,7 @@ std::vector<Replica> Serving::Replicas() const {
 }
 
 void Serving::MoveReplica(uint32_t entry, uint32_t to) {
-  // The lists of slots by rank keep the entry where it was, which is why nothing may be searched afterwards.
+  // The lists of slots by rank keep the old entry, so searches are invalid afterwards.
   load_[rank_[entry]] -= tokens_[entry];
   load_[to] += tokens_[entry];
   rank_[entry] = to;
@@ -93,7 +92,7 @@ void Serving::MoveReplica(uint32_t entry, uint32_t to) {
 
 void Serving::Remove(uint32_t entry) {
   const uint32_t home = expert_[entry];
-  // Home may be above the limit afterwards; whoever removes replicas relieves it.
+  // Home may be above the limit afterwards; the caller offloads it.
   const int32_t tokens = tokens_[entry];
   tokens_[home] += tokens;
   load_[rank_[home]] += tokens;
@@ -105,7 +104,7 @@ void Serving::Remove(uint32_t entry) {
 
 uint32_t Serving::Find(uint32_t expert, uint32_t rank) const {
   uint32_t entry = first_of_expert_[expert];
-  // The list has no check for its end: the caller knows that the rank holds the expert.
+  // The end of the list is not checked: the caller guarantees that the rank holds the expert.
   while (rank_[entry] != rank || removed_[entry] != 0) entry = next_of_expert_[entry];
   return entry;
 }
@@ -116,7 +115,7 @@ void Serving::Save(Amounts* amounts) const {
 }
 
 void Serving::Restore(const Amounts& amounts, uint32_t removed) {
-  // A removed entry is only marked and is still in its lists, so taking the mark away brings it back.
+  // A removed entry is only marked and stays in its lists, so clearing the mark restores it.
   tokens_ = amounts.tokens;
   load_ = amounts.load;
   removed_[removed] = 0;
@@ -125,40 +124,41 @@ void Serving::Restore(const Amounts& amounts, uint32_t removed) {
 
 int32_t Serving::Level(int32_t limit) {
   for (uint32_t rank = 0; rank < num_ranks(); ++rank) {
-    while (!Relieve(rank, limit)) {
+    while (!OffloadRank(rank, limit)) {
       int64_t sum = 0;
       for (const uint32_t reached : queue_) sum += load_[reached];
       const auto count = static_cast<int64_t>(queue_.size());
-      // What these ranks serve can be served nowhere else, so on one of them the load is at least the mean, rounded up,
-      // and no quota of these replicas keeps a lower limit. Ranks relieved before stay so, as the limit only rises.
+      // The tokens of these ranks can be served nowhere else, so one of them has at least the mean load, rounded up,
+      // and no quota of these replicas keeps a lower limit. Ranks offloaded before stay below, because the limit only
+      // rises.
       limit = static_cast<int32_t>((sum + count - 1) / count);
     }
   }
   return limit;
 }
 
-bool Serving::Relieve(uint32_t rank, int32_t limit) {
+bool Serving::OffloadRank(uint32_t rank, int32_t limit) {
   while (load_[rank] > limit) {
-    // Every mark of an earlier search is now out of date, without clearing anything.
+    // A new search number invalidates all earlier marks without clearing them.
     ++search_;
     queue_.assign(1, rank);
     rank_seen_[rank] = search_;
     size_t next = 0;
     while (next < queue_.size() && !Visit(queue_[next], limit)) ++next;
     if (next == queue_.size()) return false;
-    // The search stops at the first rank with room, so that the path is a shortest one: few shares change on the way.
+    // Stop at the first rank with room, so that the path is a shortest one and few shares change.
     Push(rank, queue_.back(), limit);
   }
   return true;
 }
 
-// Home experts first, then replicas as they were added; of each expert its home, then its replicas.
+// Home experts first, then replicas in the order of addition; of each expert its home, then its replicas.
 bool Serving::Visit(uint32_t from, int32_t limit) {
   const auto first_home = static_cast<uint32_t>(from * home_experts_);
   const auto end_home = static_cast<uint32_t>(first_home + home_experts_);
   const auto spread = [&](uint32_t entry) {
     const uint32_t expert = expert_[entry];
-    // One rank with tokens of an expert reaches all that hold it, so an expert is spread once per search.
+    // One rank with tokens of an expert reaches all its holders, so an expert is expanded once per search.
     if (tokens_[entry] == 0 || expert_seen_[expert] == search_) return false;
     expert_seen_[expert] = search_;
     if (Reach(entry, expert, limit)) return true;
@@ -168,7 +168,7 @@ bool Serving::Visit(uint32_t from, int32_t limit) {
     return false;
   };
   for (uint32_t expert = first_home; expert < end_home; ++expert) {
-    // Experts without replicas, which are most, can be moved nowhere.
+    // Tokens of experts without replicas, the majority, cannot move.
     if (first_of_expert_[expert] != kNone && spread(expert)) return true;
   }
   for (uint32_t entry = first_of_rank_[from]; entry != kNone; entry = next_of_rank_[entry]) {
@@ -188,7 +188,7 @@ bool Serving::Reach(uint32_t from, uint32_t to, int32_t limit) {
 }
 
 void Serving::Push(uint32_t source, uint32_t sink, int32_t limit) {
-  // No more may pass than any rank on the path has of the expert that it hands on, or a share would become negative.
+  // At most the smallest share on the path may pass, or a share would become negative.
   int32_t tokens = std::min(load_[source] - limit, limit - load_[sink]);
   for (uint32_t rank = sink; rank != source; rank = rank_[taken_[rank]]) {
     tokens = std::min(tokens, tokens_[taken_[rank]]);

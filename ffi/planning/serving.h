@@ -1,4 +1,4 @@
-// Who serves how many tokens of each expert, and the flow that levels it over a given set of replicas.
+// Tokens of each expert served by each rank, and the flow that levels them over given replicas.
 #pragma once
 
 #include <cstddef>
@@ -21,10 +21,10 @@ class Serving {
  public:
   static constexpr uint32_t kNone = UINT32_MAX;
 
-  // Every token is served at home. `tokens` [E] must outlive this object.
+  // Starts with all tokens served at home. `tokens` [E] must outlive this object.
   Serving(View<const int32_t> tokens, size_t num_ranks);
 
-  // Back to that state, without replicas.
+  // Resets to that state, without replicas.
   void Reset();
 
   size_t num_ranks() const { return first_of_rank_.size(); }
@@ -40,13 +40,13 @@ class Serving {
   int32_t MaxLoad() const;
   std::vector<Replica> Replicas() const;
 
-  // A replica that takes `tokens` from its expert's home.
+  // Adds a replica that takes `tokens` from its expert's home.
   void Add(uint32_t expert, uint32_t rank, int32_t tokens);
 
-  // A replica and its tokens go to another rank. Nothing may be levelled, removed or found afterwards.
+  // Moves a replica and its tokens to another rank. Do not level, remove or find replicas afterwards.
   void MoveReplica(uint32_t entry, uint32_t to);
 
-  // Takes a replica away; its tokens go home.
+  // Removes a replica; its tokens return home.
   void Remove(uint32_t entry);
 
   // Moves tokens over the replicas until no rank has more than the returned limit: the lowest that
@@ -58,17 +58,17 @@ class Serving {
   // lower maximum than their mean load, rounded up; the limit rises to that.
   int32_t Level(int32_t limit);
 
-  // Whether `rank` can be brought to the limit. If not, no quota of these replicas keeps it, and what
-  // was moved stays moved; nobody else is above the limit who was not before.
-  bool Relieve(uint32_t rank, int32_t limit);
+  // Moves tokens of `rank` to other ranks until its load is at most the limit; false if that is impossible. No quota of
+  // these replicas then keeps the limit, and moved tokens stay moved. Loads of other ranks do not rise above the limit.
+  bool OffloadRank(uint32_t rank, int32_t limit);
 
-  // After it failed: the ranks that tokens of `rank` could be moved to, itself included.
+  // After OffloadRank failed: the ranks that tokens of `rank` can be moved to, including itself.
   const std::vector<uint32_t>& reached() const { return queue_; }
 
-  // The replica, not removed, of an expert on a rank that has one.
+  // Returns the replica, not removed, of an expert on a rank that has one.
   uint32_t Find(uint32_t expert, uint32_t rank) const;
 
-  // What moves change, to take moves and removals back.
+  // State changed by moves, to undo moves and removals.
   struct Amounts {
     std::vector<int32_t> tokens;
     std::vector<int32_t> load;

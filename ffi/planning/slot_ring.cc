@@ -8,7 +8,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The end of a device's work wakes nobody up, so it is asked for now and then.
+// The end of device work sends no notification, so poll for it.
 constexpr std::chrono::microseconds kPollInterval(50);
 
 }  // namespace
@@ -23,16 +23,16 @@ std::optional<size_t> SlotRing::Reserve(const Finished& finished, std::chrono::m
         const size_t slot = (next_ + i) % states_.size();
         if (states_[slot] != State::kFree) continue;
         states_[slot] = State::kReserved;
-        // The next search begins behind this slot. Work on a stream ends in the order in which it was queued, so that
-        // slot is the first to come free.
+        // The next search begins behind this slot. Work on a stream ends in queue order, so that slot is the first to
+        // come free.
         next_ = slot + 1;
         return slot;
       }
-      // With all slots retired nothing will ever come free, and waiting for it would only delay the error.
+      // With all slots retired, waiting would only delay the error.
       const bool hopeless = !Any(State::kReserved) && !Any(State::kInFlight);
       if (hopeless || Clock::now() >= deadline) return std::nullopt;
     }
-    // It sleeps without the lock: another thread must be able to launch the slot that it has reserved.
+    // Sleep without the lock: another thread must be able to launch its reserved slot.
     std::this_thread::sleep_for(kPollInterval);
   }
 }

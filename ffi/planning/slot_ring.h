@@ -1,4 +1,4 @@
-// Which of a fixed number of buffers may be written: bookkeeping for a device that works on them later.
+// Bookkeeping of a fixed number of buffers that a device uses asynchronously.
 #pragma once
 
 #include <chrono>
@@ -14,22 +14,22 @@ namespace moe_lb {
 // (queued work will read or write it), and back once that work has finished. Thread-safe.
 class SlotRing {
  public:
-  // Whether all work queued on a slot has finished. Called under the ring's lock, for slots in flight.
+  // Returns true if all work queued on a slot has finished. Called under the ring's lock, for slots in flight.
   using Finished = std::function<bool(size_t slot)>;
 
   explicit SlotRing(size_t num_slots) : states_(num_slots, State::kFree) {}
 
-  // A slot for the caller alone. Nothing if none came free within `patience`, or if all are retired.
+  // Reserves a slot for the caller; nullopt if none came free within `patience`, or if all are retired.
   std::optional<size_t> Reserve(const Finished& finished, std::chrono::milliseconds patience);
 
-  // All work on a reserved slot is queued; `finished` now tells when it is over.
+  // Marks a reserved slot as in flight after all its work is queued; `finished` then reports its end.
   void Launch(size_t slot);
 
-  // Work may be queued on a reserved slot, and nothing tells when it is over: it is never used again.
+  // Retires a reserved slot whose end of work cannot be detected: it is never used again.
   void Retire(size_t slot);
 
-  // Waits until no slot is reserved or in flight. False if that took longer than `patience`, or if
-  // some slot is retired: its memory must not be freed.
+  // Waits until no slot is reserved or in flight. Returns false after `patience`, or if some slot is retired: its
+  // memory must not be freed.
   bool Drain(const Finished& finished, std::chrono::milliseconds patience);
 
  private:

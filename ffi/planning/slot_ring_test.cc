@@ -21,12 +21,12 @@ constexpr milliseconds kLong(20000);
 bool Always(size_t) { return true; }
 bool Never(size_t) { return false; }
 
-void SlotsAreHandedOutInTurn() {
+void SlotsAreHandedOutInOrder() {
   SlotRing ring(3);
-  for (size_t turn = 0; turn < 7; ++turn) {
+  for (size_t take = 0; take < 7; ++take) {
     const auto slot = ring.Reserve(Always, kSoon);
     EXPECT(slot);
-    EXPECT_EQ(*slot, turn % 3);
+    EXPECT_EQ(*slot, take % 3);
     ring.Launch(*slot);
   }
 }
@@ -41,7 +41,7 @@ void AFullRingGivesUp() {
   EXPECT(!ring.Drain(Never, kSoon));
 }
 
-void AReservedSlotIsNotAskedFor() {
+void AReservedSlotIsNotPolled() {
   SlotRing ring(1);
   EXPECT(ring.Reserve(Always, kSoon));
   EXPECT(!ring.Reserve(Always, kSoon));
@@ -53,7 +53,7 @@ void ARetiredSlotIsNeverUsedAgain() {
   SlotRing ring(2);
   EXPECT_EQ(*ring.Reserve(Always, kSoon), 0u);
   ring.Retire(0);
-  for (int turn = 0; turn < 3; ++turn) {
+  for (int take = 0; take < 3; ++take) {
     EXPECT_EQ(*ring.Reserve(Always, kSoon), 1u);
     ring.Launch(1);
   }
@@ -61,7 +61,7 @@ void ARetiredSlotIsNeverUsedAgain() {
   EXPECT_EQ(*ring.Reserve(Always, kSoon), 1u);
   ring.Retire(1);
   const auto start = steady_clock::now();
-  EXPECT(!ring.Reserve(Always, kLong));  // nothing to wait for
+  EXPECT(!ring.Reserve(Always, kLong));  // all slots are retired
   EXPECT(steady_clock::now() - start < kLong / 2);
 }
 
@@ -117,7 +117,7 @@ constexpr int kCalls = 400;
 constexpr int kThreads = 4;
 
 // The scheduler's use of the ring: copy in, plan, copy out, event. Slots are plain memory, so that the
-// thread sanitizer sees a slot that is used too early, and the values tell a plan that got lost.
+// thread sanitizer reports a slot that is used too early, and the values show a lost plan.
 void NoSlotIsUsedWhileItsLastCallRuns() {
   SlotRing ring(3);
   std::vector<int> slots(3, 0);
@@ -150,9 +150,9 @@ void NoSlotIsUsedWhileItsLastCallRuns() {
 }  // namespace
 
 int main() {
-  SlotsAreHandedOutInTurn();
+  SlotsAreHandedOutInOrder();
   AFullRingGivesUp();
-  AReservedSlotIsNotAskedFor();
+  AReservedSlotIsNotPolled();
   ARetiredSlotIsNeverUsedAgain();
   AWaitEndsWhenASlotComesFree();
   NoSlotIsUsedWhileItsLastCallRuns();

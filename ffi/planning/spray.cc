@@ -43,12 +43,12 @@ Status Check(MatrixView<const int32_t> rows, View<const int32_t> ticks, int64_t 
   return Ok();
 }
 
-// The rails between two nodes, as they fill.
+// Loads of the rails between two nodes.
 class Rails {
  public:
   Rails(View<const int32_t> ticks, size_t first) : ticks_(ticks), first_(first), loads_(ticks.size(), 0) {}
 
-  // The rail that is done with so many rows more first.
+  // Returns the rail that first completes with the additional rows.
   size_t Add(int64_t rows) {
     size_t best = ticks_.size();
     int64_t soonest = 0;
@@ -56,8 +56,8 @@ class Rails {
       const size_t rail = (first_ + step) % ticks_.size();
       // At most 2^31 rows are multiplied by less than 2^15 ticks, so the product fits.
       const int64_t done = (loads_[rail] + rows) * ticks_[rail];
-      // A dead rail has no ticks and would look as if it were done at once. Equal times leave the rail that came first
-      // in the cycle.
+      // A dead rail has 0 ticks and would complete at once, so it is skipped. Ties go to the rail that is first in the
+      // cycle.
       if (ticks_[rail] > 0 && (best == ticks_.size() || done < soonest)) {
         best = rail;
         soonest = done;
@@ -97,8 +97,8 @@ void Between(MatrixView<const int32_t> rows, View<const int32_t> ticks, size_t m
       if (left > 0) rests.push_back({left, from, to});
     }
   }
-  // Rests follow the chunks, none of them is larger than a chunk, and the largest goes first: in the end rails of equal
-  // speed differ by about one chunk at most.
+  // Rests follow the chunks and are no larger than a chunk; the largest goes first. So rails of equal speed differ by
+  // about one chunk at most.
   std::stable_sort(rests.begin(), rests.end(), [](const Rest& a, const Rest& b) { return a.rows > b.rows; });
   for (const Rest& rest : rests) rails[rest.from][rest.to * num_rails + filling.Add(rest.rows)] += rest.rows;
 }
@@ -112,7 +112,7 @@ Status Spray(MatrixView<const int32_t> rows, View<const int32_t> ticks, int64_t 
   const auto members = static_cast<size_t>(ranks_per_node);
   for (size_t from = 0; from < ranks; ++from) {
     for (size_t entry = 0; entry < ranks * num_rails; ++entry) rails[from][entry] = 0;
-    // Rows inside a node use no rail, but all entries must add up to the rows: the transport checks that.
+    // Rows inside a node use no rail, but all entries must add up to the rows: the transport checks it.
     for (size_t to = from / members * members; to < (from / members + 1) * members; ++to) {
       rails[from][to * num_rails + to % members * num_rails / members] = rows[from][to];
     }

@@ -1,4 +1,4 @@
-// Puts rows for other nodes, in chunks, longest processing time first, on the rails of a node (RailS).
+// Assigns rows for other nodes, in chunks, longest processing time first, to the rails of a node (RailS).
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace moe_lb {
 
-// Of a rail, the time per row; they are compared as products with loads, in 62 bits in JAX too.
+// Time per row of a rail; products of ticks and loads fit 62 bits, in JAX too.
 constexpr int32_t kMaxTicks = 32767;
 constexpr int64_t kMaxChunks = 4096;
 
-// Puts the rows from rank to rank on rails, for every sending node and every receiving node on their own: what a
-// node sends is planned from its own rows alone.
+// Assigns the rows from rank to rank to rails, for each pair of sending and receiving node separately: the plan of a
+// sending node depends on its own rows only.
 //
 // Of all rows from node d to node f:
 // 1. A chunk is max(1, rows / (rails * chunks)), rounded down. The rows of each pair of ranks are cut into chunks and
@@ -22,7 +22,7 @@ constexpr int64_t kMaxChunks = 4096;
 //    that is done with it first: of the smallest (load + rows of it) * ticks. Ties go to the first rail from
 //    (d + f) % rails on, cyclically, so that neither what a node sends nor what one receives gathers on the same
 //    rail; of rests, to the lower pair.
-// Rows inside a node travel along no rail; they are put on that of the receiver, offset * rails / ranks_per_node.
+// Rows inside a node use no rail. They are counted on the rail of the receiver, offset * rails / ranks_per_node.
 //
 //   rows: [R, R], from rank to rank, at least 0; their sum must fit int32.
 //   ticks: [N], of each rail, at most kMaxTicks; 0 for a dead one. N divides the ranks of a node.

@@ -23,16 +23,16 @@ Ints Rails(const Ints& rows, const Ints& ticks, int64_t chunks) {
   return rails;
 }
 
-void ChunksInTurnThenRests() {
+void ChunksAlternateThenRests() {
   // 11 rows from node 0 to node 1, in chunks of 2: rank 0 has three and a rest, rank 1 two.
   const Ints rails = Rails({0, 0, 7, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0}, {1, 1}, 2);
   EXPECT_EQ(rails[4], 3);   // rank 0 to rank 2 on rail 0: the second chunk, and the rest
-  EXPECT_EQ(rails[5], 4);   // on rail 1, the first in turn: the first and the third
+  EXPECT_EQ(rails[5], 4);   // on rail 1, the first of the rotation: chunks 1 and 3
   EXPECT_EQ(rails[14], 2);  // rank 1 to rank 3
   EXPECT_EQ(rails[15], 2);
 }
 
-void ADeadRailGetsNothingAndASlowOneLess() {
+void ADeadRailGetsNoRowsAndASlowOneFewer() {
   const Ints rows = {0, 0, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
   const Ints dead = Rails(rows, {0, 1}, 4), slow = Rails(rows, {2, 1}, 6);
   EXPECT_EQ(dead[4], 0);
@@ -66,8 +66,8 @@ void BadArgumentsAreNamed() {
 }  // namespace
 
 int main() {
-  ChunksInTurnThenRests();
-  ADeadRailGetsNothingAndASlowOneLess();
+  ChunksAlternateThenRests();
+  ADeadRailGetsNoRowsAndASlowOneFewer();
   RowsInsideADomainAreOnTheReceiversRail();
   BadArgumentsAreNamed();
 }

@@ -10,8 +10,8 @@ void Thinning::Thin(Serving& serving, int32_t limit) {
   for (auto entry = static_cast<uint32_t>(serving.num_experts()); entry < serving.num_entries(); ++entry) {
     order_.push_back(entry);
   }
-  // The tokens are those before any removal. They change with every removal, but a fixed order needs one sort, and
-  // every replica is still tried once.
+  // Sort by the tokens before any removal. They change with every removal, but a fixed order needs one sort, and every
+  // replica is still tried once.
   std::stable_sort(order_.begin(), order_.end(),
                    [&](uint32_t a, uint32_t b) { return serving.tokens(a) < serving.tokens(b); });
   int64_t slack = 0;
@@ -21,19 +21,19 @@ void Thinning::Thin(Serving& serving, int32_t limit) {
   for (const uint32_t entry : order_) {
     if (!MayGo(serving, entry, slack)) continue;
     serving.Remove(entry);
-    // Removal adds load to home alone, so only home has to be brought back to the limit.
-    if (serving.Relieve(serving.rank(serving.expert(entry)), limit)) {
+    // A removal adds load to home alone, so only home must be offloaded.
+    if (serving.OffloadRank(serving.rank(serving.expert(entry)), limit)) {
       serving.Save(&saved_);
     } else {
-      // Relieve may have moved tokens all over the plan before it failed, so amounts are restored as a whole.
+      // OffloadRank may have moved tokens before it failed, so all amounts are restored.
       serving.Restore(saved_, entry);
     }
   }
 }
 
-// A necessary condition. Ranks joined by a tree of replicas settle what each replica carries, up to
-// the slack: one that carries more can only go where there is a cycle. Cycles found at the start will do,
-// as removals make none.
+// A necessary condition. In a tree of replicas, loads determine the tokens of each replica up to the slack, so a
+// replica with more can be removed only if there is a cycle. Cycles found at the start suffice, because removals create
+// none.
 bool Thinning::MayGo(const Serving& serving, uint32_t entry, int64_t slack) {
   return serving.tokens(entry) <= slack || has_cycle_[Group(serving.rank(entry))] != 0;
 }

@@ -1,4 +1,4 @@
-// Fewer replicas within a limit.
+// Removes replicas within a limit.
 #pragma once
 
 #include <cstdint>

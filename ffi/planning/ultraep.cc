@@ -51,13 +51,13 @@ class Domain {
     Sort();
   }
 
-  // Looks for the lowest limit under which the surplus fits; the replicas for it.
+  // Finds the lowest limit under which the surplus fits, and its replicas.
   const std::vector<Replica>& Plan(float eps) {
     const auto members = static_cast<int64_t>(load_.size());
     const int64_t low = (std::accumulate(load_.begin(), load_.end(), int64_t{0}) + members - 1) / members;
     const int64_t high = *std::max_element(load_.begin(), load_.end());
-    // The last attempt of a search may have failed, and `replicas_` are those of the last one: the limit that was found
-    // is attempted once more.
+    // The last attempt of a search may have failed and overwritten `replicas_`, so repeat the attempt at the limit
+    // found.
     if (!Ladder(low, high, eps)) Attempt(Search(low, high), Floor::kFixed);
     return replicas_;
   }
@@ -68,7 +68,7 @@ class Domain {
   void Sort() {
     by_load_.resize(load_.size());
     std::iota(by_load_.begin(), by_load_.end(), size_t{0});
-    // Both sorts are stable, so that ties go to the lower rank and expert, as in the reference in JAX.
+    // Both sorts are stable, so that ties go to the lower rank and expert, as in the JAX reference.
     std::stable_sort(by_load_.begin(), by_load_.end(), [&](size_t a, size_t b) { return load_[a] > load_[b]; });
     by_served_.resize(served_.size());
     std::iota(by_served_.begin(), by_served_.end(), size_t{0});
@@ -79,8 +79,8 @@ class Domain {
   }
 
   bool Ladder(int64_t low, int64_t high, float eps) {
-    // This is float32 because the reference in JAX computes it so, and both must try the same limits. It is compared
-    // before it is converted, as it may exceed any integer.
+    // float32 as in the JAX reference, so that both try the same limits. Compared before the conversion, because it may
+    // exceed the range of integers.
     const float first = std::ceil(static_cast<float>(low) * (1.0f + eps));
     int64_t limit = first >= static_cast<float>(high) ? high : std::max(low, static_cast<int64_t>(first));
     for (int attempt = 0; attempt < 3; ++attempt) {
@@ -90,7 +90,7 @@ class Domain {
     return false;
   }
 
-  // `high` always succeeds: the largest load needs no replica, and every other was attempted.
+  // `high` always succeeds: the largest load needs no replica, and all other limits were tried.
   int64_t Search(int64_t low, int64_t high) {
     if (Attempt(low, Floor::kFixed)) return low;
     while (low < high) {
@@ -100,7 +100,7 @@ class Domain {
         ++low;
         continue;
       }
-      // The four limits are those of the range at the start, although `low` moves with each that fails.
+      // The four limits divide the initial range, although `low` moves with each failure.
       const int64_t base = low;
       for (int64_t part = 1; part <= 4; ++part) {
         const int64_t limit = base + width * part / 5;
@@ -114,26 +114,26 @@ class Domain {
     return high;
   }
 
-  // Fills replicas_; false if the surplus does not fit.
+  // Fills replicas_; returns false if the surplus does not fit.
   //
-  // Every limit is at least the mean, so that there is always as much room below it as surplus above:
-  // the test for that, and the bisection on it, which the released code makes for its rounding, are void.
+  // Every limit is at least the mean, so the total room below it is at least the total surplus above. The released code
+  // tests this and bisects on it because of its rounding; neither is needed here.
   bool Attempt(int64_t limit, Floor floor) {
     replicas_.clear();
     room_.clear();
     for (const int64_t load : load_) room_.push_back(std::max<int64_t>(limit - load, 0));
     open_ = empty_;
     std::fill(holder_of_.begin(), holder_of_.end(), kNone);
-    for (const size_t giver : by_load_) {
-      // Ranks come by their load, so none after this one has a surplus.
-      if (load_[giver] <= limit) break;
-      if (!Give(giver, load_[giver] - limit, floor)) return false;
+    for (const size_t donor : by_load_) {
+      // Ranks are sorted by load, so none after this one has a surplus.
+      if (load_[donor] <= limit) break;
+      if (!Give(donor, load_[donor] - limit, floor)) return false;
     }
     return true;
   }
 
-  bool Give(size_t giver, int64_t need, Floor floor) {
-    for (size_t i = giver * home_; i < (giver + 1) * home_ && need > 0; ++i) {
+  bool Give(size_t donor, int64_t need, Floor floor) {
+    for (size_t i = donor * home_; i < (donor + 1) * home_ && need > 0; ++i) {
       const size_t expert = by_served_[i];
       MarkHolders(expert);
       // The home keeps one token, as in the released code.
@@ -141,8 +141,7 @@ class Domain {
       while (need > 0 && left > 0) {
         const auto [rank, candidates] = MostRoom(expert);
         if (candidates == 0) break;
-        // The rank with most room is the one that can take most: if it would get less than the floor, so would all
-        // others.
+        // The rank with the most room can take the most: if it would get less than the floor, so would all others.
         const int64_t tokens = std::min({need, room_[rank], left});
         if (tokens < (floor == Floor::kFixed ? min_tokens_ : (need + candidates - 1) / candidates)) break;
         replicas_.push_back({first_ * home_ + expert, first_ + rank, tokens});
@@ -156,8 +155,8 @@ class Domain {
     return need == 0;
   }
 
-  // Marks the replicas that the expert had before. Marks need no clearing between experts, since no expert is looked at
-  // twice in an attempt.
+  // Marks the existing replicas of the expert. Marks need no clearing between experts, because an attempt visits each
+  // expert once.
   void MarkHolders(size_t expert) {
     const size_t number = first_ * home_ + expert;
     for (size_t slot = holders_.First(number); slot != Holders::kEnd; slot = holders_.Next(slot)) {
@@ -197,7 +196,7 @@ class Domain {
   std::vector<Replica> replicas_;  // of the last attempt
   std::vector<int64_t> room_;      // per rank, in an attempt
   std::vector<size_t> open_;       // likewise, empty slots
-  std::vector<size_t> holder_of_;  // likewise, the last expert that the rank was found to hold
+  std::vector<size_t> holder_of_;  // likewise, the last expert marked on the rank
 };
 
 std::vector<int64_t> Loads(MatrixView<const int32_t> quota) {

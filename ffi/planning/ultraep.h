@@ -32,9 +32,8 @@ namespace moe_lb {
 // The product in 1 is of float32 (but never below low); all else is of integers. Ties go to the lower rank
 // and expert.
 //
-// The plan may hold replicas already. They keep their slots and their quota, which counts in the load
-// of the rank that serves it; only what homes serve is given away. A rank whose replicas alone exceed
-// the limit cannot meet it.
+// The plan may hold replicas already. They keep their slots and their quota, which counts in the load of the serving
+// rank; only tokens served at home move. A rank whose replicas alone exceed the limit cannot meet it.
 //
 //   placement: [R, S], the expert in each slot, -1 for an empty one. The first E / R of rank r hold its
 //     home experts, r * E / R and up.

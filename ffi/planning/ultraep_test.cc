@@ -34,7 +34,7 @@ struct Plan {
     return load;
   }
 
-  // What the slots of a rank beyond the home experts hold.
+  // Contents of a rank's slots beyond the home experts.
   vector<int32_t> Replicas(size_t rank) const {
     const auto begin = placement.begin() + static_cast<std::ptrdiff_t>(rank * slots());
     return {begin + static_cast<std::ptrdiff_t>(num_experts() / num_ranks),
@@ -113,7 +113,7 @@ void ReplicasThatExistAreKept() {
   EXPECT((plan.quota == vector<int32_t>{45, 30, 45, 0, 0, 0, 0, 0, 0}));
 }
 
-// A limit of 45 would do, but of the limits that the search attempts, 50 is too high for a replica of 45.
+// A limit of 45 would suffice, but the search tries 50, which is too high for a replica of 45.
 void TheSearchCanMissALimit() {
   Plan plan = OneReplicaSoFar();
   EXPECT(!plan.Run(3, 0.0f, 45));
@@ -121,7 +121,7 @@ void TheSearchCanMissALimit() {
   EXPECT(plan.quota == OneReplicaSoFar().quota);
 }
 
-void WithoutSlotsNothingMoves() {
+void WithoutSlotsNoExpertMoves() {
   const Plan before = AtHome(2, 0, {100, 0, 0, 0});
   Plan plan = before;
   EXPECT(!plan.Run(2));
@@ -129,7 +129,7 @@ void WithoutSlotsNothingMoves() {
   EXPECT(plan.quota == before.quota);
 }
 
-void NothingToServe() {
+void NoTokensToServe() {
   Plan plan = AtHome(2, 1, {0, 0});
   EXPECT(!plan.Run(2));
   EXPECT((plan.Load() == vector<int32_t>{0, 0}));
@@ -163,8 +163,8 @@ void BadArgumentsAreNamed() {
   EXPECT_EQ(refusal(bad, 2, 0.01f, 1), "placement has 1 slots; expected at least the 2 home experts of a rank");
 }
 
-// Random plans, also ones that break rules where the planner does not look: every sum is kept, and
-// no expert comes twice to a rank.
+// Random plans, also invalid ones that the planner does not check: every sum is conserved, and no expert is twice on a
+// rank.
 void RandomPlansKeepTheirTokens() {
   std::mt19937 random(0);
   const auto below = [&](size_t bound) { return random() % bound; };
@@ -212,8 +212,8 @@ int main() {
   DomainsArePlannedEachForItself();
   ReplicasThatExistAreKept();
   TheSearchCanMissALimit();
-  WithoutSlotsNothingMoves();
-  NothingToServe();
+  WithoutSlotsNoExpertMoves();
+  NoTokensToServe();
   TheLargestLoads();
   BadArgumentsAreNamed();
   RandomPlansKeepTheirTokens();

@@ -1,8 +1,8 @@
-// Operands and attributes in words, for the report of a failure.
+// Text form of operands and attributes, for failure reports.
 #include <cstring>
 #include <sstream>
 
-#include "ffi/testing/fake_xla.h"
+#include "ffi/testing/handler_calls.h"
 
 namespace moe_lb::testing {
 namespace {
@@ -50,7 +50,7 @@ T At(const std::vector<unsigned char>& bytes, size_t i) {
 }
 
 void WriteValues(std::ostream& out, XLA_FFI_DataType dtype, const std::vector<unsigned char>& bytes) {
-  // A report must stay readable, and the case can be run again by its number.
+  // Limit the report; the case can be repeated by its number.
   constexpr size_t kShown = 64;
   const size_t width = ByteWidth(dtype);
   const size_t count = width == 0 ? 0 : bytes.size() / width;
@@ -75,7 +75,7 @@ void WriteArray(std::ostream& out, const Array& array, bool values) {
   out << NameOf(array.dtype) << "[";
   for (size_t i = 0; i < array.dims.size(); ++i) out << (i == 0 ? "" : ",") << array.dims[i];
   out << "]";
-  // Only integers decide what a handler does; other values would hide them in the report.
+  // Only integers affect the control flow of a handler; other values would hide them in the report.
   if (!values || (array.dtype != XLA_FFI_DataType_S32 && array.dtype != XLA_FFI_DataType_S64)) return;
   out << "{";
   WriteValues(out, array.dtype, array.bytes);

@@ -1,18 +1,11 @@
-// The other side of the FFI: enough of XLA's runtime to call handlers without XLA, one call at a time, with any frame.
-//
-// Stricter than XLA where that finds bugs: every buffer is an allocation of exactly its size, and dies when its own
-// call completes, whatever the calls of other devices still do. Handlers of GPUs return while their work is queued, so
-// an `Invocation` leaves the buffers to its caller.
+// A stand-in for XLA's runtime: registered types, the thread pool and the function table.
 #pragma once
 
-#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <map>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -24,139 +17,7 @@
 
 namespace moe_lb::testing {
 
-// Bytes of one element, as XLA stores it.
-size_t ByteWidth(XLA_FFI_DataType dtype);
-
-// An operand or a result; `bytes` as many as dtype and dims say.
-struct Array {
-  XLA_FFI_DataType dtype = XLA_FFI_DataType_S32;
-  std::vector<int64_t> dims;
-  std::vector<unsigned char> bytes;
-
-  size_t size() const;
-  void Resize() { bytes.resize(size() * ByteWidth(dtype)); }
-};
-
-struct Attribute {
-  XLA_FFI_AttrType type = XLA_FFI_AttrType_SCALAR;
-  XLA_FFI_DataType dtype = XLA_FFI_DataType_S64;  // of a scalar or array
-  std::vector<unsigned char> bytes;               // of a scalar, array or string
-  std::vector<std::string> keys;                  // of a dictionary, sorted
-  std::vector<Attribute> values;
-};
-
-using Attributes = std::map<std::string, Attribute>;
-
-// One device's part of a call.
-struct Operands {
-  std::vector<Array> args;
-  std::vector<Array> rets;
-  std::map<size_t, size_t> aliases;  // argument to the result that is written over it
-};
-
-std::string Describe(const Attributes& attributes);
-std::string Describe(const Operands& operands);
-
-// How a call ended.
-struct Ending {
-  bool ok = true;
-  XLA_FFI_Error_Code code = XLA_FFI_Error_Code_OK;
-  std::string message;
-  bool wrote_argument = false;  // one that is not aliased to a result
-  std::vector<Array> rets;      // where it went well
-};
-
-// What the runtime's thread pool does with a task.
-enum class PoolMode { kThreads, kInline, kNone };
-
-class FakeXla;
-
-// One execution of a call on one device.
-class Execution {
- public:
-  // Nothing while the call is not over.
-  std::optional<Ending> Wait(std::chrono::milliseconds limit);
-  bool is_over();
-
- private:
-  friend class CallSite;
-  struct Buffers;
-
-  void Complete(XLA_FFI_Error* error);
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::optional<Ending> ending_;
-  std::unique_ptr<Buffers> buffers_;
-};
-
-// One call in one executable. All its executions must be over when it is destroyed.
-class CallSite {
- public:
-  CallSite(FakeXla& xla, const HandlerRegistration& handler, const Attributes& attributes);
-  ~CallSite();
-  CallSite(const CallSite&) = delete;
-  CallSite& operator=(const CallSite&) = delete;
-
-  // How the instantiate stage ended; where it failed nothing may be executed.
-  const Ending& instantiated() const { return instantiated_; }
-
-  // Calls the handler on this thread. It may be over, or not yet.
-  std::shared_ptr<Execution> Execute(const Operands& operands, int64_t run_id, int32_t device, PoolMode pool);
-
- private:
-  friend class Invocation;
-  class AttributesFrame;
-
-  FakeXla& xla_;
-  const HandlerRegistration handler_;
-  std::unique_ptr<AttributesFrame> attributes_;
-  XLA_FFI_TypeId state_type_{0};
-  void* state_ = nullptr;
-  Ending instantiated_;
-};
-
-// Memory of the caller's, as an argument or result.
-struct DeviceArray {
-  XLA_FFI_DataType dtype = XLA_FFI_DataType_S32;
-  std::vector<int64_t> dims;
-  void* data = nullptr;
-
-  size_t size_bytes() const;
-};
-using DeviceArrays = std::vector<DeviceArray>;
-
-// A call in one execution of a program on one device with a stream, as XLA:GPU makes it: the initialize stage, then the
-// handler any number of times (more than once in a loop), then the end of what the initialize stage made. XLA comes to
-// that end whether or not the program failed, and frees the program's buffers after it.
-class Invocation {
- public:
-  Invocation(CallSite& site, DeviceArrays args, DeviceArrays rets, int64_t run_id, int32_t device, void* stream);
-  ~Invocation();
-  Invocation(const Invocation&) = delete;
-  Invocation& operator=(const Invocation&) = delete;
-
-  // How the initialize stage ended; where it failed nothing may be executed.
-  const Ending& initialized() const { return initialized_; }
-
-  // Calls the handler on this thread.
-  Ending Execute() { return Run(XLA_FFI_ExecutionStage_EXECUTE); }
-
- private:
-  Ending Run(XLA_FFI_ExecutionStage stage);
-
-  CallSite& site_;
-  DeviceArrays args_;
-  DeviceArrays rets_;
-  const int64_t run_id_;
-  const int32_t device_;
-  void* const stream_;
-  XLA_FFI_TypeId state_type_{0};
-  void* state_ = nullptr;
-  Ending initialized_;
-};
-
-// Types, the thread pool and the table of functions.
+// Registered types, the thread pool and the function table.
 class FakeXla {
  public:
   explicit FakeXla(size_t num_threads = 2);
@@ -164,12 +25,12 @@ class FakeXla {
   FakeXla(const FakeXla&) = delete;
   FakeXla& operator=(const FakeXla&) = delete;
 
-  // Gives types their identity and asks handlers for their metadata, as XLA does; the message of what is wrong.
+  // Assigns ids to types and queries the metadata of handlers, as XLA does. Returns the message of the first failure.
   std::optional<std::string> Register(const Registrations& part);
 
   const XLA_FFI_Api& api() const { return api_; }
 
-  // For the functions of the table.
+  // Used by the function table.
   const XLA_FFI_TypeInfo* type_info(XLA_FFI_TypeId id) const;
   void Schedule(std::function<void()> task);
   size_t num_threads() const { return threads_.size(); }

@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "ffi/testing/fake_xla.h"
 #include "ffi/testing/random_calls.h"
 #include "ffi/testing/valid_calls.h"
 
@@ -30,17 +31,17 @@ constexpr bool kSanitized = true;
 constexpr bool kSanitized = false;
 #endif
 #if defined(__SANITIZE_THREAD__)
-constexpr uint64_t kCases = 10000;  // races do not need as many as bounds do, and each takes longer
+constexpr uint64_t kCases = 10000;  // races need fewer cases than bounds, and each takes longer
 #else
 constexpr uint64_t kCases = 40000;  // the run without sanitizers has more
 #endif
 constexpr uint64_t kCalls = 10000;  // of each handler, by the test of repetition
 
-// The sanitizers' libraries must see these.
+// Visible to the sanitizers' libraries.
 #define MOE_LB_VISIBLE extern "C" __attribute__((visibility("default")))
 
-// A handler that allocates without bounds shall not take the machine along. The quarantine is small, as memory is
-// measured. What a sanitizer finds ends in PrintRunning, by way of an abort where it is not ASan's own.
+// Limit the allocations of a handler. The quarantine is small, because memory is measured. A sanitizer report ends in
+// PrintRunning, through an abort for sanitizers other than ASan.
 MOE_LB_VISIBLE const char* __asan_default_options() {
   return "hard_rss_limit_mb=3072:quarantine_size_mb=8:thread_local_quarantine_size_kb=64:handle_abort=1";
 }
@@ -51,12 +52,12 @@ MOE_LB_VISIBLE void __sanitizer_set_death_callback(void (*callback)()) __attribu
 namespace moe_lb::testing {
 namespace {
 
-// This is twice the time-out of valid calls, so that a handler has the time to report a rank that is missing.
-constexpr auto kLimit = std::chrono::seconds(60);  // a call that is not over by then hangs
+// Twice the time-out of valid calls, so that a handler has time to report a missing rank.
+constexpr auto kLimit = std::chrono::seconds(60);  // a longer call counts as a hang
 
 constexpr double kShortTimeout = 0.01;  // seconds
 
-// ---- what is running, for when the process dies --------------------------------
+// ---- report of the running case, for crashes -----------------------------------
 
 enum class Kind { kValid, kMutated, kScrambled, kAny };
 
@@ -109,7 +110,7 @@ void OnSignal(int signal) {
 void WatchForDeath() {
   if (__sanitizer_set_death_callback != nullptr) __sanitizer_set_death_callback(PrintRunning);
   std::signal(SIGALRM, OnSignal);
-  // A sanitizer prints its own report of these signals, and it reserves more addresses than any limit would allow.
+  // A sanitizer prints its own report of these signals, and reserves more addresses than any limit allows.
   if (kSanitized) return;
   for (const int signal : {SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL}) std::signal(signal, OnSignal);
   const rlimit memory = {size_t{6} << 30, size_t{6} << 30};
@@ -120,11 +121,11 @@ void WatchForDeath() {
 
 struct Counts {
   uint64_t valid = 0;
-  uint64_t succeeded = 0;  // among those that are not valid by construction
+  uint64_t succeeded = 0;  // among calls that are not valid by construction
   uint64_t refused = 0;
 };
 
-// Calls that have been made and are perhaps not over.
+// Calls in progress.
 class Runner {
  public:
   Runner(FakeXla& xla, const Registrations& part, size_t max_pending)
@@ -140,8 +141,8 @@ class Runner {
     pending.one = std::move(one);
     pending.site = MakeSite(pending.one);
     Execute(pending, *pending.site, random);
-    // Calls overlap on purpose: an earlier one is judged only when many are pending, so that the calls of other sites
-    // run beside it.
+    // Calls overlap on purpose: earlier ones are verified only after many are pending, so that calls of other sites run
+    // concurrently.
     Drain(max_pending_);
   }
 
@@ -154,7 +155,7 @@ class Runner {
     }
   }
 
-  // Another call of a site that exists.
+  // Makes another call of an existing site.
   void RunAgain(const Case& one, std::shared_ptr<CallSite> site, Random& random) {
     pending_.push_back(std::make_unique<Pending>());
     Pending& pending = *pending_.back();
@@ -164,14 +165,14 @@ class Runner {
     Drain(max_pending_);
   }
 
-  // Until at most so many are not over.
+  // Waits until at most this many calls are in progress.
   void Drain(size_t count) {
     while (pending_.size() > count) {
-      Judge(*pending_.front());
+      Check(*pending_.front());
       pending_.pop_front();
     }
     while (!pending_.empty() && pending_.front()->IsOver()) {
-      Judge(*pending_.front());
+      Check(*pending_.front());
       pending_.pop_front();
     }
   }
@@ -202,7 +203,7 @@ class Runner {
     const std::vector<Operands>& devices = pending.one.call.devices;
     std::vector<size_t> order(devices.size());
     for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-    // Devices come in any order, since XLA starts them in any.
+    // Devices start in random order, as in XLA.
     for (size_t i = order.size(); i > 1; --i) {
       std::swap(order[i - 1], order[static_cast<size_t>(random.Below(static_cast<int64_t>(i)))]);
     }
@@ -218,7 +219,7 @@ class Runner {
           Fail(pending.one, std::string("the handler threw: ") + error.what());
         }
       };
-      // Without threads the first device would wait for ever for those that this loop has not called yet.
+      // Without threads the first device would deadlock, because this loop has not called the others.
       if (blocks) {
         threads.emplace_back(execute);
       } else {
@@ -229,7 +230,7 @@ class Runner {
     alarm(0);
   }
 
-  // Calls what the program has called before, and fills in its results.
+  // Makes the program's previous call and inserts its results.
   void ExecuteBefore(Case& one, int64_t run_id, PoolMode pool) {
     const Before& before = *one.call.before;
     const std::vector<Operands>& devices = before.call.devices;
@@ -246,7 +247,7 @@ class Runner {
       for (const auto& [ret, arg] : before.wires) {
         const Array& from = ending->rets[ret];
         const bool unchanged = arg < args.size() && args[arg].bytes == Result(from.dtype, from.dims).bytes;
-        // An operand that a mutation has changed keeps its value: that is what the case is about.
+        // A mutated operand keeps its value, which is the subject of the case.
         if (unchanged) args[arg].bytes = from.bytes;
       }
     }
@@ -259,21 +260,21 @@ class Runner {
     throw std::invalid_argument("no handler " + name);
   }
 
-  void Judge(Pending& pending) {
+  void Check(Pending& pending) {
     const Case& one = pending.one;
     running = &one;
-    bool ok = JudgeOne(one, pending.site->instantiated());
+    bool ok = CheckOne(one, pending.site->instantiated());
     for (size_t device = 0; device < pending.executions.size(); ++device) {
       const std::optional<Ending> ending = pending.executions[device]->Wait(kLimit);
       if (!ending) Fail(one, "the call does not end");
-      ok = JudgeOne(one, *ending) && ok;
-      if (ending->ok) JudgeResults(one, one.call.devices[device], ending->rets);
+      ok = CheckOne(one, *ending) && ok;
+      if (ending->ok) CheckResults(one, one.call.devices[device], ending->rets);
     }
     Counts& counts = counts_[one.handler->name];
     (one.kind == Kind::kValid ? counts.valid : ok ? counts.succeeded : counts.refused) += 1;
   }
 
-  static bool JudgeOne(const Case& one, const Ending& ending) {
+  static bool CheckOne(const Case& one, const Ending& ending) {
     if (ending.wrote_argument) Fail(one, "an argument was written");
     if (ending.ok) return true;
     if (ending.message.empty()) Fail(one, "an error without a message");
@@ -282,10 +283,10 @@ class Runner {
     return false;
   }
 
-  static void JudgeResults(const Case& one, const Operands& operands, const std::vector<Array>& rets) {
-    const auto& judge = AllValidCalls().at(one.handler->name).judge;
-    if (judge == nullptr) return;
-    const std::string wrong = judge(one.call.attributes, operands, rets);
+  static void CheckResults(const Case& one, const Operands& operands, const std::vector<Array>& rets) {
+    const auto& verify = AllValidCalls().at(one.handler->name).verify;
+    if (verify == nullptr) return;
+    const std::string wrong = verify(one.call.attributes, operands, rets);
     if (!wrong.empty()) Fail(one, "a call succeeded, and " + wrong);
   }
 
@@ -315,14 +316,14 @@ Case MakeCase(const HandlerRegistration& handler, uint64_t number, Random& rando
     return one;
   }
   one.call = AllValidCalls().at(handler.name).make(random);
-  // A broken device may leave the others waiting until their time-out, and there are many such cases.
+  // A broken device may leave the others waiting until their time-out, and such cases are frequent.
   if (kind != Kind::kValid) ShortenTimeout(one.call);
   if (kind == Kind::kMutated) Mutate(random, one.call);
   if (kind == Kind::kScrambled) Scramble(random, one.call);
   return one;
 }
 
-// The random numbers of one case. They depend on nothing that ran before, so that a case that failed can be run alone.
+// Random numbers of one case. They are independent of earlier cases, so that a failed case can be run alone.
 Random RandomOf(uint64_t seed, uint64_t number) {
   return Random(seed * 0x9E3779B97F4A7C15u + number * 0xD1B54A32D192ED03u);
 }
@@ -348,8 +349,7 @@ int Fuzz(FakeXla& xla, const Registrations& part, uint64_t cases, uint64_t seed,
               << " succeeded, " << counts.refused << " were refused" << std::endl;
     all_seen = all_seen && counts.valid > 0 && counts.succeeded > 0 && counts.refused > 0;
   }
-  // A handler of which no broken call succeeds, or none is refused, is fuzzed by cases that never get past its first
-  // check, or never reach one.
+  // If no broken call succeeds, or all do, the cases do not pass the handler's first check, or do not reach one.
   if (all_seen || only) return 0;
   std::cerr << "FAILED: a handler never succeeded, or never refused" << std::endl;
   return 1;
@@ -378,7 +378,7 @@ Usage Measure() {
   return {resident * sysconf(_SC_PAGESIZE), NumEntries("/proc/self/fd"), NumEntries("/proc/self/task")};
 }
 
-// Each call is made at a new call site and at one that stays, by turns.
+// Calls alternate between a new call site and a persistent one.
 void CallMany(Runner& runner, const std::vector<Case>& cases, uint64_t calls, Random& random) {
   std::vector<std::shared_ptr<CallSite>> sites;
   for (const Case& one : cases) sites.push_back(runner.MakeSite(one));
@@ -397,14 +397,14 @@ int Repeat(FakeXla& xla, const Registrations& part, uint64_t calls) {
     std::vector<Case> cases;
     Random random = RandomOf(0, 0);
     for (uint64_t number = 0; number < 100; ++number) cases.push_back(MakeCase(handler, number, random));
-    // Few calls are pending at once, as the highest number of threads so far is not what is measured.
+    // Keep few calls in progress, because the peak number of threads is not measured.
     Runner runner(xla, part, 8);
-    // Memory is compared after a first round, which also makes what is allocated once: threads, tables, the allocator's
-    // own arenas.
+    // Compare memory after a first round, which allocates everything that is allocated once: threads, tables, the
+    // allocator's arenas.
     CallMany(runner, cases, calls, random);
     const Usage before = Measure();
     CallMany(runner, cases, calls, random);
-    // Threads that have nothing to do end after a while.
+    // Idle threads end after a while.
     const auto is_flat = [&](const Usage& after) {
       return after.memory - before.memory < kMaxGrowth && after.files <= before.files &&
              after.threads <= before.threads;
@@ -426,7 +426,7 @@ int Repeat(FakeXla& xla, const Registrations& part, uint64_t calls) {
 
 // ---- the command line ----------------------------------------------------------
 
-// Every handler must have valid calls, and XLA must accept it.
+// Requires valid calls for every handler, and its registration by XLA.
 bool Register(FakeXla& xla, const Registrations& part) {
   if (const std::optional<std::string> bad = xla.Register(part)) {
     std::cerr << "FAILED: " << *bad << std::endl;

@@ -10,16 +10,16 @@ namespace moe_lb::testing {
 namespace {
 
 constexpr unsigned char kPattern = 0xA5;
-constexpr size_t kMaxElements = 4096;  // a mutation that wants more is dropped: cases shall be fast
+constexpr size_t kMaxElements = 4096;  // larger mutations are dropped, to keep cases fast
 
-// Types that handlers bind come twice, or most cases would be refused for their types alone.
+// Types that handlers bind are listed twice, or most cases would fail on their types alone.
 const std::vector<XLA_FFI_DataType> kTypes = {
     XLA_FFI_DataType_S32,  XLA_FFI_DataType_S32, XLA_FFI_DataType_F32,  XLA_FFI_DataType_F32,  XLA_FFI_DataType_BF16,
     XLA_FFI_DataType_BF16, XLA_FFI_DataType_F16, XLA_FFI_DataType_F64,  XLA_FFI_DataType_S8,   XLA_FFI_DataType_U8,
     XLA_FFI_DataType_S16,  XLA_FFI_DataType_S64, XLA_FFI_DataType_U32,  XLA_FFI_DataType_U64,  XLA_FFI_DataType_PRED,
     XLA_FFI_DataType_C64,  XLA_FFI_DataType_S4,  XLA_FFI_DataType_C128, XLA_FFI_DataType_TOKEN};
 
-// These are values at which products, sums and casts of sizes overflow, besides ordinary ones.
+// Ordinary values, and values at which products, sums and casts of sizes overflow.
 const std::vector<int64_t> kEdges = {0,
                                      1,
                                      -1,
@@ -134,7 +134,7 @@ void ChangeValue(Random& random, Attribute& attribute) {
   }
 }
 
-// Contents for an array whose type or shape has changed.
+// Fills an array whose type or shape has changed.
 void Refill(Random& random, Array& array, bool is_result) {
   array = is_result                             ? Result(array.dtype, array.dims)
           : array.dtype == XLA_FFI_DataType_S32 ? IntsBetween(random, array.dims, 0, 5)
@@ -173,7 +173,7 @@ void ChangeShape(Random& random, std::vector<int64_t>& dims) {
       if (!changed.empty()) changed[any()] = random.Chance(10) ? random.Below(1000) : random.Below(12);
       break;
   }
-  // A change that makes the array too large is dropped, so that a case stays fast and within memory.
+  // Drop a change that makes the array too large, to limit time and memory.
   if (!IsTooLarge(changed)) dims = std::move(changed);
 }
 
@@ -190,9 +190,9 @@ void ChangeInts(Random& random, Array& array) {
   }
 }
 
-// Applies one change, drawn once, to all devices.
+// Applies one random change to all devices.
 void OnAll(Call& call, Random& random, const std::function<void(Random&, Operands&)>& change) {
-  // All devices run one program, so that shapes and types that XLA knows are equal on all of them.
+  // All devices run one program, so shapes and types are equal on all of them.
   const uint64_t seed = random.Next();
   for (Operands& operands : call.devices) {
     Random same(seed);
@@ -281,8 +281,8 @@ Array AnyArray(Random& random, XLA_FFI_DataType dtype, bool is_result) {
 }  // namespace
 
 uint64_t Random::Next() {
-  // It is written out because the generators and distributions of the standard differ between libraries, and a case
-  // must be the same everywhere.
+  // Written out because the generators and distributions of the standard differ between libraries, and a case must be
+  // reproducible everywhere.
   state_ += 0x9E3779B97F4A7C15u;
   uint64_t z = state_;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -319,7 +319,7 @@ Array Filled(Random& random, XLA_FFI_DataType dtype, std::vector<int64_t> dims) 
   array.dtype = dtype;
   array.dims = std::move(dims);
   array.Resize();
-  // A boolean is 0 or 1: XLA keeps it so.
+  // A boolean is 0 or 1, as XLA guarantees.
   const unsigned char mask = dtype == XLA_FFI_DataType_PRED ? 1 : 0xFF;
   for (unsigned char& byte : array.bytes) byte = static_cast<unsigned char>(random.Next()) & mask;
   return array;
@@ -363,8 +363,8 @@ void Mutate(Random& random, Call& call) {
         change(random, call.devices[static_cast<size_t>(random.Below(static_cast<int64_t>(call.devices.size())))]);
       }
     };
-    // Values are changed most, because they are what a handler must check for itself; XLA sees to it that types and the
-    // number of operands are right.
+    // Mutate values most often: the handler itself must check them, while XLA guarantees types and the number of
+    // operands.
     const int64_t kind = random.Below(20);
     if (kind < 1) {
       anywhere(ChangeCount);

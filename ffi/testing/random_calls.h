@@ -1,4 +1,4 @@
-// Calls of handlers at random: valid ones with something broken, and any.
+// Random calls of handlers: valid calls with mutations, and arbitrary calls.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "ffi/testing/fake_xla.h"
+#include "ffi/testing/handler_calls.h"
 
 namespace moe_lb::testing {
 
@@ -35,16 +35,16 @@ struct Before;
 struct Call {
   Attributes attributes;
   std::vector<Operands> devices;         // at least one
-  std::shared_ptr<const Before> before;  // what the same program has called before, if anything
+  std::shared_ptr<const Before> before;  // previous call of the same program, if any
 };
 
-// A valid call whose results are operands of the one that follows, on the same device. They replace what `Result` has
-// put there; an operand that has been changed stays as it is.
+// A valid call whose results are operands of the next call on the same device. They replace the arrays of `Result`; an
+// operand that was mutated keeps its value.
 struct Before {
   std::string handler;
   Call call;
-  std::map<size_t, size_t> wires;  // its result to the other's argument
-  bool sets_timeout = false;       // its time-out is that of the call that follows
+  std::map<size_t, size_t> wires;  // result index to argument index of the next call
+  bool sets_timeout = false;       // its time-out applies to the next call
 };
 
 std::string Describe(const Call& call);
@@ -53,9 +53,9 @@ std::string Describe(const Call& call);
 
 Array Ints(std::vector<int64_t> dims, const std::vector<int32_t>& values);
 Array IntsBetween(Random& random, std::vector<int64_t> dims, int64_t low, int64_t high);
-// Any bytes.
+// An array of random bytes.
 Array Filled(Random& random, XLA_FFI_DataType dtype, std::vector<int64_t> dims);
-// A result, as XLA leaves it: full of what was there before.
+// A result buffer, uninitialized as in XLA.
 Array Result(XLA_FFI_DataType dtype, std::vector<int64_t> dims);
 
 Attribute Int(int64_t value);
@@ -68,14 +68,14 @@ Attribute Dictionary(const Attributes& entries);
 
 // ---- mutations -----------------------------------------------------------------
 
-// Breaks one to three things, perhaps: types, shapes, values, the number of operands, attributes. Shapes and types are
-// the same on all devices, as XLA guarantees, but for one case in ten; values are each device's own.
+// Mutates one to three properties: types, shapes, values, the number of operands, attributes. Shapes and types stay
+// equal on all devices, as XLA guarantees, in nine of ten cases; values differ by device.
 void Mutate(Random& random, Call& call);
 
-// Keeps the operands, their types and the attributes' names; all shapes, values and attributes are random.
+// Randomizes all shapes, values and attributes; keeps the operands, their types and the attributes' names.
 void Scramble(Random& random, Call& call);
 
-// A call of any handler: nothing is known about it.
+// Makes an arbitrary call, for any handler.
 Call AnyCall(Random& random);
 
 }  // namespace moe_lb::testing

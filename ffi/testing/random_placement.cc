@@ -13,8 +13,8 @@ Placement::Placement(Random& random)
   std::vector<int32_t> values;
   for (int64_t rank = 0; rank < ranks; ++rank) {
     for (int64_t slot = 0; slot < slots; ++slot) {
-      // Replicas may be of any expert, also of another domain or twice on a rank: planners must cope with a placement
-      // that another one has made.
+      // Replicas may be of any expert, also of another domain or twice on a rank: planners must accept placements of
+      // other planners.
       const int64_t replica = random.Chance(50) ? random.Below(experts) : -1;
       values.push_back(static_cast<int32_t>(slot < home ? rank * home + slot : replica));
     }

@@ -1,4 +1,4 @@
-// Arguments that the planners' own calls and those that plan and copy have in common.
+// Arguments shared by the calls of planners and of planners with copies.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace moe_lb::testing {
 
-// A placement [R, S] with the experts at home in the first slots of their rank, then replicas or nothing, and the sizes
-// that the other arguments of a planner must fit.
+// A placement [R, S]: each rank's home experts first, then replicas or empty slots; and the sizes of the planner's
+// other arguments.
 struct Placement {
   explicit Placement(Random& random);
 
@@ -20,7 +20,7 @@ struct Placement {
   Array array;
 };
 
-// The attributes of FEPLB, but for the domain, which must fit a placement.
+// Attributes of FEPLB without the domain, which must fit the placement.
 void AddFeplbOptions(Random& random, Attributes* attributes);
 
 }  // namespace moe_lb::testing

@@ -3,7 +3,7 @@
 namespace moe_lb::testing {
 
 const std::map<std::string, ValidCalls>& AllValidCalls() {
-  // Never destroyed: a test that fails leaves by way of an exit while other threads may still make calls.
+  // Never destroyed: a failed test exits while other threads may still make calls.
   static const auto* const all = [] {
     auto* const calls = new std::map<std::string, ValidCalls>;
     for (const auto& part :

@@ -1,4 +1,4 @@
-// What a valid call of each handler looks like.
+// Generators of valid calls of each handler.
 #pragma once
 
 #include <functional>
@@ -10,19 +10,19 @@
 
 namespace moe_lb::testing {
 
-// What is wrong with one device's results; empty if nothing is.
-using Judge = std::function<std::string(const Attributes&, const Operands&, const std::vector<Array>& rets)>;
+// Returns an error message for one device's results; empty if they are valid.
+using Verifier = std::function<std::string(const Attributes&, const Operands&, const std::vector<Array>& rets)>;
 
 struct ValidCalls {
-  std::function<Call(Random&)> make;  // a random call, which must succeed
-  bool blocks = false;                // the handler waits for the other devices: each needs a thread
-  Judge judge = nullptr;              // of whatever call succeeds
+  std::function<Call(Random&)> make;  // makes a random call that must succeed
+  bool blocks = false;                // the handler blocks for the other devices, so each needs a thread
+  Verifier verify = nullptr;          // called after each successful call
 };
 
-// By the handler's name. A handler without an entry fails the fuzz: write one in the file of its part.
+// Valid calls by the handler's name. A handler without an entry fails the fuzz: add one in the file of its part.
 const std::map<std::string, ValidCalls>& AllValidCalls();
 
-// The parts, each in a file of its name.
+// Valid calls of each part, in the file of its name.
 std::map<std::string, ValidCalls> ValidPlannerCalls();
 std::map<std::string, ValidCalls> ValidExchangeCalls();
 std::map<std::string, ValidCalls> ValidCopyCalls();

@@ -1,4 +1,4 @@
-// Valid calls that copy weights from rank to rank, and that add up their gradients.
+// Valid calls that copy weights between ranks and that sum their gradients.
 #include <algorithm>
 #include <cstdint>
 #include <functional>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr XLA_FFI_DataType kS32 = XLA_FFI_DataType_S32;
 
-// Who wants which experts, where from, and the kinds of weights that travel.
+// Tables of wanted experts and their sources, and the kinds of weights.
 class Peers {
  public:
   explicit Peers(Random& random)
@@ -76,7 +76,7 @@ class Peers {
     return wanted;
   }
 
-  // From home, or from a lower rank that wants the same expert: no circles.
+  // From home, or from a lower rank that wants the same expert, which excludes cycles.
   std::vector<int32_t> Relay(Random& random) const {
     const View<const int32_t> wanted(reinterpret_cast<const int32_t*>(wanted_.bytes.data()), wanted_.size());
     std::vector<int32_t> relay(wanted.size(), -1);
@@ -90,7 +90,7 @@ class Peers {
     return relay;
   }
 
-  // The experts of one device's ranks.
+  // Experts of one device's ranks.
   std::vector<int64_t> Of(int64_t per_rank, const std::vector<int64_t>& expert) const {
     std::vector<int64_t> dims = expert;
     dims.insert(dims.begin(), ranks_here_ * per_rank);
@@ -100,7 +100,7 @@ class Peers {
   Call MakeCall(const std::function<Operands(const Array& place)>& operands) const {
     Call call;
     call.attributes = attributes_;
-    // Lanes are devices that come as the same rank with the same tables; each lane is a meeting of its own.
+    // Lanes are devices that arrive as the same rank with the same tables; each lane is a meeting of its own.
     const int64_t lanes = attributes_.at("num_lanes").bytes[0];
     for (int64_t device = 0; device < participants_ * lanes; ++device) {
       call.devices.push_back(operands(Ints({2}, {static_cast<int32_t>(device % participants_), 0})));
@@ -118,7 +118,7 @@ class Peers {
   Attributes attributes_;
 };
 
-// Rows that slots take from homes, or that go back there.
+// Rows that slots take from homes, or return to them.
 Call CopyRows(Random& random) {
   const int64_t ranks = random.Between(1, 3), slots = random.Below(4), at_home = random.Below(30);
   const bool back = random.Chance(50);
@@ -133,7 +133,7 @@ Call CopyRows(Random& random) {
       home.push_back(static_cast<int32_t>(from));
       first.push_back(from < 0 ? 0 : *begin);
       size.push_back(rows);
-      // Rows of a home go to one taker, so that no two come back to the same place.
+      // Each row of a home goes to one taker, so that no two return to the same place.
       if (begin != nullptr) *begin += rows;
       landing += rows;
     }
@@ -186,7 +186,7 @@ Call CopyStart(Random& random) { return Peers(random).Start(random); }
 
 Call CopySum(Random& random) { return Peers(random).Sum(random); }
 
-// After the start that gives it its ticket and its arrays.
+// A call after its start, which provides the ticket and the arrays.
 Call CopyJoin(Random& random) {
   auto before = std::make_shared<Before>();
   before->handler = "moe_lb_copy_start";
@@ -194,7 +194,7 @@ Call CopyJoin(Random& random) {
   Call call;
   for (const Operands& start : before->call.devices) {
     const std::vector<Array> slots(start.rets.begin() + 1, start.rets.end());
-    // The start's operands come along after its results, as in the program: they must live until the join.
+    // The start's operands follow its results, as in the program: they must live until the join.
     Operands join = {start.rets, slots, {}};
     join.args.insert(join.args.end(), start.args.begin() + 3, start.args.end());
     for (size_t kind = 0; kind < slots.size(); ++kind) {

@@ -12,7 +12,7 @@ namespace {
 
 constexpr XLA_FFI_DataType kS32 = XLA_FFI_DataType_S32;
 
-// The slices that one rank sends and receives, as numbers that fit.
+// Slices that one rank sends and receives, with consistent sizes.
 struct Slices {
   std::vector<int32_t> input_offsets;
   std::vector<int32_t> send_sizes;
@@ -39,8 +39,8 @@ std::vector<Slices> MakeSlices(Random& random, size_t ranks, size_t per_pair) {
         Slices& to = all[receiver];
         const size_t out = receiver * per_pair + i;
         const int64_t size = random.Chance(25) ? 0 : random.Below(5);
-        // Gaps before a slice make its offset differ from the sum of the sizes before it, and leave rows on which
-        // nothing lands.
+        // Gaps before a slice make its offset differ from the sum of the sizes before it, and leave rows that receive
+        // no slice.
         from.operand_rows += random.Below(2);
         to.output_rows += random.Below(2);
         from.input_offsets[out] = static_cast<int32_t>(from.operand_rows);
@@ -76,7 +76,7 @@ Call Exchange(Random& random) {
   call.attributes["site"] = Text("exchange");
   for (int64_t group = 0; group < groups; ++group) {
     const std::vector<Slices> slices = MakeSlices(random, static_cast<size_t>(ranks), static_cast<size_t>(per_pair));
-    // All ranks have the same shapes: those of the one that needs most.
+    // All ranks have the shapes of the largest.
     int64_t operand_rows = 0;
     int64_t output_rows = 0;
     for (const Slices& one : slices) {
@@ -92,7 +92,7 @@ Call Exchange(Random& random) {
           {{Filled(random, dtype, rows(operand_rows)), Filled(random, dtype, rows(output_rows)),
             ints(one.input_offsets), ints(one.send_sizes), ints(one.output_offsets), ints(one.recv_sizes), place},
            {Result(dtype, rows(output_rows))},
-           // XLA aliases the output to the result, or copies it where it cannot: a handler must work with both.
+           // XLA aliases the output to the result, or copies it: a handler must work with both.
            random.Chance(70) ? std::map<size_t, size_t>{{1, 0}} : std::map<size_t, size_t>{}});
     }
   }

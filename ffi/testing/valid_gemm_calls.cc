@@ -9,7 +9,7 @@
 namespace moe_lb::testing {
 namespace {
 
-// Rows, sorted by group, of a type that can be multiplied; sizes around those of tiles.
+// Rows, sorted by group, of a supported dtype; sizes near those of tiles.
 class Groups {
  public:
   explicit Groups(Random& random)
@@ -41,14 +41,13 @@ class Groups {
                              sizes_, Filled(random, sums, {groups_, depth_, columns_})},
                             {Result(sums, {groups_, depth_, columns_})},
                             {}});
-    // XLA aliases the sums to the result, or copies them where it cannot: a handler must work with both.
+    // XLA aliases the sums to the result, or copies them: a handler must work with both.
     if (random.Chance(70)) call.devices.back().aliases[3] = 0;
     return call;
   }
 
  private:
-  // Sizes are small, so that most of them end inside of a tile or a vector, where bounds matter; a few span several
-  // panels.
+  // Sizes are small, so that most end inside a tile or a vector, where bounds matter; a few span several panels.
   static int64_t Dimension(Random& random) { return random.Chance(10) ? random.Below(90) : random.Below(20); }
 
   const XLA_FFI_DataType dtype_;

@@ -1,4 +1,4 @@
-// Valid calls that plan and copy at once, and of the posts that they need.
+// Valid calls that plan and copy at once, and their posts.
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -13,12 +13,12 @@ namespace {
 
 constexpr XLA_FFI_DataType kS32 = XLA_FFI_DataType_S32;
 
-// Plans whose copies are made at once.
+// Plans with copies in the same call.
 class Planned {
  public:
   explicit Planned(Random& random)
       : placement_(random),
-        // One device may stand for all ranks, as in programs without a mesh axis of ranks.
+        // One device may have all ranks, as in programs without a mesh axis of ranks.
         ranks_here_(random.Chance(70) ? 1 : placement_.ranks),
         quota_(IntsBetween(random, {placement_.experts, placement_.ranks}, 0, 50)),
         domain_(Int(placement_.domain)) {
@@ -62,12 +62,12 @@ class Planned {
     return call;
   }
 
-  // After its post, which gives it its ticket and its slots.
+  // A call after its post, which provides the ticket and the slots.
   Call PlanAndCopy(Random& random, const std::string& planner, const Attributes& options) const {
     auto before = std::make_shared<Before>();
     before->handler = "moe_lb_copy_post";
     before->call = Post(random, planner, options);
-    // The second call has no attribute for it: its ranks meet at the site of the post.
+    // The second call has no time-out attribute: its ranks meet at the site of the post.
     before->sets_timeout = true;
     Call call;
     call.attributes = options;

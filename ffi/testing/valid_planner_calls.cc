@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "ffi/testing/plan_judges.h"
+#include "ffi/testing/plan_verifiers.h"
 #include "ffi/testing/random_placement.h"
 #include "ffi/testing/valid_calls.h"
 
@@ -99,8 +99,8 @@ Call Feplb(Random& random) {
 
 Call FasterMoe(Random& random) {
   const Placement placement(random);
-  // FasterMoE copies only experts that home serves alone, so all tokens start there. With a random quota it would
-  // hardly copy any.
+  // FasterMoE copies only experts that home serves alone, so all tokens start at home. A random quota would rarely lead
+  // to a copy.
   std::vector<int32_t> quota(static_cast<size_t>(placement.experts * placement.ranks), 0);
   const Array counts = IntsBetween(random, {placement.ranks, placement.experts}, 0, 50);
   for (int64_t expert = 0; expert < placement.experts; ++expert) {
@@ -127,7 +127,7 @@ Call Spray(Random& random) {
   const int64_t ranks = ranks_per_node * random.Between(1, 3);
   std::vector<int32_t> ticks(static_cast<size_t>(rails), 1);
   for (int32_t& tick : ticks) tick = static_cast<int32_t>(random.Below(4));
-  // A call with only dead rails is refused, so one is alive.
+  // A call with only dead rails fails, so one is alive.
   ticks[0] = 1;
   Call call;
   call.attributes["ranks_per_node"] = Int(ranks_per_node);
@@ -142,10 +142,10 @@ Call Spray(Random& random) {
 
 std::map<std::string, ValidCalls> ValidPlannerCalls() {
   return {
-      {"moe_lb_plan_greedy", {Greedy, false, JudgeEdit}},   {"moe_lb_plan_eplb_plus", {EplbPlus, false, JudgeFill}},
-      {"moe_lb_plan_feplb", {Feplb, false, JudgeEdit}},     {"moe_lb_plan_fastermoe", {FasterMoe, false, JudgeEdit}},
-      {"moe_lb_plan_ultraep", {UltraEp, false, JudgeEdit}}, {"moe_lb_plan_relay", {Relay, false, JudgeRelay}},
-      {"moe_lb_plan_exact", {Exact, false, JudgeExact}},    {"moe_lb_plan_spray", {Spray, false, JudgeSpray}},
+      {"moe_lb_plan_greedy", {Greedy, false, VerifyEdit}},   {"moe_lb_plan_eplb_plus", {EplbPlus, false, VerifyFill}},
+      {"moe_lb_plan_feplb", {Feplb, false, VerifyEdit}},     {"moe_lb_plan_fastermoe", {FasterMoe, false, VerifyEdit}},
+      {"moe_lb_plan_ultraep", {UltraEp, false, VerifyEdit}}, {"moe_lb_plan_relay", {Relay, false, VerifyRelay}},
+      {"moe_lb_plan_exact", {Exact, false, VerifyExact}},    {"moe_lb_plan_spray", {Spray, false, VerifySpray}},
   };
 }
 

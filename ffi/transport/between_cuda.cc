@@ -12,7 +12,7 @@
 namespace moe_lb::peer_cuda {
 namespace {
 
-// The processes of this one's group, by rank.
+// Returns the processes of this process's group, by rank.
 Status OwnGroup(const PeerAttributes& attributes, int64_t own, std::vector<int64_t>* processes) {
   const std::vector<int64_t>& all = attributes.processes;
   const auto found = std::find(all.begin(), all.end(), own);
@@ -39,8 +39,8 @@ class Hash {
   uint64_t value_ = 14695981039346656037u;
 };
 
-// Stands for what all must ask alike.
-uint64_t AskedBy(const PeerAttributes& attributes, const PeerShare& share) {
+// Hash of the request: site, tables, shapes and sizes, which must be equal on all processes.
+uint64_t HashOf(const PeerAttributes& attributes, const PeerShare& share) {
   Hash hash;
   hash.Add(attributes.site.data(), attributes.site.size());
   hash.Add(share.wanted);
@@ -68,7 +68,7 @@ Outcome Between::Of(const PeerAttributes& attributes, Between** between) {
     std::mutex mutex;
     std::map<ProcessGroup*, Between*> by_group;
   };
-  // Leaked on purpose, as the groups are.
+  // Leaked on purpose, like the groups.
   static All* const all = new All;
   const auto problem = [&](const Status& bad) { return Outcome{At(attributes.site, *bad), false}; };
   Neighbours& neighbours = Neighbours::OfProcess();
@@ -99,7 +99,7 @@ Outcome Between::Of(const PeerAttributes& attributes, Between** between) {
 Status Between::LockPages() {
   for (size_t rank = 0; rank < group_->size(); ++rank) {
     void* on_device = nullptr;
-    // Streams can write and await only memory that the device reaches.
+    // Streams can write and await only device-accessible memory.
     MOE_LB_CUDA(cudaHostRegister(group_->page(rank), sizeof(SharedCalls), cudaHostRegisterMapped));
     MOE_LB_CUDA(cudaHostGetDevicePointer(&on_device, group_->page(rank), 0));
     pages_.push_back(static_cast<CUdeviceptr>(reinterpret_cast<uintptr_t>(on_device)));
@@ -114,49 +114,49 @@ CUdeviceptr Between::Word(size_t rank, const std::atomic<uint32_t>& word) const 
 
 // ---- a call ------------------------------------------------------------------------
 
-Outcome Between::Meet(const PeerAttributes& attributes, const Brought& brought, const Status& refusal) {
-  const uint32_t number = brought.begun->number;
+Outcome Between::Meet(const PeerAttributes& attributes, const CallArguments& arguments, const Status& refusal) {
+  const uint32_t number = arguments.pending->number;
   std::vector<PeerTask> tasks;
   std::vector<PeerShare> shares;
   Outcome outcome = {refusal ? At(attributes.site, *refusal) : Ok(), false};
-  // A thread that plans has made no device its own yet.
+  // The current device of a planning thread is not set yet.
   if (Status bad = Cuda(cudaSetDevice(device_), "cudaSetDevice"); bad && !outcome.failure) outcome = {bad, false};
   const Outcome ring = group_->WaitForRing(attributes.site, number, attributes.timeout_s);
   if (!outcome.failure) outcome = ring;
-  if (!outcome.failure) outcome = Prepare(attributes, brought, &tasks, &shares);
-  if (outcome.failure) return Fail(number, outcome, brought.begun.get());
+  if (!outcome.failure) outcome = Prepare(attributes, arguments, &tasks, &shares);
+  if (outcome.failure) return Fail(number, outcome, arguments.pending.get());
   const PeerTable table(std::move(shares));
-  // `copy_join` also waits for those that read this rank's weights, as XLA knows nothing of their streams.
+  // `copy_join` also waits for the readers of this rank's weights, because XLA cannot see their streams.
   for (const PeerTask& task : tasks) {
     const size_t reader = table.participant(task.to_rank);
     const auto is_own = [&](const PeerPiece& piece) {
-      return piece.source != PeerSource::kNothing && table.participant(piece.from_rank) == group_->own();
+      return piece.source != PeerSource::kZeros && table.participant(piece.from_rank) == group_->own();
     };
-    auto& readers = brought.begun->readers;
+    auto& readers = arguments.pending->readers;
     if (reader == group_->own() || std::count(readers.begin(), readers.end(), reader) > 0) continue;
     if (std::any_of(task.pieces.begin(), task.pieces.end(), is_own)) readers.push_back(reader);
   }
-  outcome = Queue(attributes, brought, table, tasks);
-  // Also after a failure: part of the copies may be queued.
-  if (Status bad = End(brought); bad && !outcome.failure) outcome = {At(attributes.site, *bad), false};
-  if (outcome.failure) brought.begun->readers = group_->ShowFailure(number, outcome);
+  outcome = Queue(attributes, arguments, table, tasks);
+  // Also after a failure, because part of the copies may be queued.
+  if (Status bad = End(arguments); bad && !outcome.failure) outcome = {At(attributes.site, *bad), false};
+  if (outcome.failure) arguments.pending->readers = group_->ShowFailure(number, outcome);
   return outcome;
 }
 
-// Up to where all ranks agree on what is copied.
-Outcome Between::Prepare(const PeerAttributes& attributes, const Brought& brought, std::vector<PeerTask>* tasks,
+// Runs the call until all ranks agree on the copies.
+Outcome Between::Prepare(const PeerAttributes& attributes, const CallArguments& arguments, std::vector<PeerTask>* tasks,
                          std::vector<PeerShare>* shares) {
-  const uint32_t number = brought.begun->number;
-  const PeerShare& own = brought.share;
+  const uint32_t number = arguments.pending->number;
+  const PeerShare& own = arguments.share;
   const auto problem = [&](const Status& bad) { return Outcome{At(attributes.site, *bad), false}; };
   if (Status bad = PlanTasks(own, tasks)) return problem(bad);
   Announcement announcement;
-  announcement.asked = AskedBy(attributes, own);
+  announcement.request_hash = HashOf(attributes, own);
   if (Status bad = Share(own, &announcement)) return problem(bad);
   group_->Announce(number, announcement);
   const Outcome outcome = group_->WaitForAll(attributes.site, number, attributes.timeout_s);
   if (outcome.failure) return outcome;
-  if (Status bad = MapShares(attributes, brought, *tasks, shares)) return problem(bad);
+  if (Status bad = MapShares(attributes, arguments, *tasks, shares)) return problem(bad);
   return {};
 }
 
@@ -177,40 +177,39 @@ Status Between::Share(const PeerShare& share, Announcement* announcement) {
   return Ok();
 }
 
-// Only what this process copies: a rank that it does not copy from does not wait for it, and may have freed what it
-// announced.
-Status Between::MapShares(const PeerAttributes& attributes, const Brought& brought, const std::vector<PeerTask>& tasks,
-                          std::vector<PeerShare>* shares) {
-  shares->assign(group_->size(), brought.share);
+// Maps only the sources of this process: other ranks do not wait for it and may have freed the arrays they announced.
+Status Between::MapShares(const PeerAttributes& attributes, const CallArguments& arguments,
+                          const std::vector<PeerTask>& tasks, std::vector<PeerShare>* shares) {
+  shares->assign(group_->size(), arguments.share);
   const PeerTable table(*shares);
   std::set<std::tuple<size_t, PeerSource, size_t>> read;
   for (const PeerTask& task : tasks) {
     if (table.participant(task.to_rank) != group_->own()) continue;
     for (const PeerPiece& piece : task.pieces) {
-      if (piece.source != PeerSource::kNothing) {
+      if (piece.source != PeerSource::kZeros) {
         read.emplace(table.participant(piece.from_rank), piece.source, piece.kind);
       }
     }
   }
   for (const auto& [rank, source, kind] : read) {
     if (rank == group_->own()) continue;
-    const SharedCall& call = group_->call(rank, brought.begun->number);
+    const SharedCall& call = group_->call(rank, arguments.pending->number);
     const SharedArray& array = source == PeerSource::kHome ? call.home[kind] : call.slots[kind];
     const std::byte* here = nullptr;
     if (Status bad = mapped_.Find(group_->process(rank), array, device_, attributes.timeout_s, &here)) return bad;
-    // The table is of arrays that may be written, and `Queue` writes this process's alone.
+    // The table has pointers to non-const, and `Queue` writes only this process's arrays.
     PeerShare& share = (*shares)[rank];
     (source == PeerSource::kHome ? share.home : share.slots)[kind] = const_cast<std::byte*>(here);
   }
   return Ok();
 }
 
-// All processes go through the tasks of all in the same order, so the first that is not queued never waits for one that
-// will not be.
-Outcome Between::Queue(const PeerAttributes& attributes, const Brought& brought, const PeerTable& table,
+// All processes visit the tasks of all in the same order, so the first task that is not queued does not wait for one
+// that will not be.
+Outcome Between::Queue(const PeerAttributes& attributes, const CallArguments& arguments, const PeerTable& table,
                        const std::vector<PeerTask>& tasks) {
-  const uint32_t number = brought.begun->number;
-  const cudaStream_t stream = brought.turn->gpu->copies();
+  const uint32_t number = arguments.pending->number;
+  const cudaStream_t stream = arguments.resources->gpu->copies();
   const DriverCalls& driver = DriverCalls::Get();
   const auto problem = [&](const Status& bad) { return Outcome{At(attributes.site, *bad), false}; };
   const auto reader = [&](size_t task) { return table.participant(tasks[task].to_rank); };
@@ -222,7 +221,7 @@ Outcome Between::Queue(const PeerAttributes& attributes, const Brought& brought,
   for (size_t i = 0; i < tasks.size(); ++i) {
     if (reader(i) != group_->own()) continue;
     for (const size_t before : tasks[i].after) {
-      // Tasks of this process follow each other on its stream.
+      // Tasks of this process are ordered by its stream.
       if (reader(before) == group_->own()) continue;
       const Outcome outcome = WaitForTask(attributes, number, reader(before), before, stream);
       if (outcome.failure) return outcome;
@@ -248,22 +247,24 @@ Outcome Between::WaitForTask(const PeerAttributes& attributes, uint32_t number, 
   return {bad ? At(attributes.site, *bad) : Ok(), false};
 }
 
-// The word first, so that it is set when XLA's stream has come past the join: the process may end then.
-Status Between::End(const Brought& brought) const {
-  const uint32_t number = brought.begun->number;
-  const Turn& turn = *brought.turn;
+// Set the word first, before XLA's stream passes the join: the process may end then.
+Status Between::End(const CallArguments& arguments) const {
+  const uint32_t number = arguments.pending->number;
+  const LaunchResources& resources = *arguments.resources;
   const DriverCalls& driver = DriverCalls::Get();
   const CUdeviceptr word = Word(group_->own(), group_->call(group_->own(), number).copied);
-  Status bad = driver.Error(driver.write_value(turn.gpu->copies(), word, number, 0), "cuStreamWriteValue32 of copied");
-  // Others must not wait for what will not come. After an error nothing here reads their weights for anybody's use.
+  Status bad =
+      driver.Error(driver.write_value(resources.gpu->copies(), word, number, 0), "cuStreamWriteValue32 of copied");
+  // Release the other ranks: the stream will not set the word. After an error, no result of reads here is used.
   if (bad) group_->ShowCopied(number);
-  const Status failed = Cuda(cudaEventRecord(turn.copied.get(), turn.gpu->copies()), "cudaEventRecord of copies");
-  brought.begun->turns.push_back(brought.turn);
+  const Status failed =
+      Cuda(cudaEventRecord(resources.copied.get(), resources.gpu->copies()), "cudaEventRecord of copies");
+  arguments.pending->awaited.push_back(arguments.resources);
   return bad ? bad : failed;
 }
 
-Outcome Between::Fail(uint32_t number, Outcome outcome, Begun* begun) {
-  begun->readers = group_->ShowFailure(number, outcome);
+Outcome Between::Fail(uint32_t number, Outcome outcome, PendingCall* pending) {
+  pending->readers = group_->ShowFailure(number, outcome);
   group_->ShowCopied(number);
   return outcome;
 }

@@ -1,4 +1,4 @@
-// Processes with one GPU each copy from each other: what their calls do instead of a meeting of devices.
+// Copies between processes with one GPU each, in place of a meeting of devices.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,34 +13,34 @@
 
 namespace moe_lb::peer_cuda {
 
-struct Begun;
-struct Brought;
+struct PendingCall;
+struct CallArguments;
 
-// A group of processes, as this one's GPU sees it. Each process queues only the copies into its own memory: it reads
-// mapped memory of the others and writes none, so that what a process that ends leaves half done is its own.
+// A group of processes, from the side of this process's GPU. Each process queues only the copies into its own memory.
+// It reads mapped memory of the others and writes none, so a process that ends leaves only its own memory incomplete.
 //
-// Orders between streams of two processes go through words in the pages of the group, which the writer's copy stream
-// sets and the other's stream waits for:
-//   forwarded: a rank has received what others copy on from it;
-//   copied: a rank has received everything, and so reads nobody's weights any more.
-// That weights are ready needs no word: a host announces a call when its tables have come, and they were computed
-// after. A stream waits only for what is queued already (`WaitForQueued`), so that streams cannot wait for each other
-// in a circle, in whatever order hosts queue.
+// Streams of two processes synchronize through words in the pages of the group. The writer's copy stream sets them, and
+// the other's stream waits for them:
+//   forwarded: a rank has received data that others copy from it;
+//   copied: a rank has received everything, and so has ended its reads of other ranks' weights.
+// Ready weights need no word: a host announces a call when its tables have arrived, and they were computed after the
+// weights. A stream waits only for work that is already queued (`WaitForQueued`), so streams cannot deadlock in any
+// queueing order of the hosts.
 class Between {
  public:
-  // For the initialize stage: waits until all processes of this one's group have come to theirs, and locks their pages
-  // in memory, which may wait for the device.
+  // Returns the instance for this process's group; waits until all its processes call it, and locks their pages in
+  // memory, which may synchronize the device. Call it in the initialize stage.
   static Outcome Of(const PeerAttributes& attributes, Between** between);
 
-  // On the thread that launches programs: numbers a call.
+  // Returns the number of a new call. Call it on the launching thread.
   uint32_t Next() { return group_->Next(); }
 
-  // Announces the call, waits for the others, and queues the copies into this process.
-  Outcome Meet(const PeerAttributes& attributes, const Brought& brought, const Status& refusal);
-  // Ends the call here and with the others; nothing of it is queued.
-  Outcome Fail(uint32_t number, Outcome outcome, Begun* begun);
+  // Announces the call, waits for the other ranks, and queues the copies into this process.
+  Outcome Meet(const PeerAttributes& attributes, const CallArguments& arguments, const Status& refusal);
+  // Fails the call here and on the other ranks; queues no copies.
+  Outcome Fail(uint32_t number, Outcome outcome, PendingCall* pending);
 
-  // Makes a stream wait until a rank has copied all that it copies in this call.
+  // Makes a stream wait until a rank has completed all its copies of this call.
   Status WaitForReader(cudaStream_t stream, uint32_t number, size_t rank) const;
 
   Status WhyReleased(const std::string& site, uint32_t number) const { return group_->WhyReleased(site, number); }
@@ -50,22 +50,22 @@ class Between {
 
   Status LockPages();
   Status Share(const PeerShare& share, Announcement* announcement);
-  Status MapShares(const PeerAttributes& attributes, const Brought& brought, const std::vector<PeerTask>& tasks,
+  Status MapShares(const PeerAttributes& attributes, const CallArguments& arguments, const std::vector<PeerTask>& tasks,
                    std::vector<PeerShare>* shares);
-  Outcome Prepare(const PeerAttributes& attributes, const Brought& brought, std::vector<PeerTask>* tasks,
+  Outcome Prepare(const PeerAttributes& attributes, const CallArguments& arguments, std::vector<PeerTask>* tasks,
                   std::vector<PeerShare>* shares);
-  Outcome Queue(const PeerAttributes& attributes, const Brought& brought, const PeerTable& table,
+  Outcome Queue(const PeerAttributes& attributes, const CallArguments& arguments, const PeerTable& table,
                 const std::vector<PeerTask>& tasks);
   Outcome WaitForTask(const PeerAttributes& attributes, uint32_t number, size_t rank, size_t task,
                       cudaStream_t stream) const;
-  Status End(const Brought& brought) const;
+  Status End(const CallArguments& arguments) const;
   CUdeviceptr Word(size_t rank, const std::atomic<uint32_t>& word) const;
 
   ProcessGroup* const group_;
   const int device_;
   SharedMemory shared_;
   MappedMemory mapped_;
-  std::vector<CUdeviceptr> pages_;  // as the device sees them
+  std::vector<CUdeviceptr> pages_;  // device addresses
 };
 
 }  // namespace moe_lb::peer_cuda

@@ -14,7 +14,7 @@ Copier::~Copier() {
     stopping_ = true;
   }
   changed_.notify_one();
-  // The thread ends only when the queue is empty: somebody waits for the end of every job that was enqueued.
+  // The thread ends only with an empty queue: callers wait for the end of every enqueued job.
   thread_.join();
 }
 
@@ -23,7 +23,7 @@ void Copier::Enqueue(std::function<void()> job) {
     const std::lock_guard<std::mutex> lock(mutex_);
     jobs_.push_back(std::move(job));
   }
-  // The lock is given up first, so that the copier does not wake up only to wait for it.
+  // Unlock first, so that the copier does not wake up to wait for the lock.
   changed_.notify_one();
 }
 
@@ -34,8 +34,7 @@ void Copier::Run() {
     if (jobs_.empty()) return;
     std::function<void()> job = std::move(jobs_.front());
     jobs_.pop_front();
-    // A job runs without the lock, because it may enqueue on this copier: a finished copy enqueues those that waited
-    // for it.
+    // A job runs without the lock because it may enqueue on this copier: a finished copy enqueues its dependents.
     lock.unlock();
     job();
     job = nullptr;  // what it owns dies without the lock
@@ -48,8 +47,8 @@ Copier& Copiers::Of(int64_t device) {
     std::mutex mutex;
     std::map<int64_t, std::unique_ptr<Copier>> by_device;
   };
-  // They are leaked on purpose. Copiers may still be at work when the process exits, and what their jobs use must not
-  // be destroyed before them.
+  // Leaked on purpose: copiers may still run when the process exits, and must be destroyed after everything that their
+  // jobs use.
   static All* const all = new All;
   const std::lock_guard<std::mutex> lock(all->mutex);
   std::unique_ptr<Copier>& copier = all->by_device[device];

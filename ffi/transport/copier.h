@@ -1,4 +1,4 @@
-// Threads that copy: what the copy engines are on a GPU.
+// Copy threads of CPU devices, the counterpart of a GPU's copy engines.
 #pragma once
 
 #include <condition_variable>
@@ -10,8 +10,7 @@
 
 namespace moe_lb {
 
-// Runs jobs one after the other, in the order in which they were enqueued, on a thread of its own, which sleeps while
-// there are none.
+// Runs jobs one after the other, in the order of `Enqueue`, on its own thread, which sleeps if there are none.
 class Copier {
  public:
   Copier();
@@ -32,8 +31,8 @@ class Copier {
   std::thread thread_;  // last: it uses all of the above
 };
 
-// One copier per device of the process, started when a device first needs it and never destroyed: XLA gives a handler
-// nothing that outlives its call site, and threads per call site would be hundreds of them.
+// One copier per device of the process, created at the first use and never destroyed. XLA gives a handler no state that
+// outlives its call site, and one thread per call site would be hundreds.
 class Copiers {
  public:
   static Copier& Of(int64_t device);

@@ -26,7 +26,7 @@ void ADeviceKeepsItsCopier() {
   EXPECT(first != &Copiers::Of(4));
 }
 
-// 64 devices, each asked by several threads at once.
+// 64 devices, with several threads requesting the copier of each at once.
 void ManyThreads() {
   constexpr int kThreads = 8, kDevices = 64, kJobs = 20;
   std::atomic<int> num_ran{0};

@@ -7,8 +7,8 @@
 namespace moe_lb {
 namespace {
 
-// Says where the i-th slice to a receiver stands among the sender's, and that from a sender among the receiver's sizes.
-// All ranks have equally many slices for each pair, as `lax.ragged_all_to_all` has it, so that one rank can find its
+// Index of the i-th slice to a receiver among the sender's slices, and of the i-th slice from a sender among the
+// receiver's sizes. As in `lax.ragged_all_to_all`, every pair of ranks has equally many slices, so a rank can find its
 // entry in the arrays of another.
 class Slices {
  public:
@@ -22,8 +22,7 @@ class Slices {
   size_t per_pair_;
 };
 
-// All lengths are compared with those of rank 0 before anything is indexed, because Slices takes its number of slices
-// per pair from there.
+// Compare all lengths with those of rank 0 before any indexing: Slices takes its number of slices per pair from rank 0.
 Status CheckLengths(View<const ExchangeSide> sides) {
   for (size_t rank = 0; rank < sides.size(); ++rank) {
     const ExchangeSide& side = sides[rank];
@@ -47,10 +46,10 @@ Status CheckLengths(View<const ExchangeSide> sides) {
   return Ok();
 }
 
-// `size` rows from `offset` on, out of `num_rows`.
+// Checks that `size` rows from `offset` on are within `num_rows`.
 Status CheckRange(size_t rank, size_t slice, const char* name, int64_t offset, int64_t size, int64_t num_rows,
                   const char* of) {
-  // Both come from int32, so that the sum of these int64 cannot overflow.
+  // Both come from int32, so the sum of these int64 cannot overflow.
   if (offset >= 0 && offset + size <= num_rows) return Ok();
   return Refuse("rank ", rank, ": ", name, " of slice ", slice, " is ", offset, "; expected its ", size,
                 " rows within the ", num_rows, " rows of ", of);
@@ -65,8 +64,8 @@ Status CheckSender(View<const ExchangeSide> sides, size_t sender, const Slices& 
       if (size < 0)
         return Refuse("rank ", sender, ": send_sizes of slice ", slice, " is ", size, "; expected 0 or more");
       const int64_t expected = sides[receiver].recv_sizes[slices.place(sender, i)];
-      // Sender and receiver have computed the size each from its own plan. Where the two differ no copy can be right:
-      // the receiver would take rows that nobody wrote for rows that arrived.
+      // Sender and receiver compute the size each from its own plan. If they differ, the receiver would use rows that
+      // were not written.
       if (size != expected) {
         return Refuse("rank ", sender, ": send_sizes of slice ", slice, " is ", size, "; rank ", receiver, " expects ",
                       expected, " (recv_sizes of its slice ", slices.place(sender, i), ")");
@@ -90,9 +89,9 @@ struct Landing {
   size_t sender, slice;
 };
 
-// All landings are within the output by now. They must not overlap, because the result would depend on the order of the
-// copies, which XLA's own exchange on accelerators leaves open. Sorted by their start, some two overlap only if two
-// neighbours do. The sort is stable, so that the message names the same slices in every run.
+// Checks that slices in an output do not overlap: the result would depend on the order of the copies, which XLA's own
+// exchange on accelerators leaves open. All slices are within the output by now. Sorted by start, two of them overlap
+// only if two neighbours do. The sort is stable, so the message names the same slices in every run.
 Status CheckLandings(View<const ExchangeSide> sides, size_t receiver, const Slices& slices) {
   std::vector<Landing> landings;
   for (size_t sender = 0; sender < sides.size(); ++sender) {
@@ -143,7 +142,7 @@ void Receive(View<const ExchangeSide> sides, size_t receiver) {
     for (size_t i = 0; i < slices.per_pair(); ++i) {
       const size_t slice = slices.place(receiver, i);
       const auto size = static_cast<size_t>(sender.send_sizes[slice]);
-      // A buffer without bytes may be a null pointer, which memcpy must not get even with a size of 0.
+      // An empty buffer may be a null pointer, which memcpy must not get even with a size of 0.
       if (size == 0 || sender.row_bytes == 0) continue;
       std::memcpy(sides[receiver].output + static_cast<size_t>(sender.output_offsets[slice]) * sender.row_bytes,
                   sender.operand + static_cast<size_t>(sender.input_offsets[slice]) * sender.row_bytes,

@@ -1,4 +1,4 @@
-// The exact-size exchange of rows between the devices of this process.
+// Exact-size exchange of rows between the devices of this process.
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -18,7 +18,7 @@ namespace {
 
 namespace xf = xla::ffi;
 
-// Below this, waking other threads takes longer than the copies.
+// Below this size, waking other threads takes longer than the copies.
 constexpr size_t kInlineBytes = 64 * 1024;
 
 struct Participant {
@@ -28,7 +28,7 @@ struct Participant {
 
 using Meeting = Rendezvous<Participant>;
 
-// The state of a call site.
+// State of one call site.
 struct ExchangeState {
   static xf::TypeId id;
   static xf::TypeInfo info;
@@ -43,7 +43,7 @@ struct ExchangeState {
 xf::TypeId ExchangeState::id = {};
 xf::TypeInfo ExchangeState::info = xf::MakeTypeInfo<ExchangeState>();
 
-// All sides, and how many copiers are still at work.
+// All sides, and the number of copiers still at work.
 struct Work {
   std::vector<ExchangeSide> sides;
   std::atomic<size_t> num_left;
@@ -55,20 +55,20 @@ struct Work {
 void ExchangeState::Exchange(View<Participant> participants, const Meeting::Finish& finish) {
   const auto work = std::make_shared<Work>();
   for (const Participant& participant : participants) work->sides.push_back(participant.side);
-  // Everything is checked before the first byte moves: where one rank is wrong, no rank has written to another.
+  // Check all sides before the first copy: if one rank is invalid, no output changes.
   if (Status bad = CheckExchange(work->view())) return finish(bad);
   if (ExchangedBytes(work->view()) <= kInlineBytes) {
     for (size_t rank = 0; rank < participants.size(); ++rank) Receive(work->view(), rank);
     return finish(Ok());
   }
-  // These are set before the first job is enqueued, which may be over before the next one is.
+  // Set before the first job is enqueued, because it may finish before the next one is enqueued.
   work->num_left = participants.size();
   work->finish = finish;
   for (size_t rank = 0; rank < participants.size(); ++rank) {
-    // Each receiver has a copier of its own, so no two threads write to the same output.
+    // Each receiver has its own copier, so only one thread writes to an output.
     Copiers::Of(participants[rank].device).Enqueue([work, rank] {
       Receive(work->view(), rank);
-      // The decrement orders memory as well: whoever brings it to 0 has seen the copies of all others, and with it XLA.
+      // The decrement also orders memory: the thread that reaches 0, and XLA after it, sees the copies of all others.
       if (--work->num_left == 0) work->finish(Ok());
     });
   }
@@ -77,12 +77,12 @@ void ExchangeState::Exchange(View<Participant> participants, const Meeting::Fini
 xf::ErrorOr<std::unique_ptr<ExchangeState>> Instantiate(int64_t num_ranks, int64_t num_lanes, double timeout_s,
                                                         std::string_view site) {
   RendezvousOptions options{std::string(site), num_ranks, num_lanes, std::chrono::duration<double>(timeout_s)};
-  // A bad attribute fails here, before any device runs, and no rank waits for another.
+  // A bad attribute fails here, before any device runs and waits for another.
   if (Status bad = CheckOptions(options)) return xf::Unexpected(ToError(bad));
   return std::make_unique<ExchangeState>(std::move(options));
 }
 
-// Rows and what one of them takes.
+// Number of rows and bytes per row.
 struct RowShape {
   int64_t num_rows = 0;
   size_t row_bytes = 0;
@@ -95,7 +95,7 @@ RowShape RowShapeOf(const xf::AnyBuffer& buffer) {
   return shape;
 }
 
-// What concerns one rank alone; the rest is checked when all have met.
+// Checks the buffers of one rank; CheckExchange checks them across ranks.
 Status CheckBuffers(const xf::AnyBuffer& operand, const xf::AnyBuffer& output, const xf::AnyBuffer& result) {
   const auto num_dimensions = operand.dimensions().size();
   if (num_dimensions == 0) return Refuse("operand has no dimension; expected [P, ...]");
@@ -126,7 +126,7 @@ xf::Future Execute(ExchangeState* state, xf::RunId run_id, int32_t device, xf::A
       promise.SetAvailable();
     }
   };
-  // Without a rank there is nobody to arrive as. The shape belongs to the program, so that all devices fail here alike.
+  // Without a rank there is no identity to arrive as. The shape belongs to the program, so all devices fail here alike.
   if (place.element_count() != 2) {
     done({Refuse("place has ", place.element_count(), " entries; expected rank and group"), false});
     return future;
@@ -138,14 +138,14 @@ xf::Future Execute(ExchangeState* state, xf::RunId run_id, int32_t device, xf::A
     refusal = At("rank " + std::to_string(rank), *refusal);
   } else {
     const RowShape in = RowShapeOf(operand), out = RowShapeOf(*result);
-    // The output is aliased to the result, and where XLA could not do that the rows on which nothing lands are copied
-    // here. That must come before the arrival: once all are here the others write into these rows.
+    // The output is aliased to the result. If XLA could not alias it, copy the output, for the rows that receive no
+    // slice. Copy before the arrival: the other ranks write into these rows after it.
     auto* const rows = static_cast<std::byte*>(result->untyped_data());
     if (output.untyped_data() != rows && result->size_bytes() > 0) {
       std::memcpy(rows, output.untyped_data(), result->size_bytes());
     }
-    // These are views of XLA's buffers. They live until this rank's future completes, and all futures complete together
-    // after the last copy, so that no rank reads what another one's program has freed.
+    // Views of XLA's buffers. They live until this rank's future completes. All futures complete together after the
+    // last copy, so no rank reads freed buffers of another.
     participant = {
         {static_cast<const std::byte*>(operand.untyped_data()), in.num_rows, rows, out.num_rows, in.row_bytes,
          ViewOf(input_offsets), ViewOf(send_sizes), ViewOf(output_offsets), ViewOf(recv_sizes)},

@@ -63,11 +63,11 @@ std::vector<Rank> Draw(size_t num_ranks, size_t per_pair, size_t row_bytes, std:
     }
   }
   for (size_t to = 0; to < num_ranks; ++to) {
-    int32_t end = 3;  // rows that nothing lands on
+    int32_t end = 3;  // first rows receive no slice
     for (size_t from = 0; from < num_ranks; ++from) {
       for (size_t i = 0; i < per_pair; ++i) {
         const int32_t size = ranks[from].send_sizes[to * per_pair + i];
-        ranks[from].output_offsets[to * per_pair + i] = size == 0 ? -7 : end;  // means nothing for an empty slice
+        ranks[from].output_offsets[to * per_pair + i] = size == 0 ? -7 : end;  // ignored for an empty slice
         ranks[to].recv_sizes[from * per_pair + i] = size;
         end += size;
       }
@@ -77,7 +77,7 @@ std::vector<Rank> Draw(size_t num_ranks, size_t per_pair, size_t row_bytes, std:
   return ranks;
 }
 
-void RowsLandWhereTheirSenderSays() {
+void RowsLandAtTheirOutputOffsets() {
   std::mt19937 random(0);
   for (const size_t num_ranks : {1U, 2U, 5U, 8U}) {
     for (const size_t per_pair : {1U, 3U}) {
@@ -118,7 +118,7 @@ std::vector<Rank> Pair() {
   return {first, second};
 }
 
-void WhatIsWrongIsNamedAndNothingIsCopied() {
+void ErrorsAreNamedAndNoRowIsCopied() {
   const auto refusal = [](auto&& change) {
     std::vector<Rank> ranks = Pair();
     change(ranks);
@@ -155,7 +155,7 @@ void WhatIsWrongIsNamedAndNothingIsCopied() {
             "rank 1: a row has 2 bytes; expected the 1 of rank 0");
 }
 
-// Whatever the numbers are: refused or copied, never out of bounds (the sanitizers see to that).
+// Random arguments: refused or copied, never out of bounds (checked by the sanitizers).
 void RandomNumbersNeverLeaveTheBuffers() {
   std::mt19937 random(1);
   int num_copied = 0;
@@ -184,8 +184,8 @@ void NoRanksNoSlices() {
 }  // namespace
 
 int main() {
-  RowsLandWhereTheirSenderSays();
-  WhatIsWrongIsNamedAndNothingIsCopied();
+  RowsLandAtTheirOutputOffsets();
+  ErrorsAreNamedAndNoRowIsCopied();
   RandomNumbersNeverLeaveTheBuffers();
   NoRanksNoSlices();
 }

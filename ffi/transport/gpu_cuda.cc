@@ -7,12 +7,11 @@
 namespace moe_lb::peer_cuda {
 namespace {
 
-// Whether no stream of XLA's still reads the turn's pinned memory. Any answer but "not ready" says so: after an error
-// nothing runs. A fetch that somebody gave up may still write it, and is over before that of the turn's next user,
-// which comes after it on the same stream.
-bool IsIdle(const Turn& turn) { return cudaEventQuery(turn.uploaded.get()) != cudaErrorNotReady; }
+// True if XLA's streams have completed their reads of the pinned memory, or an error has stopped them. An abandoned
+// fetch may still write the memory; it ends before the fetch of the next user, which follows it on the same stream.
+bool IsIdle(const LaunchResources& resources) { return cudaEventQuery(resources.uploaded.get()) != cudaErrorNotReady; }
 
-// Few sizes, so that call sites share turns.
+// Round up to a power of two, so that call sites share launch resources.
 size_t Rounded(size_t words) {
   size_t size = 256;
   while (size < words) size *= 2;
@@ -26,7 +25,7 @@ Status Gpu::Current(Gpu** gpu) {
     std::mutex mutex;
     std::map<int, Gpu*> by_device;
   };
-  // They are leaked on purpose: programs may still run while the process exits and destroys its static objects.
+  // Leaked on purpose: programs may still run while the process destroys its static objects.
   static All* const all = new All;
   int device = 0;
   MOE_LB_CUDA(cudaGetDevice(&device));
@@ -42,8 +41,7 @@ Status Gpu::Current(Gpu** gpu) {
 }
 
 Status Gpu::MakeStreams() {
-  // Without the flag a stream would wait for the default stream, and with it for work that has nothing to do with the
-  // copies.
+  // Without the flag a stream synchronizes with the default stream, and so with work unrelated to the copies.
   MOE_LB_CUDA(cudaStreamCreateWithFlags(&copies_, cudaStreamNonBlocking));
   MOE_LB_CUDA(cudaStreamCreateWithFlags(&fetches_, cudaStreamNonBlocking));
   return Ok();
@@ -54,7 +52,7 @@ Status Gpu::Prepare(size_t words) {
   const auto fits = [size = Rounded(words)](size_t other) { return Rounded(other) >= size; };
   const auto site = launching_.insert(words);
   const auto sites = std::count_if(launching_.begin(), launching_.end(), fits);
-  const auto needed = std::max<std::ptrdiff_t>(sites, kNumTurns);
+  const auto needed = std::max<std::ptrdiff_t>(sites, kNumLaunchResources);
   for (auto count = std::count_if(sizes_.begin(), sizes_.end(), fits); count < needed; ++count) {
     Status bad = Add(words);
     if (!bad) continue;
@@ -70,28 +68,27 @@ void Gpu::Launched(size_t words) {
 }
 
 Status Gpu::Add(size_t words) {
-  auto turn = std::make_unique<Turn>();
-  turn->gpu = this;
-  turn->words = Rounded(words);
-  for (Event* event : {&turn->ready, &turn->tables, &turn->copied, &turn->uploaded}) {
+  auto resources = std::make_unique<LaunchResources>();
+  resources->gpu = this;
+  resources->words = Rounded(words);
+  for (Event* event : {&resources->ready, &resources->tables, &resources->copied, &resources->uploaded}) {
     if (Status bad = event->Make()) return bad;
   }
   void* memory = nullptr;
-  // The memory is pinned, because a copy to other memory would make the launching thread wait for the stream. It is
-  // never freed, as freeing may wait for all devices too.
-  MOE_LB_CUDA(cudaHostAlloc(&memory, turn->words * sizeof(int32_t), cudaHostAllocPortable));
-  turn->host = static_cast<int32_t*>(memory);
-  sizes_.push_back(turn->words);
-  free_.push_back(std::move(turn));
+  // Pinned, because a copy to pageable memory blocks the launching thread until the stream completes it. Never freed,
+  // because freeing may synchronize all devices.
+  MOE_LB_CUDA(cudaHostAlloc(&memory, resources->words * sizeof(int32_t), cudaHostAllocPortable));
+  resources->host = static_cast<int32_t*>(memory);
+  sizes_.push_back(resources->words);
+  free_.push_back(std::move(resources));
   return Ok();
 }
 
-Status Gpu::Take(size_t words, std::shared_ptr<Turn>* taken) {
-  std::unique_ptr<Turn> turn;
+Status Gpu::Take(size_t words, std::shared_ptr<LaunchResources>* taken) {
+  std::unique_ptr<LaunchResources> resources;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    // The smallest, so that the large ones are there for who needs them; of these, the one that has been free for the
-    // longest.
+    // Take the smallest that fits, to leave the large ones for large calls; of these, the one returned first.
     const auto fits = [words](const auto& free) { return free->words >= words && IsIdle(*free); };
     auto found = free_.end();
     for (auto free = free_.begin(); free != free_.end(); ++free) {
@@ -101,10 +98,10 @@ Status Gpu::Take(size_t words, std::shared_ptr<Turn>* taken) {
       if (Status bad = Add(words)) return bad;
       found = free_.end() - 1;
     }
-    turn = std::move(*found);
+    resources = std::move(*found);
     free_.erase(found);
   }
-  *taken = std::shared_ptr<Turn>(turn.release(), [](Turn* used) {
+  *taken = std::shared_ptr<LaunchResources>(resources.release(), [](LaunchResources* used) {
     const std::lock_guard<std::mutex> lock(used->gpu->mutex_);
     used->gpu->free_.emplace_back(used);
   });

@@ -1,4 +1,4 @@
-// What copies use on one GPU: streams, events and pinned memory, for all programs of the process.
+// Streams, events and pinned memory of one GPU for expert copies, shared by all programs of the process.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -26,18 +26,17 @@ inline Status Cuda(cudaError_t error, const char* what) {
     if (Status bad_ = ::moe_lb::peer_cuda::Cuda((call), #call)) return bad_; \
   } while (false)
 
-// An event that is destroyed with its owner. It takes no times, because nobody asks for them and events with times are
-// slower.
+// An event that is destroyed with its owner. Timing is disabled because events with timing are slower.
 class Event {
  public:
   Event() = default;
   Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
   Event& operator=(Event&&) = delete;
   ~Event() {
-    // A process that ends may have closed CUDA already, and nothing is left to be told.
+    // The error is ignored: CUDA may already be shut down when the process exits.
     if (event_ != nullptr) static_cast<void>(cudaEventDestroy(event_));
   }
-  // For streams of the device that is current.
+  // Creates the event on the current device.
   Status Make() {
     if (event_ != nullptr) return Ok();
     MOE_LB_CUDA(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
@@ -51,44 +50,44 @@ class Event {
 
 class Gpu;
 
-// What one start or post uses on one device, from then until nobody waits for its events any more. An event may be
-// recorded again while a stream still waits for its last record: a wait is for the record that was there when it was
-// queued.
-struct Turn {
+// Events and pinned memory of one `copy_start` or `copy_post` on one device, in use until the last wait for its events.
+// An event may be recorded again while a stream still waits for its previous record: CUDA binds a wait to the record
+// that precedes it in the queue.
+struct LaunchResources {
   Gpu* gpu = nullptr;
-  Event ready;                  // XLA's stream has made the weights and the tables, and freed the slots
-  Event tables;                 // `host` holds what was fetched
-  Event copied;                 // all copies into this device are done
-  Event uploaded;               // XLA's stream has read what it reads of `host`
-  std::vector<Event> forwards;  // tasks that other devices wait for
+  Event ready;                  // XLA's stream has computed the weights and the tables, and freed the slots
+  Event tables;                 // the fetch into `host` is complete
+  Event copied;                 // all copies into this device are complete
+  Event uploaded;               // XLA's stream has completed its reads of `host`
+  std::vector<Event> forwards;  // one per task that other devices wait for
   int32_t* host = nullptr;      // pinned
   size_t words = 0;             // of `host`
 };
 
-// A GPU: a stream for copies, one for fetches, and the turns. Threads: any.
+// A GPU: one stream for copies, one for fetches, and a pool of `LaunchResources`. Thread-safe.
 //
-// Two streams are enough for all call sites. Whatever is queued waits only for what was queued before it, so streams
-// that several calls share cannot wait for each other in a circle. Fetches have a stream of their own, because the host
-// waits for them, and they must not wait for the copies of an earlier call.
+// Two streams serve all call sites. Queued work waits only for work queued before it, so shared streams cannot
+// deadlock. Fetches have a separate stream because the host waits for them, and they must not wait for the copies of an
+// earlier call.
 class Gpu {
  public:
-  // Turns of a size that there are from the start, for programs that follow each other closely.
-  static constexpr size_t kNumTurns = 8;
+  // Launch resources allocated per size at the first `Prepare`, for programs launched in quick succession.
+  static constexpr size_t kNumLaunchResources = 8;
 
-  // The device that is current; its streams are made at the first call.
+  // Returns the current device in `gpu`; the first call creates its streams.
   static Status Current(Gpu** gpu);
 
-  // Makes turns of `words` int32 if there are fewer than kNumTurns, or than call sites of that size in programs that
-  // are being launched: all their calls may be under way at once. Those in use are counted. For the initialize stage of
-  // a call site: CUDA may let all devices finish before it gives pinned memory, and while a program runs they may be
-  // waiting for each other.
+  // Allocates launch resources of `words` int32 until there are kNumLaunchResources, or as many as call sites of that
+  // size in programs that are being launched, because all their calls may be in flight at once. Resources in use count.
+  // Call it in the initialize stage: CUDA may synchronize all devices before it returns pinned memory, and devices of a
+  // running program may be waiting for each other.
   Status Prepare(size_t words);
-  // A program with a call site for which that was done has been launched to its end.
+  // Ends the launch of a program with a call site for which `Prepare(words)` was called.
   void Launched(size_t words);
 
-  // A turn that nothing uses any more. It comes back by itself. A new one is made only where the device lags so far
-  // behind that it still reads those of programs before; to wait for it here could be to wait for ever.
-  Status Take(size_t words, std::shared_ptr<Turn>* turn);
+  // Returns idle launch resources, which return to the pool when the last reference is dropped. Allocates new ones if
+  // the device still reads all those of earlier programs, because a wait here could deadlock.
+  Status Take(size_t words, std::shared_ptr<LaunchResources>* resources);
 
   int device() const { return device_; }
   cudaStream_t copies() const { return copies_; }
@@ -104,9 +103,9 @@ class Gpu {
   cudaStream_t copies_ = nullptr;
   cudaStream_t fetches_ = nullptr;
   std::mutex mutex_;
-  std::vector<size_t> sizes_;                // of all turns
-  std::multiset<size_t> launching_;          // words of call sites in programs that are being launched
-  std::vector<std::unique_ptr<Turn>> free_;  // those that came back last stand last
+  std::vector<size_t> sizes_;                           // words of all launch resources
+  std::multiset<size_t> launching_;                     // words of call sites in programs that are being launched
+  std::vector<std::unique_ptr<LaunchResources>> free_;  // in the order of their return
 };
 
 }  // namespace moe_lb::peer_cuda

@@ -4,7 +4,7 @@
 
 namespace moe_lb {
 
-// The exact-size exchange of rows: CPU only, as XLA has its own for accelerators.
+// The exact-size exchange of rows: CPU only, because XLA implements it for accelerators.
 Registrations ExchangeRegistrations();
 
 }  // namespace moe_lb

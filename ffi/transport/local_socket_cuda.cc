@@ -23,14 +23,14 @@ Status MakeSocket(Descriptor* socket) {
   return *socket ? Ok() : SystemError("socket");
 }
 
-// A name that begins with a zero byte is abstract.
+// A name with a leading zero byte is abstract.
 socklen_t FillName(const std::string& address, sockaddr_un* name) {
   name->sun_family = AF_UNIX;
   std::memcpy(name->sun_path + 1, address.data(), address.size());
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + address.size());
 }
 
-// Abstract names have no permissions, so others may know them.
+// Check the user: abstract names have no permissions, so any user may connect.
 Status CheckUser(const Descriptor& socket) {
   ucred user = {};
   socklen_t size = sizeof user;
@@ -92,7 +92,7 @@ Status SendNote(const Descriptor& socket, const PeerNote& note, int descriptor) 
     header->cmsg_len = CMSG_LEN(sizeof(int));
     std::memcpy(CMSG_DATA(header), &descriptor, sizeof(int));
   }
-  // Without the flag a process whose peer has just ended would be ended too.
+  // Without the flag, a process whose peer has just ended would be killed by a signal.
   return sendmsg(socket.get(), &message, MSG_NOSIGNAL) == sizeof copy ? Ok() : SystemError("sendmsg");
 }
 
@@ -105,14 +105,14 @@ Received ReceiveNote(const Descriptor& socket, PeerNote* note, Descriptor* descr
   message.msg_control = control;
   message.msg_controllen = sizeof control;
   const ssize_t size = recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC);
-  if (size < 0) return errno == EAGAIN || errno == EINTR ? Received::kNothing : Received::kEnd;
+  if (size < 0) return errno == EAGAIN || errno == EINTR ? Received::kEmpty : Received::kEnd;
   const cmsghdr* const header = CMSG_FIRSTHDR(&message);
   if (header != nullptr && header->cmsg_type == SCM_RIGHTS && header->cmsg_len == CMSG_LEN(sizeof(int))) {
     int number = -1;
     std::memcpy(&number, CMSG_DATA(header), sizeof number);
     *descriptor = Descriptor(number);
   }
-  // A note of another size comes from another version of this library, with which nothing can be shared.
+  // A note of another size comes from another version of this library, which is incompatible.
   return size == sizeof *note ? Received::kNote : Received::kEnd;
 }
 
@@ -125,7 +125,7 @@ Status MakeSharedMemory(size_t size, Descriptor* descriptor) {
 Status MapSharedMemory(const Descriptor& descriptor, size_t size, void** memory) {
   struct stat found = {};
   if (fstat(descriptor.get(), &found) != 0) return SystemError("fstat");
-  // Whoever reads beyond the end of a file is ended.
+  // Reading beyond the end of a mapped file kills the process.
   if (static_cast<size_t>(found.st_size) < size) {
     return Refuse("shared memory has ", found.st_size, " bytes; expected ", size);
   }

@@ -1,5 +1,5 @@
-// Messages between processes of a machine, with file descriptors. Like all of what processes share, it is built with
-// the handlers for GPUs alone: nobody else needs it, and it needs Linux.
+// Messages between processes of one machine, with file descriptors. Built with the CUDA handlers alone: it requires
+// Linux, and only they use it.
 #pragma once
 
 #include <cstddef>
@@ -30,34 +30,34 @@ class Descriptor {
   int number_ = -1;
 };
 
-// What one process tells another.
+// A message from one process to another.
 struct PeerNote {
   enum Kind : uint32_t { kHello, kPage, kMemory, kGone };
 
   Kind kind = kHello;
-  uint32_t process = 0;           // kHello: who calls
+  uint32_t process = 0;           // kHello: the sender
   uint64_t id = 0;                // kPage: of the group of processes; kMemory and kGone: of the allocation
   uint64_t size = 0;              // kMemory: bytes
   unsigned char handle[64] = {};  // kMemory without a file descriptor: CUDA's handle of it
 };
 
-// Sockets keep borders between messages, and have names in the abstract namespace: the system forgets them with the
-// process, so that nothing is left in a file system. Only processes of the same user are talked to.
+// Sockets preserve message boundaries. Their names are in the abstract namespace, which the system cleans up with the
+// process, so no file remains. Only processes of the same user are accepted.
 
-// Its name is random; others reach it inside the same network namespace.
+// Listens under a random name, reachable inside the same network namespace.
 Status ListenLocally(Descriptor* socket, std::string* address);
 Status ConnectLocally(const std::string& address, Descriptor* socket);
 Status AcceptLocally(const Descriptor& listening, Descriptor* socket);
 
-// Never waits: notes are few, and one that the system has no room for is an error. descriptor: -1 for none.
+// Sends without blocking: notes are few, and a full socket buffer is an error. descriptor: -1 for none.
 Status SendNote(const Descriptor& socket, const PeerNote& note, int descriptor);
 
-enum class Received { kNote, kNothing, kEnd };
+enum class Received { kNote, kEmpty, kEnd };
 
-// kNothing: none is there yet. kEnd: the other process has closed its end, or ended.
+// kEmpty: no note has arrived yet. kEnd: the other process has closed its end, or ended.
 Received ReceiveNote(const Descriptor& socket, PeerNote* note, Descriptor* descriptor);
 
-// Memory that processes share when they have its descriptor; it has no name in any file system.
+// Anonymous memory that processes share through its descriptor.
 Status MakeSharedMemory(size_t size, Descriptor* descriptor);
 Status MapSharedMemory(const Descriptor& descriptor, size_t size, void** memory);
 

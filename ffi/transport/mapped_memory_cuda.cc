@@ -13,8 +13,8 @@ namespace {
 
 CUdeviceptr AsDevice(const void* address) { return static_cast<CUdeviceptr>(reinterpret_cast<uintptr_t>(address)); }
 
-// What others need to map an allocation. Memory that cudaMalloc gave has a handle of its own; what is mapped by
-// addresses, as by XLA's newer allocators, is passed as a file descriptor.
+// Fills the note that other processes need to map an allocation. Memory of cudaMalloc has a handle of its own. Memory
+// mapped to addresses, as by XLA's newer allocators, is passed as a file descriptor.
 Status Export(CUdeviceptr begin, PeerNote* note, Descriptor* descriptor) {
   const DriverCalls& driver = DriverCalls::Get();
   CUmemGenericAllocationHandle handle = 0;
@@ -67,8 +67,8 @@ Status SharedMemory::Send(uint64_t id, const Allocation& allocation, int64_t pro
   return neighbours_->Send(process, note, descriptor.get());
 }
 
-// What lay at these addresses before was freed. Nobody reads it any more: XLA frees weights only when their readers are
-// done.
+// Removes older allocations at these addresses, which were freed. XLA frees weights only after their readers, so no
+// process reads them.
 void SharedMemory::ForgetBelow(uint64_t id, CUdeviceptr begin, size_t size) {
   for (auto old = allocations_.begin(); old != allocations_.end();) {
     const Allocation& one = old->second;
@@ -79,7 +79,7 @@ void SharedMemory::ForgetBelow(uint64_t id, CUdeviceptr begin, size_t size) {
     PeerNote note;
     note.kind = PeerNote::kGone;
     note.id = old->first;
-    // To one that has ended it need not be told.
+    // A process that has ended needs no notice.
     for (const int64_t process : one.known_to) static_cast<void>(neighbours_->Send(process, note));
     old = allocations_.erase(old);
   }
@@ -115,7 +115,7 @@ Status MappedAllocation::Map(const PeerNote& note, const Descriptor& descriptor,
                 driver.import_handle(&handle, reinterpret_cast<void*>(static_cast<intptr_t>(descriptor.get())),
                                      CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
   const Status bad = MapHandle(handle, device);
-  // The mapping keeps the memory.
+  // The mapping keeps the memory alive.
   static_cast<void>(driver.release(handle));
   return bad;
 }
@@ -176,7 +176,7 @@ Status MappedMemory::Find(int64_t process, const SharedArray& array, int device,
   return Ok();
 }
 
-// No copy of this process reads them any more, or the other would not have freed them.
+// Unmaps allocations that their process has freed. It frees them only after all copies of this process have read them.
 void MappedMemory::DropGone(int64_t process) {
   for (auto one = mapped_.begin(); one != mapped_.end();) {
     PeerNote note;

@@ -1,4 +1,4 @@
-// Memory of a GPU that other processes map.
+// GPU memory that other processes map.
 #pragma once
 
 #include <cstddef>
@@ -16,17 +16,17 @@
 
 namespace moe_lb::peer_cuda {
 
-// Allocations of this process that others map. XLA cuts its arrays out of few large ones, so that each is sent once; a
-// call then names an array by the number of its allocation and its distance from the begin.
+// Allocations of this process that others map. XLA places its arrays in a few large allocations, so each allocation is
+// sent once. A call then names an array by allocation number and offset.
 //
-// CUDA numbers allocations, and gives no number twice: memory that was freed and is allocated anew at the same address
-// has another. Others are told then to give up the old one; until then it stays mapped with them, and so allocated.
+// CUDA numbers allocations uniquely: memory that is freed and allocated again at the same address gets a new number.
+// The other processes are then notified to unmap the old allocation; it stays mapped, and so allocated, until they do.
 class SharedMemory {
  public:
   explicit SharedMemory(Neighbours* neighbours) : neighbours_(neighbours) {}
 
-  // Says where an array lies, having sent its allocation to all of `processes` that do not have it yet. An array of no
-  // bytes, at a null pointer, lies in allocation 0.
+  // Returns the address of an array and sends its allocation to those of `processes` that lack it. An empty array (null
+  // pointer) is in allocation 0.
   Status Share(const void* array, const std::vector<int64_t>& processes, SharedArray* shared);
 
  private:
@@ -44,7 +44,7 @@ class SharedMemory {
   std::map<uint64_t, Allocation> allocations_;
 };
 
-// An allocation of another process, mapped here. It is only read.
+// An allocation of another process, mapped read-only by convention.
 class MappedAllocation {
  public:
   MappedAllocation() = default;
@@ -66,13 +66,13 @@ class MappedAllocation {
   bool is_mapped_ = false;
 };
 
-// Those of all others, mapped when they are first needed.
+// Mapped allocations of all other processes, mapped at the first use.
 class MappedMemory {
  public:
   explicit MappedMemory(Neighbours* neighbours) : neighbours_(neighbours) {}
 
-  // Where an array of another process lies here. Its allocation must have been sent before it was named; that it comes
-  // is awaited so long.
+  // Returns the local address of an array of another process. Its allocation must be sent before the array is named;
+  // waits for it up to timeout_s.
   Status Find(int64_t process, const SharedArray& array, int device, double timeout_s, const std::byte** here);
 
  private:
@@ -83,7 +83,7 @@ class MappedMemory {
   std::map<std::pair<int64_t, uint64_t>, std::unique_ptr<MappedAllocation>> mapped_;
 };
 
-// Nothing, or why others cannot map the allocation that holds an address of a device.
+// Return a failure if other processes cannot map the allocation that contains a device address.
 Status CheckShareable(const void* array, int device);
 
 }  // namespace moe_lb::peer_cuda

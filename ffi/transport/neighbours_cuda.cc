@@ -9,12 +9,12 @@
 namespace moe_lb {
 namespace {
 
-// Who has connected and not said who it is, gets that long.
+// Time limit for the hello of a new connection.
 constexpr int kHelloMs = 5000;
 
 Received WaitForNote(const Descriptor& socket, PeerNote* note, Descriptor* descriptor) {
   pollfd one = {socket.get(), POLLIN, 0};
-  if (poll(&one, 1, kHelloMs) <= 0) return Received::kNothing;
+  if (poll(&one, 1, kHelloMs) <= 0) return Received::kEmpty;
   return ReceiveNote(socket, note, descriptor);
 }
 
@@ -44,7 +44,7 @@ Status Neighbours::Connect(int64_t own, const std::map<int64_t, std::string>& ad
     return Refuse("this is process ", own, ", and was process ", before, " before; expected the same number");
   }
   for (const auto& [process, address] : addresses) {
-    // Of two processes the one with the greater number calls the other.
+    // Of two processes, the one with the larger number connects.
     if (process >= own || Find(process) != nullptr) continue;
     Descriptor socket;
     PeerNote hello;
@@ -68,17 +68,17 @@ Status Neighbours::Send(int64_t process, const PeerNote& note, int descriptor) {
   const std::shared_ptr<Link> link = Find(process);
   if (link == nullptr) return Refuse("process ", process, " is not connected with this one");
   ++num_sent_;
-  // A socket keeps the notes of several threads apart.
+  // Sockets preserve message boundaries between threads.
   return SendNote(link->socket, note, descriptor);
 }
 
 bool Neighbours::Take(int64_t process, PeerNote::Kind kind, uint64_t id, PeerNote* note, Descriptor* descriptor) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = kept_.find({process, {kind, id}});
-  if (found == kept_.end()) return false;
+  const auto found = notes_.find({process, {kind, id}});
+  if (found == notes_.end()) return false;
   *note = found->second.first;
   *descriptor = std::move(found->second.second);
-  kept_.erase(found);
+  notes_.erase(found);
   return true;
 }
 
@@ -95,7 +95,7 @@ void Neighbours::OnEnd(std::function<void(int64_t)> gone) {
     ended = ended_;
     on_end_.push_back(gone);
   }
-  // One that ends just now is told twice, which changes nothing.
+  // A process that ends now may be reported twice, which has no effect.
   for (const int64_t process : ended) gone(process);
 }
 
@@ -118,7 +118,7 @@ void Neighbours::AddLink(int64_t process, Descriptor socket) {
 
 void Neighbours::Wake() {
   const uint64_t one = 1;
-  // A counter that is full wakes the thread as well.
+  // A full counter wakes the thread too.
   static_cast<void>(!write(wake_.get(), &one, sizeof one));
 }
 
@@ -161,11 +161,11 @@ bool Neighbours::Read(const std::shared_ptr<Link>& link, int64_t process) {
     switch (ReceiveNote(link->socket, &note, &descriptor)) {
       case Received::kEnd:
         return false;
-      case Received::kNothing:
+      case Received::kEmpty:
         return true;
       case Received::kNote:
         const std::lock_guard<std::mutex> lock(mutex_);
-        kept_.insert_or_assign({process, {note.kind, note.id}}, Kept(note, std::move(descriptor)));
+        notes_.insert_or_assign({process, {note.kind, note.id}}, StoredNote(note, std::move(descriptor)));
     }
   }
 }

@@ -1,4 +1,4 @@
-// The other processes of this machine that a process copies from: a socket to each.
+// Connections to the other processes of this machine: one socket to each.
 #pragma once
 
 #include <atomic>
@@ -19,35 +19,35 @@
 
 namespace moe_lb {
 
-// Sends notes, keeps those that come until somebody takes them, and notices when a process ends: the system closes its
-// sockets however it ends, within milliseconds. One thread does both. It takes no part in anything else, and never
-// calls CUDA, so that it can free those that wait for a process that is gone, whatever they wait in.
+// Sends notes, stores received notes until they are taken, and detects the end of a process: the system closes its
+// sockets within milliseconds. One watching thread receives and detects. It does not call CUDA, so that it can release
+// any wait for a process that has ended.
 //
-// Threads: any.
+// Thread-safe.
 class Neighbours {
  public:
-  // Of this process; leaked on purpose, as threads may use it while the process exits.
+  // The instance of this process; leaked on purpose, because threads may use it while the process exits.
   static Neighbours& OfProcess();
 
-  // Where the others reach this process; the same at every call.
+  // Returns the address at which other processes reach this one; the same at every call.
   Status Listen(std::string* address);
 
-  // Connects with all of them that are not connected yet, and returns when all are. `own` is this process's number, the
-  // same at every call; `addresses` by the numbers of processes, this one's own is ignored.
+  // Connects to all processes that are not connected yet, and returns when all are. `own` is this process's number, the
+  // same at every call. `addresses` is keyed by process number; the own entry is ignored.
   Status Connect(int64_t own, const std::map<int64_t, std::string>& addresses, double timeout_s);
 
   int64_t own() const { return own_; }
 
   Status Send(int64_t process, const PeerNote& note, int descriptor = -1);
 
-  // The note of that kind and number from that process, once it is there; else nothing. It is taken away.
+  // Removes and returns the note of that kind and id from that process; false if it has not arrived.
   bool Take(int64_t process, PeerNote::Kind kind, uint64_t id, PeerNote* note, Descriptor* descriptor);
 
-  // Processes that have ended, or never were connected.
+  // True if the process has ended or was never connected.
   bool IsGone(int64_t process) const;
 
-  // Calls `gone` when a process ends, on the watching thread, also for one that had ended before; it must be short. It
-  // is never forgotten.
+  // Calls `gone` on the watching thread when a process ends, also for processes that have already ended. `gone` must be
+  // short. It is never removed.
   void OnEnd(std::function<void(int64_t process)> gone);
 
   int64_t num_sent() const { return num_sent_; }
@@ -58,11 +58,11 @@ class Neighbours {
     bool is_open = true;
   };
   using Key = std::pair<int64_t, std::pair<PeerNote::Kind, uint64_t>>;
-  using Kept = std::pair<PeerNote, Descriptor>;
+  using StoredNote = std::pair<PeerNote, Descriptor>;
 
   void Watch();
   void Accept();
-  bool Read(const std::shared_ptr<Link>& link, int64_t process);  // false: it has ended
+  bool Read(const std::shared_ptr<Link>& link, int64_t process);  // false: the process has ended
   void End(int64_t process);
   void AddLink(int64_t process, Descriptor socket);
   void Wake();
@@ -77,7 +77,7 @@ class Neighbours {
   std::atomic<int64_t> num_sent_{0};
   std::map<int64_t, std::shared_ptr<Link>> links_;
   std::set<int64_t> ended_;
-  std::map<Key, Kept> kept_;
+  std::map<Key, StoredNote> notes_;
   std::vector<std::function<void(int64_t)>> on_end_;
 };
 

@@ -1,4 +1,4 @@
-// How a meeting ended, as XLA's error.
+// Converts the outcome of a meeting to an XLA error.
 #pragma once
 
 #include "ffi/common/handler.h"

@@ -7,9 +7,9 @@
 namespace moe_lb {
 namespace {
 
-// Where a slot copies from.
+// Source of a slot.
 struct Origin {
-  PeerSource source = PeerSource::kNothing;
+  PeerSource source = PeerSource::kZeros;
   size_t rank = 0;
   size_t index = 0;
   size_t depth = 0;  // relays on the way
@@ -27,7 +27,7 @@ Status FindOrigin(MatrixView<const int32_t> wanted, MatrixView<const int32_t> re
                   wanted.rows() - 1, ", or -1 for the expert's home");
   }
   const size_t home = static_cast<size_t>(expert) / num_home;
-  // A relay that is the home itself means its home experts, which stand in no slot.
+  // The home rank as a relay means its home experts, which are in no slot.
   if (from == -1 || static_cast<size_t>(from) == home) {
     *origin = {PeerSource::kHome, home, static_cast<size_t>(expert) % num_home, 0};
     return Ok();
@@ -42,15 +42,15 @@ Status FindOrigin(MatrixView<const int32_t> wanted, MatrixView<const int32_t> re
   return Ok();
 }
 
-// Counts the relays on the way to each slot.
+// Counts the relays on the path to each slot.
 Status FindDepths(Origins* origins) {
   for (size_t rank = 0; rank < origins->size(); ++rank) {
     for (size_t slot = 0; slot < (*origins)[rank].size(); ++slot) {
       size_t depth = 0;
       for (const Origin* at = &(*origins)[rank][slot]; at->source == PeerSource::kSlot;
            at = &(*origins)[at->rank][at->index]) {
-        // All slots of a chain hold the same expert, and a relay is that rank's first slot with it: a chain without a
-        // circle comes to a rank only once, so it has at most as many relays as there are ranks.
+        // All slots of a chain hold the same expert, and a relay is that rank's first slot with it. An acyclic chain
+        // visits a rank once, so it has at most as many relays as there are ranks.
         if (++depth > origins->size()) {
           return Refuse("relay of rank ", rank, ", slot ", slot, " is ", (*origins)[rank][slot].rank,
                         "; expected a chain that starts at the expert's home, not one that goes round in circles");
@@ -70,9 +70,9 @@ size_t MaxDepth(const Origins& origins) {
   return depth;
 }
 
-// The tasks of all steps. In step s a slot behind d relays gets its chunk s - d: a relay has every chunk one step
-// before it forwards it. So a task needs to wait only for tasks of the step before, and while a relay forwards one
-// chunk it receives the next.
+// Tasks of all steps. In step s a slot behind d relays receives its chunk s - d: a relay has every chunk one step
+// before it forwards it. So a task waits only for tasks of the previous step, and a relay receives the next chunk while
+// it forwards one.
 class Pipeline {
  public:
   Pipeline(const Origins& origins, const PeerWeights& weights, std::vector<PeerTask>* tasks)
@@ -94,8 +94,8 @@ class Pipeline {
  private:
   static constexpr size_t kNone = static_cast<size_t>(-1);
 
-  // Without relays nobody waits for a part of an expert, and whole experts make the fewest copies. The size is at least
-  // 1 because weights may have no bytes, and the number of chunks is a quotient.
+  // Without relays, whole experts make the fewest copies. The size is at least 1 because weights may be empty, and the
+  // number of chunks is a quotient.
   size_t ChunkOf(size_t kind) const {
     return std::max<size_t>(max_depth_ == 0 ? weights_.expert_bytes[kind] : weights_.chunk_bytes, 1);
   }
@@ -108,7 +108,7 @@ class Pipeline {
       const size_t num_before = task.pieces.size();
       AddPieces(slot, origin, step - origin.depth, &task);
       if (origin.source == PeerSource::kSlot && task.pieces.size() > num_before) {
-        // That task exists: one step ago its rank got this chunk of this expert.
+        // That task exists: one step earlier its rank received this chunk of this expert.
         task.after.push_back(before_[origin.rank]);
       }
     }
@@ -154,10 +154,10 @@ struct Bf16 {
   static Wide Widen(Stored value) { return FloatOf(static_cast<uint32_t>(value) << 16); }
   static Stored Round(Wide value) {
     const uint32_t bits = BitsOf(value);
-    // Rounding could make infinity or 0 of a NaN, and cutting it off infinity, if its payload is in the lower half
-    // alone: hence the bit.
+    // Rounding could turn a NaN into infinity or 0, and truncation into infinity, if its payload is in the lower half
+    // only. So set a payload bit.
     if (std::isnan(value)) return static_cast<Stored>((bits >> 16) | 0x40u);  // quiet
-    // This adds half of the last bit, less one where that bit is even: ties go to even, as in XLA.
+    // Add half of the last bit, less one if that bit is even: ties go to even, as in XLA.
     return static_cast<Stored>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
   }
 };
@@ -176,7 +176,7 @@ struct F16 {
     const uint32_t sign = (BitsOf(value) >> 16) & 0x8000u;
     const float magnitude = std::fabs(value);
     if (std::isnan(value)) return static_cast<Stored>(sign | 0x7e00u);
-    // From here on the nearest float16, ties to even, would be 65536, which is infinity.
+    // From here on, the nearest float16 (ties to even) would be 65536, which overflows to infinity.
     if (magnitude >= 65520.0f) return static_cast<Stored>(sign | 0x7c00u);
     if (magnitude < 0x1p-14f) {  // subnormal: the sum's last bit is worth 2^-24, so the addition rounds
       return static_cast<Stored>(sign | (BitsOf(magnitude + 0.5f) - BitsOf(0.5f)));
@@ -196,8 +196,8 @@ struct Same {
 
 template <typename Number>
 void Sum(const std::vector<const void*>& terms, size_t count, void* out) {
-  // A block of sums stays in the cache while all terms pass. Terms are added in their order, one after the other, so
-  // that gradients have the same bits whatever else runs and however the weights travelled.
+  // A block of sums stays in the cache while all terms pass. Terms are added in order, so that gradients are bitwise
+  // reproducible, independent of timing and of the relays.
   constexpr size_t kBlock = 2048;
   typename Number::Wide sums[kBlock];
   for (size_t start = 0; start < count; start += kBlock) {
@@ -215,7 +215,7 @@ void Sum(const std::vector<const void*>& terms, size_t count, void* out) {
 }  // namespace
 
 Status CheckWanted(MatrixView<const int32_t> wanted, size_t num_home) {
-  // The product fits: there are fewer than 2^31 home experts (CheckAttributes), and rows are those of a table in
+  // The product fits: there are fewer than 2^31 home experts (CheckAttributes), and the rows belong to a table in
   // memory.
   const auto num_experts = static_cast<int64_t>(wanted.rows() * num_home);
   for (size_t rank = 0; rank < wanted.rows(); ++rank) {
@@ -245,7 +245,7 @@ Status PlanPeerTasks(MatrixView<const int32_t> wanted, MatrixView<const int32_t>
       if (Status bad = FindOrigin(wanted, relay, weights.num_home, rank, slot, &origins[rank][slot])) return bad;
     }
   }
-  // Depths come after all origins, since a chain leads through the slots of other ranks.
+  // Depths require all origins, because a chain leads through the slots of other ranks.
   if (Status bad = FindDepths(&origins)) return bad;
   Pipeline(origins, weights, tasks).Plan();
   return Ok();

@@ -1,4 +1,4 @@
-// Which weights of experts are copied from where, piece by piece, and in which order. No XLA, no CUDA.
+// Copy plan for expert weights: pieces and their order. Depends on neither XLA nor CUDA.
 #pragma once
 
 #include <cstddef>
@@ -22,14 +22,14 @@ struct PeerRows {
 struct PeerWeights {
   size_t num_home;                   // L, home experts of a rank
   std::vector<size_t> expert_bytes;  // of one expert, one entry per kind
-  size_t chunk_bytes;                // what a relay forwards at once, at least 1
-  // Then `expert_bytes` are those of a row, and the arrays are those that are read and written.
+  size_t chunk_bytes;                // bytes that a relay forwards at once, at least 1
+  // If set, the arrays are rows that are read and written, and `expert_bytes` is the size of a row.
   std::optional<PeerRows> rows = std::nullopt;
 };
 
-enum class PeerSource { kNothing, kHome, kSlot };
+enum class PeerSource { kZeros, kHome, kSlot };
 
-// Some bytes of one kind of weights of one slot. `kNothing` fills them with 0.
+// A byte range of one kind of weights of one slot. `kZeros` fills it with 0.
 struct PeerPiece {
   size_t kind;
   size_t to_slot;
@@ -40,24 +40,24 @@ struct PeerPiece {
   size_t size;        // bytes, at least 1
 };
 
-// Pieces that one rank receives, in any order, once the tasks `after` are done.
+// Pieces that one rank receives, in any order, after the tasks `after`.
 struct PeerTask {
   size_t to_rank;
   std::vector<PeerPiece> pieces;
   std::vector<size_t> after;  // indices of earlier tasks, ascending
 };
 
-// The copies that fill all slots, in an order in which they could be done one by one.
+// Plan the copies that fill all slots, in an order that satisfies all dependencies.
 //   wanted: [R, P], expert of each slot, below R * L; -1: an empty slot, which becomes 0.
-//   relay: [R, P], the rank that a slot copies from: its first slot with the expert. -1, or the expert's home rank:
+//   relay: [R, P], source rank of each slot: its first slot with the expert. -1, or the expert's home rank:
 //     from home. Ignored for an empty slot.
-// Without relays there is one task per rank, of whole experts. With them an expert travels in chunks: a rank forwards a
-// chunk as soon as it has it.
-// Refused: an expert or a rank out of range, a relay that does not hold the expert, relays that go round in circles.
+// Without relays there is one task per rank, of whole experts. With relays an expert is copied in chunks, and a relay
+// forwards a chunk as soon as it is received.
+// Fails on an expert or a rank out of range, a relay that does not hold the expert, or a cycle of relays.
 Status PlanPeerTasks(MatrixView<const int32_t> wanted, MatrixView<const int32_t> relay, const PeerWeights& weights,
                      std::vector<PeerTask>* tasks);
 
-// Nothing, or the first entry of `wanted` that is no expert.
+// Return a failure that names the first entry of `wanted` that is no expert.
 Status CheckWanted(MatrixView<const int32_t> wanted, size_t num_home);
 
 struct PeerReplica {
@@ -65,17 +65,17 @@ struct PeerReplica {
   size_t slot;
 };
 
-// The replicas of each home expert of `rank`, in the order in which their gradients are added: by rank, then by slot.
+// Return the replicas of each home expert of `rank`, in the order of gradient accumulation: by rank, then by slot.
 // `wanted` must have passed CheckWanted.
 std::vector<std::vector<PeerReplica>> ReplicasOf(MatrixView<const int32_t> wanted, size_t num_home, size_t rank);
 
-// Numbers that can be added up.
+// Dtypes that SumInOrder supports.
 enum class PeerNumber { kBf16, kF16, kF32, kF64 };
 
 size_t BytesOf(PeerNumber number);
 
-// out[i] = 0 + terms[0][i] + terms[1][i] + ..., one term after the other, in float32 (float64 for kF64), rounded once
-// at the end, to even. Every pointer is to `count` numbers.
+// Compute out[i] = 0 + terms[0][i] + terms[1][i] + ..., one term after the other, in float32 (float64 for kF64),
+// rounded once at the end, to even. Every pointer addresses `count` numbers.
 void SumInOrder(PeerNumber number, const std::vector<const void*>& terms, size_t count, void* out);
 
 }  // namespace moe_lb

@@ -1,8 +1,8 @@
-// Peer copies of CPU devices: copiers do them while XLA's threads go on with what does not need them.
+// Peer copies of CPU devices, by copier threads in parallel with XLA's threads.
 //
-// Nothing keeps a buffer alive when a program fails. So `copy_start` is asynchronous: XLA holds its operands and
-// results until its future completes, which is when all copies of the group are done; only calls that need the result
-// wait. `copy_join` then has nothing left to wait for; it checks the ticket.
+// A program that fails frees its buffers. So `copy_start` is asynchronous: XLA holds its operands and results until its
+// future completes, after all copies of the group; only calls that need the result wait. `copy_join` then only checks
+// the ticket.
 #include <cstring>
 #include <memory>
 #include <string_view>
@@ -20,41 +20,40 @@ namespace moe_lb {
 namespace peer_cpu {
 
 Tickets& OpenTickets() {
-  // They are leaked on purpose: programs may still run while the process destroys its static objects.
+  // Leaked on purpose: programs may still run while the process destroys its static objects.
   static Tickets* const tickets = new Tickets;
   return *tickets;
 }
 
-// ---- what the ranks meet for ---------------------------------------------------
+// ---- actions of meetings -------------------------------------------------------
 
-static std::vector<PeerShare> SharesOf(View<Brought> brought) {
+static std::vector<PeerShare> SharesOf(View<CallArguments> arguments) {
   std::vector<PeerShare> shares;
-  for (const Brought& one : brought) shares.push_back(one.share);
+  for (const CallArguments& one : arguments) shares.push_back(one.share);
   return shares;
 }
 
-void Copy(View<Brought> brought, Meeting::Finish finish) {
-  const std::vector<PeerShare> shares = SharesOf(brought);
-  // The copies of all are planned from the table of one, so it must be that of all: each rank has computed it for
-  // itself.
+void Copy(View<CallArguments> arguments, Meeting::Finish finish) {
+  const std::vector<PeerShare> shares = SharesOf(arguments);
+  // All copies are planned from the table of rank 0, and each rank computes its own, so they must be equal.
   if (Status bad = CheckEqualTables(shares)) return finish(bad);
   std::vector<PeerTask> tasks;
   if (Status bad = PlanTasks(shares[0], &tasks)) return finish(bad);
   RunPeerTasks(std::move(tasks), PeerTable(shares), [finish] { finish(Ok()); });
 }
 
-static void Sum(View<Brought> brought, Meeting::Finish finish) {
-  const std::vector<PeerShare> shares = SharesOf(brought);
+static void Sum(View<CallArguments> arguments, Meeting::Finish finish) {
+  const std::vector<PeerShare> shares = SharesOf(arguments);
   if (Status bad = CheckEqualTables(shares)) return finish(bad);
   if (Status bad = CheckWanted(shares[0].wanted, shares[0].weights.num_home)) return finish(bad);
-  // The types of rank 0 stand for those of all: they belong to the program, which is one for all devices.
-  RunPeerSums(shares[0].wanted, brought[0].numbers, PeerTable(shares), [finish] { finish(Ok()); });
+  // The dtypes belong to the program, which is the same on all devices, so those of rank 0 hold for all.
+  RunPeerSums(shares[0].wanted, arguments[0].numbers, PeerTable(shares), [finish] { finish(Ok()); });
 }
 
 xf::TypeId Site::id = {};
 xf::TypeInfo Site::info = xf::MakeTypeInfo<Site>();
 
-template <void (*act)(View<Brought>, Meeting::Finish)>
+template <void (*act)(View<CallArguments>, Meeting::Finish)>
 static xf::ErrorOr<std::unique_ptr<Site>> MakeSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
                                                    int64_t chunk_bytes, double timeout_s, std::string_view site,
                                                    xf::Span<const int64_t> processes) {
@@ -64,7 +63,7 @@ static xf::ErrorOr<std::unique_ptr<Site>> MakeSite(int64_t num_participants, int
   return std::make_unique<Site>(std::move(attributes), act);
 }
 
-// One per call site of `copy_rows`.
+// State of one call site of `copy_rows`.
 struct RowSite {
   static xf::TypeId id;
   static xf::TypeInfo info;
@@ -98,13 +97,13 @@ xf::Future Failed(const Status& bad) {
   return future;
 }
 
-// A bad rank arrives too: the others then fail at once and with its message, instead of waiting for their time-out.
-xf::Future Arrive(Site* site, const Arrival& who, Brought brought, Status refusal) {
+// A refused rank arrives too: the others then fail at once with its message instead of after their time-out.
+xf::Future Arrive(Site* site, const Arrival& who, CallArguments arguments, Status refusal) {
   xf::Promise promise;
   xf::Future future(promise);
-  site->meeting.Arrive(who, std::move(brought), std::move(refusal), [promise](const Outcome& outcome) {
-    // Completing the promise runs the rest of this device's program in here, up to its next collective, which blocks.
-    // The rendezvous calls this on a thread of its own, or on XLA's.
+  site->meeting.Arrive(who, std::move(arguments), std::move(refusal), [promise](const Outcome& outcome) {
+    // Completing the promise runs the rest of this device's program here, up to its next collective, which blocks. The
+    // rendezvous calls this on a separate thread, or on XLA's.
     xf::Promise completed = promise;
     if (!outcome.failure) return completed.SetAvailable();
     completed.SetError(ToError(outcome));
@@ -131,8 +130,8 @@ xf::Future StartHandler(xf::RunId run, int32_t device, Site* site, PeerIntegers 
   if (Status bad = CheckSame("numbers in ticket", ticket->element_count(), 2)) return Failed(bad);
   PeerShareBuilder builder(site->attributes, device);
   Status refusal = ReadCopy(wanted, relay, home, slots, &builder);
-  // The ticket is written before the arrival: with that the future may complete, and `copy_join` run on another thread.
-  // A refused start leaves its ticket open; PeerTickets drops those of old runs.
+  // Write the ticket before the arrival: after it the future may complete and `copy_join` run on another thread. A
+  // refused start leaves its ticket open; PeerTickets drops those of old runs.
   WriteTicket(OpenTickets().Open(run.run_id, {}), ticket->typed_data());
   return Arrive(site, ArrivalOf(run, device, place.typed_data()), {builder.Take(), {}, {}}, std::move(refusal));
 }
@@ -146,7 +145,7 @@ Status ReadRowCopy(const xf::AnyBuffer& home, const xf::AnyBuffer& first, const 
   for (size_t kind = 0; kind < num_kinds; ++kind) {
     if (Status bad = builder->Rows(*args.get<xf::AnyBuffer>(kind), **rets.get<xf::AnyBuffer>(kind))) return bad;
   }
-  // Before the arrival, after which others may write.
+  // Before the arrival, because other ranks may write after it.
   for (size_t i = 0; i < passed.count; ++i) {
     const xf::AnyBuffer in = *args.get<xf::AnyBuffer>(num_kinds + i), out = **rets.get<xf::AnyBuffer>(passed.first + i);
     if (in.untyped_data() == out.untyped_data() || in.size_bytes() == 0) continue;
@@ -168,7 +167,7 @@ xf::Future RowsHandler(xf::RunId run, int32_t device, RowSite* of, PeerIntegers 
 
 xf::Error JoinHandler(xf::RunId run, PeerIntegers ticket, xf::RemainingArgs operands, xf::RemainingRets slots) {
   if (Status bad = CheckSame("numbers in ticket", ticket.element_count(), 2)) return ToError(bad);
-  // The slots, then the operands of `copy_start`, which come only to live until here.
+  // The slots, then the operands of `copy_start`, which are passed only to keep them alive.
   if (operands.size() < slots.size()) return ToError(CheckSame("slots", operands.size(), slots.size()));
   std::monostate note;
   if (Status bad = OpenTickets().Close(run.run_id, ReadTicket(ticket.typed_data()), &note)) return ToError(bad);
@@ -176,7 +175,7 @@ xf::Error JoinHandler(xf::RunId run, PeerIntegers ticket, xf::RemainingArgs oper
     const xf::AnyBuffer in = *operands.get<xf::AnyBuffer>(kind);
     const xf::AnyBuffer out = **slots.get<xf::AnyBuffer>(kind);
     if (Status bad = CheckSame("bytes", in.size_bytes(), out.size_bytes())) return ToError(bad);
-    // XLA copies an operand that it cannot alias to the result. The slots are then not those that were filled.
+    // XLA copies an operand that it cannot alias to the result, and the slots are then not the filled ones.
     if (in.untyped_data() == out.untyped_data() || in.size_bytes() == 0) continue;
     std::memcpy(out.untyped_data(), in.untyped_data(), in.size_bytes());
   }
@@ -185,7 +184,7 @@ xf::Error JoinHandler(xf::RunId run, PeerIntegers ticket, xf::RemainingArgs oper
 
 Status ReadSum(const xf::AnyBuffer& wanted, const xf::RemainingArgs& slots, const xf::RemainingRets& home,
                PeerShareBuilder* builder, std::vector<PeerNumber>* numbers) {
-  // Gradients take no relays; the second table is there because a share has two.
+  // Gradients use no relays; the second table is required by the share.
   if (Status bad = builder->Tables(wanted, wanted)) return bad;
   if (Status bad = CheckSame("results", home.size(), slots.size())) return bad;
   numbers->resize(slots.size());

@@ -1,12 +1,12 @@
-// Peer copies of NVIDIA GPUs: copy engines do them on a stream of their own. They are compiled and run
-// on a stand-in for the CUDA runtime; not run on a GPU.
+// Peer copies of NVIDIA GPUs, by copy engines on a separate stream. Compiled, and tested on a stand-in for the CUDA
+// runtime; not run on a GPU.
 //
-// The devices of a group meet once, on threads of their own: each arrives when its tables are on the host, and so all
-// that was computed before them is done; the last to arrive queues the copies of all devices. Meanwhile the programs
-// launch what follows, up to the join.
-// Where every rank is a process of its own, each queues the copies into its own memory (`Between`).
-// `copy_join` makes XLA's stream wait for the copies into this device, and for those out of it, so that XLA frees no
-// weights that somebody still reads. A program that fails before its join waits for them when it ends (`Unjoined`).
+// The devices of a group meet once per call, on their own threads. Each arrives when its tables are on the host, so all
+// work before them is complete. The last to arrive queues the copies of all devices. Meanwhile the programs launch
+// their next operations, up to the join.
+// If every rank is a process of its own, each queues the copies into its own memory (`Between`).
+// `copy_join` makes XLA's stream wait for the copies into this device and for those out of it, so that XLA does not
+// free weights that are still read. A program that fails before its join waits for them at its end (`PendingJoins`).
 #include <cuda_runtime_api.h>
 
 #include <memory>
@@ -24,7 +24,8 @@ namespace moe_lb {
 namespace peer_cuda {
 namespace {
 
-// One per call site that starts copies. The device's thread keeps the site: its program may be gone by then.
+// State of one call site that starts copies. The device's thread shares ownership of the site, because the program may
+// end before it.
 struct StartSite {
   static xf::TypeId id;
   static xf::TypeInfo info;
@@ -43,7 +44,7 @@ xf::ErrorOr<std::unique_ptr<StartSite>> MakeSite(int64_t num_participants, int64
   return std::unique_ptr<StartSite>(new StartSite{std::make_shared<Site>(std::move(attributes))});
 }
 
-// One per call site of `copy_rows`.
+// State of one call site of `copy_rows`.
 struct RowSite {
   static xf::TypeId id;
   static xf::TypeInfo info;
@@ -65,63 +66,63 @@ xf::ErrorOr<std::unique_ptr<RowSite>> MakeRowSite(int64_t num_participants, int6
       new RowSite{std::make_shared<Site>(std::move(attributes)), back, static_cast<size_t>(num_kinds)});
 }
 
-xf::ErrorOr<std::unique_ptr<Unjoined>> Initialize(cudaStream_t stream, Site* site, size_t table_words) {
+xf::ErrorOr<std::unique_ptr<PendingJoins>> Initialize(cudaStream_t stream, Site* site, size_t table_words) {
   if (const Outcome outcome = site->Prepare(); outcome.failure) return xf::Unexpected(ToError(outcome));
   const size_t words = kPlaceWords + table_words;
   Gpu* gpu = nullptr;
   Status bad = Gpu::Current(&gpu);
   if (!bad) bad = gpu->Prepare(words);
   if (bad) return xf::Unexpected(ToError(bad));
-  return std::make_unique<Unjoined>(stream, gpu, words);
+  return std::make_unique<PendingJoins>(stream, gpu, words);
 }
 
-xf::ErrorOr<std::unique_ptr<Unjoined>> InitializeStart(cudaStream_t stream, StartSite* site, PeerIntegers,
-                                                       xf::AnyBuffer wanted, xf::AnyBuffer, xf::RemainingArgs) {
+xf::ErrorOr<std::unique_ptr<PendingJoins>> InitializeStart(cudaStream_t stream, StartSite* site, PeerIntegers,
+                                                           xf::AnyBuffer wanted, xf::AnyBuffer, xf::RemainingArgs) {
   return Initialize(stream, site->site.get(), 2 * wanted.element_count());
 }
 
-xf::ErrorOr<std::unique_ptr<Unjoined>> InitializeRows(cudaStream_t stream, RowSite* site, PeerIntegers,
-                                                      xf::AnyBuffer home, xf::AnyBuffer, xf::AnyBuffer,
-                                                      xf::RemainingArgs, xf::ResultBuffer<xf::S32>, xf::RemainingRets) {
+xf::ErrorOr<std::unique_ptr<PendingJoins>> InitializeRows(cudaStream_t stream, RowSite* site, PeerIntegers,
+                                                          xf::AnyBuffer home, xf::AnyBuffer, xf::AnyBuffer,
+                                                          xf::RemainingArgs, xf::ResultBuffer<xf::S32>,
+                                                          xf::RemainingRets) {
   return Initialize(stream, site->site.get(), 3 * home.element_count());
 }
 
 // ---- start -------------------------------------------------------------------------
 
-// What all calls that start copies are given.
+// Context of a call that starts copies.
 struct Launch {
   cudaStream_t stream;
   xf::RunId run;
   int32_t device;
   const std::shared_ptr<Site>& site;
-  Unjoined* unjoined;
+  PendingJoins* pending_joins;
 };
 
-// Begins the copies that a share asks for, whose tables are on the device still. Copy engines take addresses from the
-// host, so the host must know the tables before it can queue the copies: the device's thread waits for them, while this
-// one launches what follows.
+// Starts the copies of a share whose tables are still on the device. Copy engines take addresses from the host, so the
+// host must read the tables before it can queue the copies. The device's thread waits for them while this thread
+// launches the next operations.
 xf::Error Begin(const Launch& launch, const PeerIntegers& place, xf::ResultBuffer<xf::S32>& ticket, PeerShare share) {
   const Addresses addresses(share.slots.begin(), share.slots.end());
-  const auto begun = std::make_shared<Begun>(launch.run.run_id, TicketOf(launch.device, addresses), addresses);
+  const auto pending = std::make_shared<PendingCall>(launch.run.run_id, TicketOf(launch.device, addresses), addresses);
   Site* const site = launch.site.get();
-  // Before anything is queued that outlasts this call.
-  site->Begin(begun.get());
-  launch.unjoined->Add(begun);
+  // Before any work is queued that outlives this call.
+  site->Begin(pending.get());
+  launch.pending_joins->Add(pending);
   const std::vector<MatrixView<const int32_t>*> tables = {&share.wanted, &share.relay, &share.first, &share.size};
   std::vector<View<const int32_t>> fetched;
   for (const MatrixView<const int32_t>* table : tables) fetched.push_back(table->flat());
-  Brought brought = {std::move(share), nullptr, begun};
-  // Nobody reads the ticket's value on a GPU, see OpenTickets; it is set because a result must not be what memory held
-  // before.
+  CallArguments arguments = {std::move(share), nullptr, pending};
+  // The ticket's value is unused on a GPU, see OpenTickets. It is set so that the result is initialized.
   Status bad = Cuda(cudaMemsetAsync(ticket->typed_data(), 0, ticket->size_bytes(), launch.stream), "cudaMemsetAsync");
-  if (!bad) bad = QueueFetch(launch.stream, place.typed_data(), fetched, 0, &brought.turn);
+  if (!bad) bad = QueueFetch(launch.stream, place.typed_data(), fetched, 0, &arguments.resources);
   if (bad) {
-    Abandon(site, brought, {bad, false});
-    return ToError(begun->Wait());
+    Abandon(site, arguments, {bad, false});
+    return ToError(pending->Wait());
   }
-  OpenTickets().OpenAs(begun->run_id, begun->ticket, begun);
-  const int32_t* host = brought.turn->host + kPlaceWords;
-  MeetWhenFetched(launch.site, launch.run, launch.device, std::move(brought), [host](PeerShare* shown) {
+  OpenTickets().OpenAs(pending->run_id, pending->ticket, pending);
+  const int32_t* host = arguments.resources->host + kPlaceWords;
+  MeetWhenFetched(launch.site, launch.run, launch.device, std::move(arguments), [host](PeerShare* shown) {
     const int32_t* at = host;
     for (MatrixView<const int32_t>* table : {&shown->wanted, &shown->relay, &shown->first, &shown->size}) {
       *table = {at, table->rows(), table->columns()};
@@ -147,17 +148,17 @@ Status ReadStart(const xf::AnyBuffer& wanted, const xf::AnyBuffer& relay, const 
   return Ok();
 }
 
-xf::Error StartHandler(cudaStream_t stream, xf::RunId run, int32_t device, StartSite* site, Unjoined* unjoined,
+xf::Error StartHandler(cudaStream_t stream, xf::RunId run, int32_t device, StartSite* site, PendingJoins* pending_joins,
                        PeerIntegers place, xf::AnyBuffer wanted, xf::AnyBuffer relay, xf::RemainingArgs home,
                        xf::ResultBuffer<xf::S32> ticket, xf::RemainingRets slots) {
-  // Shapes are equal on all devices, so all are refused.
+  // Shapes are equal on all devices, so all fail alike.
   if (Status bad = CheckIntegers(place, ticket)) return ToError(bad);
   PeerShareBuilder builder(site->site->attributes, device);
   if (Status bad = ReadStart(wanted, relay, home, slots, &builder)) return ToError(bad);
-  return Begin({stream, run, device, site->site, unjoined}, place, ticket, builder.Take());
+  return Begin({stream, run, device, site->site, pending_joins}, place, ticket, builder.Take());
 }
 
-xf::Error RowsHandler(cudaStream_t stream, xf::RunId run, int32_t device, RowSite* site, Unjoined* unjoined,
+xf::Error RowsHandler(cudaStream_t stream, xf::RunId run, int32_t device, RowSite* site, PendingJoins* pending_joins,
                       PeerIntegers place, xf::AnyBuffer home, xf::AnyBuffer first, xf::AnyBuffer size,
                       xf::RemainingArgs args, xf::ResultBuffer<xf::S32> ticket, xf::RemainingRets rets) {
   const size_t kinds = site->num_kinds;
@@ -169,27 +170,28 @@ xf::Error RowsHandler(cudaStream_t stream, xf::RunId run, int32_t device, RowSit
   for (size_t kind = 0; kind < kinds; ++kind) {
     if (Status bad = builder.Rows(*args.get<xf::AnyBuffer>(kind), **rets.get<xf::AnyBuffer>(kind))) return ToError(bad);
   }
-  // Before `ready` is recorded: copies write over some of it.
+  // Before `ready` is recorded, because copies overwrite part of it.
   for (size_t i = 0; i < passed.count; ++i) {
     const xf::AnyBuffer out = **rets.get<xf::AnyBuffer>(passed.first + i);
     if (Status bad = PassOn(stream, *args.get<xf::AnyBuffer>(kinds + i), out)) return ToError(bad);
   }
-  return Begin({stream, run, device, site->site, unjoined}, place, ticket, builder.Take());
+  return Begin({stream, run, device, site->site, pending_joins}, place, ticket, builder.Take());
 }
 
 // ---- join --------------------------------------------------------------------------
 
 Outcome Join(cudaStream_t stream, int64_t run_id, int32_t device, const Addresses& slots) {
-  std::shared_ptr<Begun> begun;
-  if (OpenTickets().Close(run_id, TicketOf(device, slots), &begun) || begun->slots != slots) {
+  std::shared_ptr<PendingCall> pending;
+  if (OpenTickets().Close(run_id, TicketOf(device, slots), &pending) || pending->slots != slots) {
     return {Refuse("slots are not the buffers of a start in this run that was not joined yet; expected `join` in the "
                    "computation of its `start`"),
             false};
   }
-  // Usually it is over by now. The events to wait for are those that the last device to arrive has named.
-  if (const Outcome outcome = begun->Wait(); outcome.failure) return outcome;
-  Status bad = begun->JoinOn(stream);
-  if (!bad && begun->between != nullptr) bad = begun->between->WhyReleased("copies of expert weights", begun->number);
+  // The meeting has usually ended by now. Its last device sets the events to wait for.
+  if (const Outcome outcome = pending->Wait(); outcome.failure) return outcome;
+  Status bad = pending->JoinOn(stream);
+  if (!bad && pending->between != nullptr)
+    bad = pending->between->WhyReleased("copies of expert weights", pending->number);
   return {bad, false};
 }
 
@@ -228,7 +230,7 @@ XLA_FFI_DEFINE_HANDLER(kStart, StartHandler,
                            .Ctx<xf::RunId>()
                            .Ctx<xf::DeviceOrdinal>()
                            .Ctx<xf::State<StartSite>>()
-                           .Ctx<xf::Initialized<Unjoined>>()
+                           .Ctx<xf::Initialized<PendingJoins>>()
                            .Arg<PeerIntegers>()   // place [2]
                            .Arg<xf::AnyBuffer>()  // wanted [R, P]
                            .Arg<xf::AnyBuffer>()  // relay [R, P]
@@ -246,7 +248,7 @@ XLA_FFI_DEFINE_HANDLER(kRows, RowsHandler,
                                    .Ctx<xf::RunId>()
                                    .Ctx<xf::DeviceOrdinal>()
                                    .Ctx<xf::State<RowSite>>()
-                                   .Ctx<xf::Initialized<Unjoined>>()));
+                                   .Ctx<xf::Initialized<PendingJoins>>()));
 
 XLA_FFI_DEFINE_HANDLER(kMakeRowSite, MakeRowSite, BindRowSite());
 
@@ -267,7 +269,7 @@ Registrations PeerRegistrations() {
   using namespace peer_cuda;
   return {{{"moe_lb_cuda_peer_site", &StartSite::id, &StartSite::info},
            {"moe_lb_cuda_row_site", &RowSite::id, &RowSite::info},
-           {"moe_lb_cuda_unjoined", &Unjoined::id, &Unjoined::info}},
+           {"moe_lb_cuda_pending_joins", &PendingJoins::id, &PendingJoins::info}},
           {{"moe_lb_copy_start", kStart, kMakeSite, kInitializeStart},
            {"moe_lb_copy_rows", kRows, kMakeRowSite, kInitializeRows},
            {"moe_lb_copy_join", kJoin}}};

@@ -41,7 +41,7 @@ void WholeExpertsComeInOneTaskPerRank() {
   EXPECT_EQ(copied.from_index, 0u);
   EXPECT_EQ(copied.offset, 0u);
   EXPECT_EQ(copied.size, 5u);
-  EXPECT(tasks[0].pieces[2].source == PeerSource::kNothing);
+  EXPECT(tasks[0].pieces[2].source == PeerSource::kZeros);
 }
 
 void NoSlotsAndNoBytesMakeNoTasks() {
@@ -59,7 +59,7 @@ void AChainForwardsChunkByChunk() {
   for (size_t i = 0; i < tasks.size(); ++i) {
     for (const size_t before : tasks[i].after) EXPECT(done.count(before) == 1);
     for (const PeerPiece& piece : tasks[i].pieces) {
-      if (piece.source == PeerSource::kNothing) continue;
+      if (piece.source == PeerSource::kZeros) continue;
       EXPECT(has[piece.from_rank].count(piece.offset) == 1);
       EXPECT_EQ(piece.size, piece.offset == 8 ? 2u : 4u);
       has[tasks[i].to_rank].insert(piece.offset);

@@ -1,4 +1,4 @@
-// What the handlers of peer copies have in common on all platforms: their attributes, and operands as shares.
+// Common parts of the peer-copy handlers of all platforms: attributes, and operands as shares.
 #pragma once
 
 #include <limits>
@@ -30,13 +30,13 @@ inline Status AsMatrix(const char* name, const xf::AnyBuffer& buffer, MatrixView
 // Attributes of a call site.
 struct PeerAttributes {
   int64_t num_participants;  // devices of a group; each stands for R / num_participants ranks
-  int64_t num_lanes;         // devices that bring the same
+  int64_t num_lanes;         // devices with the same arguments
   int64_t num_home;          // L
   int64_t chunk_bytes;
   double timeout_s;
   std::string site;
-  // Of each participant of each group, one group after the other, where every participant is a process of its own;
-  // empty where all are devices of this process.
+  // Process of each participant, one group after the other, if every participant is a process of its own; empty if all
+  // are devices of this process.
   std::vector<int64_t> processes;
 
   RendezvousOptions Options() const {
@@ -55,7 +55,7 @@ inline auto BindPeerSite() {
       .Attr<xf::Span<const int64_t>>("processes");
 }
 
-// Of `copy_rows`.
+// Attributes of `copy_rows`.
 inline auto BindRowSite() {
   return BindPeerSite()
       .Attr<bool>("back")           // from takers to homes
@@ -94,7 +94,7 @@ inline Arrival ArrivalOf(xf::RunId run, int64_t device, const int32_t* place) {
   return {run.run_id, device, place[1], place[0]};
 }
 
-// Fills a share with arrays that hold the home experts and the slots of its ranks, one pair per kind of weights.
+// Fills a share with arrays of the home experts and the slots of its ranks, one pair per kind of weights.
 class PeerShareBuilder {
  public:
   PeerShareBuilder(const PeerAttributes& attributes, int64_t device) : attributes_(attributes) {
@@ -142,7 +142,7 @@ class PeerShareBuilder {
     return Ok();
   }
 
-  // Tables for rows, whose arrays follow: see PlanRowTasks.
+  // Tables of rows; their arrays follow, see PlanRowTasks.
   Status RowTables(const xf::AnyBuffer& home, const xf::AnyBuffer& first, const xf::AnyBuffer& size, bool back) {
     if (Status bad = AsMatrix("home", home, &share_.wanted)) return bad;
     if (Status bad = AsMatrix("first row", first, &share_.first)) return bad;
@@ -155,7 +155,7 @@ class PeerShareBuilder {
     return Ok();
   }
 
-  // read: [A, ...]; written: [B, ...]. A and B are those of all kinds.
+  // read: [A, ...]; written: [B, ...]. A and B are equal for all kinds.
   Status Rows(const xf::AnyBuffer& read, const xf::AnyBuffer& written) {
     const size_t kind = share_.home.size();
     const auto from = read.dimensions(), to = written.dimensions();
@@ -168,7 +168,7 @@ class PeerShareBuilder {
                     share_.weights.rows->read, " and ", share_.weights.rows->written, " as kind 0 has");
     }
     share_.weights.rows = rows;
-    // An array without rows has no bytes either.
+    // An array without rows has no bytes.
     const size_t bytes = rows.read > 0 ? read.size_bytes() / rows.read : 0;
     share_.weights.expert_bytes.push_back(bytes);
     share_.home.push_back(static_cast<std::byte*>(read.untyped_data()));
@@ -193,14 +193,14 @@ inline Status CheckSame(const char* what, size_t got, size_t expected) {
   return got == expected ? Ok() : Refuse("got ", got, " ", what, "; expected ", expected);
 }
 
-// What `copy_rows` passes on: operand `num_kinds + i` as result `first + i`.
+// Arrays that `copy_rows` passes through: operand `num_kinds + i` as result `first + i`.
 struct PassedRows {
   size_t first = 0;
   size_t count = 0;
 };
 
-// args: rows that are read, of each kind, and what is passed on; rets: room for rows of each kind, which may be passed
-// on too, and what is.
+// args: rows to read of each kind, passed arrays; rets: receive buffers of each kind (which may be passed too), passed
+// arrays.
 inline Status CheckRowArrays(const xf::RemainingArgs& args, const xf::RemainingRets& rets, size_t num_kinds,
                              PassedRows* passed) {
   const size_t count = args.size() < num_kinds ? 0 : args.size() - num_kinds;
@@ -220,7 +220,7 @@ inline Status CheckRowArrays(const xf::RemainingArgs& args, const xf::RemainingR
   return Ok();
 }
 
-// What `copy_rows` takes and returns, after the contexts that `Binding` has.
+// Extends `Binding` by the operands and results of `copy_rows`.
 template <typename Binding>
 auto AndRows(Binding binding) {
   return std::move(binding)
@@ -228,9 +228,9 @@ auto AndRows(Binding binding) {
       .template Arg<xf::AnyBuffer>()  // home [R, P]
       .template Arg<xf::AnyBuffer>()  // first row [R, P]
       .template Arg<xf::AnyBuffer>()  // rows [R, P]
-      .RemainingArgs()                // rows [A, ...] of each kind, and what is passed on
+      .RemainingArgs()                // rows [A, ...] of each kind, passed arrays
       .template Ret<PeerIntegers>()   // ticket [2]
-      .RemainingRets();               // room for rows [B, ...] of each kind, and what is passed on
+      .RemainingRets();               // receive buffers [B, ...] of each kind, passed arrays
 }
 
 inline Status NumberOf(xf::DataType dtype, PeerNumber* number) {
@@ -259,7 +259,7 @@ inline void WriteTicket(int64_t ticket, int32_t* out) {
 }
 
 inline int64_t ReadTicket(const int32_t* in) {
-  // The high half is unsigned, because a negative number may not be shifted.
+  // The high half is unsigned, because shifting a negative number is undefined.
   const uint64_t high = static_cast<uint32_t>(in[1]);
   return static_cast<int64_t>(high << 32 | static_cast<uint32_t>(in[0]));
 }

@@ -1,10 +1,9 @@
-// Plans and copies in one call, posted ahead: `moe_lb_copy_post`, then `moe_lb_plan_<planner>_and_copy`, then
+// Plan and copy in one call, posted ahead: `moe_lb_copy_post`, then `moe_lb_plan_<planner>_and_copy`, then
 // `moe_lb_copy_join`, under these names on all platforms.
 //
-// `copy_post` says what will be planned and copied, and by which planner, and owns the buffers that the copies fill: a
-// buffer that the second call allocated could be one that what runs in between still uses. The host plans, the same
-// plan on all ranks, and starts the copies that the plan's placement asks for: on a GPU as soon as the operands are
-// there, whatever the program does meanwhile, on a CPU in the second call.
+// `copy_post` announces the planner and the weights, and owns the slot buffers: operations between the two calls might
+// still use a buffer allocated by the second. The host computes the same plan on all ranks and starts the copies of its
+// placement: on a GPU as soon as the operands arrive, in parallel with the program; on a CPU in the second call.
 #pragma once
 
 #include <functional>
@@ -21,7 +20,7 @@
 
 namespace moe_lb {
 
-// One definition per platform.
+// Handlers of this platform; one definition per platform.
 Registrations PeerPlanningRegistrations();
 
 inline auto BindPost() {
@@ -32,10 +31,10 @@ inline auto BindPost() {
       .Attr<xf::Dictionary>("options");   // the attributes of the second call
 }
 
-// What PlannerCall::plan is.
+// Type of PlannerCall::plan.
 using PlanFunction = std::function<Status(const Operands&, const Results&)>;
 
-// An option of that name and type; refused where there is none.
+// Reads an option; fails if it is missing or has another type.
 template <typename T>
 Status ReadOption(const xf::Dictionary& options, const char* name, T* value) {
   const auto found = options.get<T>(name);
@@ -44,7 +43,7 @@ Status ReadOption(const xf::Dictionary& options, const char* name, T* value) {
   return Ok();
 }
 
-// What `plan_<name>_and_copy` with these attributes plans, from placement and quota.
+// Returns the planner of `plan_<name>_and_copy` with these attributes, from placement and quota.
 inline Status PlannerNamed(std::string_view name, const xf::Dictionary& options, PlanFunction* plan) {
   int64_t domain = 0;
   if (Status bad = ReadOption(options, "domain", &domain)) return bad;
@@ -72,7 +71,7 @@ inline Status CheckPlanSize(int64_t plan_size) {
   return Refuse("plan_size is ", plan_size, "; expected 0 to ", std::numeric_limits<int32_t>::max());
 }
 
-// The state of a call site of `copy_post`: `PostSite(attributes, plan_size, num_kinds, plan)` of the platform.
+// State of one call site of `copy_post`: `PostSite(attributes, plan_size, num_kinds, plan)` of the platform.
 template <typename PostSite>
 xf::ErrorOr<std::unique_ptr<PostSite>> MakePostSite(int64_t num_participants, int64_t num_lanes, int64_t num_home,
                                                     int64_t chunk_bytes, double timeout_s, std::string_view site,
@@ -88,33 +87,33 @@ xf::ErrorOr<std::unique_ptr<PostSite>> MakePostSite(int64_t num_participants, in
   return std::make_unique<PostSite>(std::move(attributes), plan_size, num_kinds, std::move(plan));
 }
 
-// What the second call takes after the planner's arguments, `Binding`. A planner's binding ends with its status word:
-// here that result is the ticket, since planning on this thread can fail with an error.
+// Extends `Binding`, the planner's arguments, by those of the second call. A planner's binding ends with its status
+// word. Here that result is the ticket, because planning on this thread can fail with an error.
 template <typename Binding>
 auto AndCopy(Binding binding) {
   return std::move(binding)
       .template Arg<PeerIntegers>()  // ticket of copy_post [2]
-      .RemainingArgs()               // home of each kind, slots of each kind, and what comes before
-      .RemainingRets()               // slots, and what comes before, over the operands
+      .RemainingArgs()               // home of each kind, slots of each kind, passed arrays
+      .RemainingRets()               // slots and passed arrays, aliased to the operands
       .template Ctx<xf::RunId>();
 }
 
-// Operands and results of `copy_post`, by what they are.
+// Operands and results of `copy_post`.
 struct PostedArrays {
   std::vector<xf::AnyBuffer> operands;  // of the planner
   std::vector<xf::AnyBuffer> home;
   std::vector<xf::AnyBuffer> slots;
-  std::vector<xf::AnyBuffer> before;  // passed on, so that what uses it is launched after this call
+  std::vector<xf::AnyBuffer> before;  // passed through, so that their users are launched after this call
   std::vector<xf::AnyBuffer> after;
 };
 
-// Operands and results of the second call, by what they are.
+// Operands and results of the second call.
 struct PlannedArrays {
   std::vector<xf::AnyBuffer> home;
-  std::vector<xf::AnyBuffer> posted;  // the slots, as copy_post gave them
-  std::vector<xf::AnyBuffer> slots;   // and as a result
+  std::vector<xf::AnyBuffer> posted;  // the slots, results of copy_post
+  std::vector<xf::AnyBuffer> slots;   // the slots, as results
   std::vector<xf::AnyBuffer> before;
-  std::vector<xf::AnyBuffer> after;  // the same, as a result
+  std::vector<xf::AnyBuffer> after;  // `before`, as results
 };
 
 inline Status CheckSameBytes(const char* name, size_t index, const xf::AnyBuffer& in, const xf::AnyBuffer& out) {
@@ -123,7 +122,7 @@ inline Status CheckSameBytes(const char* name, size_t index, const xf::AnyBuffer
                 "; expected as many");
 }
 
-// args: the planner's operands, home of each kind, what is passed on; rets: slots of each kind, what is passed on.
+// args: the planner's operands, home of each kind, passed arrays; rets: slots of each kind, passed arrays.
 inline Status SortPostedArrays(const xf::RemainingArgs& args, const xf::RemainingRets& rets, int64_t num_kinds,
                                PostedArrays* sorted) {
   const auto kinds = static_cast<size_t>(num_kinds);
@@ -145,7 +144,7 @@ inline Status SortPostedArrays(const xf::RemainingArgs& args, const xf::Remainin
   return Ok();
 }
 
-// args: home of each kind, slots of each kind, what is passed on; rets: the last two.
+// args: home of each kind, slots of each kind, passed arrays; rets: the last two.
 inline Status SortPlannedArrays(const xf::RemainingArgs& args, const xf::RemainingRets& rets, PlannedArrays* sorted) {
   const size_t kinds = args.size() < rets.size() ? 0 : args.size() - rets.size();
   if (kinds == 0 || rets.size() < kinds) {
@@ -177,8 +176,8 @@ inline PeerTables TablesIn(const Results& plan, size_t num_home, const std::vect
   return {{memory.data(), ranks, slots}, {memory.data() + ranks * slots, ranks, slots}};
 }
 
-// Computes them: each rank's slots after its home experts, all copied from home. The first result of a planner is its
-// placement [R, S].
+// Computes the tables: each rank's slots after its home experts, all copied from home. The first result of a planner is
+// its placement [R, S].
 //   tables: receives wanted and relay.
 inline Status PlannedTables(const Results& plan, size_t num_home, std::vector<int32_t>* tables) {
   const MatrixView<int32_t> placement = plan[0];
@@ -192,7 +191,7 @@ inline Status PlannedTables(const Results& plan, size_t num_home, std::vector<in
   return Ok();
 }
 
-// Shows `tables`, which must outlive the share, in it, and the arrays.
+// Sets the tables, which must outlive the share, and the arrays of a share.
 template <typename Arrays>
 Status ReadShare(const PeerTables& tables, const Arrays& arrays, PeerShareBuilder* builder) {
   if (Status bad = builder->Tables(tables.wanted, tables.relay)) return bad;

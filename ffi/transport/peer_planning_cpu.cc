@@ -1,5 +1,6 @@
-// On a CPU the counts are at hand: `copy_post` notes who comes, and the second call plans at once. The copies are those
-// of `copy_start`, and so is their lifetime: XLA holds all buffers until the call's future completes.
+// Plans and copies of CPU devices. The counts are in host memory: `copy_post` records the arrival, and the second call
+// plans at once. Copies and buffer lifetime are those of `copy_start`: XLA holds all buffers until the call's future
+// completes.
 #include <cstring>
 #include <memory>
 #include <string_view>
@@ -13,7 +14,7 @@ namespace moe_lb {
 namespace peer_cpu {
 namespace {
 
-// One per call site of `copy_post`. What was posted keeps the site: its program may be gone before it is used.
+// State of one call site of `copy_post`. A post shares ownership of the site, because its program may end first.
 struct PostSite {
   static xf::TypeId id;
   static xf::TypeInfo info;
@@ -56,27 +57,26 @@ xf::Error PostHandler(xf::RunId run, int32_t device, PostSite* site, PeerInteger
   if (Status bad = SortPostedArrays(args, rets, site->num_kinds, &arrays)) return ToError(bad);
   if (Status bad = CheckSame("operands of the planner", arrays.operands.size(), 2)) return ToError(bad);
   const Arrival who = ArrivalOf(run, device, place.typed_data());
-  // No devices meet here, so an error need not reach the others: the shapes are the program's and fail on all alike.
+  // No devices meet here, so errors are local: shapes belong to the program and fail on all devices alike.
   PassOn(arrays.before, arrays.after);
   WriteTicket(OpenPosts().Open(run.run_id, {site->site, who, site->plan_size}), ticket->typed_data());
   return xf::Error::Success();
 }
 
-// Plans, and fills `brought` with the copies of the plan.
-Status Plan(const PlannerCall& call, const Post& post, const PlannedArrays& arrays, Brought* brought) {
+// Plans and sets `arguments` to the copies of the plan.
+Status Plan(const PlannerCall& call, const Post& post, const PlannedArrays& arrays, CallArguments* arguments) {
   const PeerAttributes& attributes = post.site->attributes;
   if (Status bad = CheckSame("numbers of the plan", NumWordsOf(call.results), static_cast<size_t>(post.plan_size))) {
     return bad;
   }
-  // Every participant plans for itself, the same plan from the same operands. CheckEqualTables finds those that did
-  // not.
+  // Every participant computes the same plan from the same operands. CheckEqualTables detects differences.
   if (Status bad = Attempt(call, call.operands, call.results)) return bad;
   const auto num_home = static_cast<size_t>(attributes.num_home);
-  if (Status bad = PlannedTables(call.results, num_home, &brought->tables)) return bad;
+  if (Status bad = PlannedTables(call.results, num_home, &arguments->tables)) return bad;
   PeerShareBuilder builder(attributes, post.who.device);
-  if (Status bad = ReadShare(TablesIn(call.results, num_home, brought->tables), arrays, &builder)) return bad;
-  // The share shows `brought->tables`. Moving `brought` into the meeting moves the vector and not its memory.
-  brought->share = builder.Take();
+  if (Status bad = ReadShare(TablesIn(call.results, num_home, arguments->tables), arrays, &builder)) return bad;
+  // The share refers to `arguments->tables`. Moving `arguments` into the meeting moves the vector and keeps its memory.
+  arguments->share = builder.Take();
   return Ok();
 }
 
@@ -85,22 +85,22 @@ xf::Future PlanAndStart(const PlannerCall& call, VectorResult& ticket, PeerInteg
   if (Status bad = CheckSame("numbers in the ticket", posted.element_count(), 2)) return Failed(bad);
   if (Status bad = CheckSame("numbers in ticket", ticket->element_count(), 2)) return Failed(bad);
   Post post;
-  // Without its post nobody knows whom this device could arrive as; the others find out by their time-out.
+  // Without its post this device has no rank to arrive as; the others fail by their time-out.
   if (OpenPosts().Close(run.run_id, ReadTicket(posted.typed_data()), &post)) {
     return Failed(Refuse(call.name, ": ticket is ", ReadTicket(posted.typed_data()),
                          "; expected one that post gave in this run of the program and that was not used yet"));
   }
   PlannedArrays arrays;
-  Brought brought;
+  CallArguments arguments;
   Status refusal = SortPlannedArrays(args, rets, &arrays);
-  if (!refusal) refusal = Plan(call, post, arrays, &brought);
-  // This and the ticket come before the arrival, with which the future may complete and others may read the results.
+  if (!refusal) refusal = Plan(call, post, arrays, &arguments);
+  // Write results and ticket before the arrival: the future may then complete, and other threads may read them.
   if (!refusal) PassOn(arrays.before, arrays.after);
   WriteTicket(OpenTickets().Open(run.run_id, {}), ticket->typed_data());
-  return Arrive(post.site.get(), post.who, std::move(brought), std::move(refusal));
+  return Arrive(post.site.get(), post.who, std::move(arguments), std::move(refusal));
 }
 
-// The handler of the planner whose arguments `make_call` takes.
+// Handler of a planner: `make_call` takes the planner's arguments.
 template <auto make_call>
 struct PlanAndCopy;
 

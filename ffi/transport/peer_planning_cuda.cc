@@ -1,14 +1,14 @@
-// Plans and copies beside what a GPU already computes. This is compiled and run on a stand-in for the CUDA runtime; not
-// run on a GPU.
+// Plans and copies in parallel with GPU computation. Compiled, and tested on a stand-in for the CUDA runtime; not run
+// on a GPU.
 //
-// `copy_post` records `ready` on XLA's stream; the fetch stream waits for it and brings the planner's operands to
-// pinned memory. All that follows happens on a thread of the device's, whatever the program launches meanwhile: it
-// waits for that fetch, plans, meets the other devices, and the last of them queues the copies. What they read and
-// write is ready on all devices by then, and they wait for nothing that XLA launches after the post. So plan and copies
-// run beside it even where the launching thread has to wait for the GPU, as it does for every round of a loop.
+// `copy_post` records `ready` on XLA's stream. The fetch stream waits for it and copies the planner's operands to
+// pinned memory. The device's thread does the rest, in parallel with the program: it waits for the fetch, plans and
+// meets the other devices, and the last of them queues the copies. Their sources and destinations are ready on all
+// devices by then, and the copies wait for no work that XLA launches after the post. So plan and copies overlap the
+// program even if its launching thread blocks on the GPU, as it does for every iteration of a loop.
 //
-// The second call is launched after what runs in between. It waits on the host until the copies are queued, and uploads
-// the plan on XLA's stream. `copy_join` is that of `copy_start`.
+// The second call is launched after the work in between. It blocks on the host until the copies are queued, and uploads
+// the plan on XLA's stream. `copy_join` is shared with `copy_start`.
 #include <memory>
 #include <string>
 #include <utility>
@@ -25,7 +25,7 @@ namespace {
 
 constexpr size_t kPlanArrays = 2;
 
-// One per call site of `copy_post`. What was posted keeps the site: its program may be gone before it is used.
+// State of one call site of `copy_post`. A post shares ownership of the site, because its program may end first.
 struct PostSite {
   static xf::TypeId id;
   static xf::TypeInfo info;
@@ -49,18 +49,18 @@ struct Shape {
   size_t columns;
 };
 
-// From `copy_post` to the second call.
+// State of one call from `copy_post` to the second call.
 struct Post {
   std::shared_ptr<Site> site;
   PlanFunction plan;
-  std::vector<Shape> shapes;  // of the planner's operands; its results have the same
-  size_t words = 0;           // of these
+  std::vector<Shape> shapes;  // of the planner's operands, and of its results
+  size_t words = 0;           // int32 of all operands
   Addresses home;
-  std::shared_ptr<Turn> turn;  // pinned: place, the operands, the plan
+  std::shared_ptr<LaunchResources> resources;  // pinned: place, the operands, the plan
   std::vector<int32_t> tables;
-  std::shared_ptr<Begun> begun;
+  std::shared_ptr<PendingCall> pending;
 
-  int32_t* operands() const { return turn->host + kPlaceWords; }
+  int32_t* operands() const { return resources->host + kPlaceWords; }
   int32_t* results() const { return operands() + words; }
 };
 using Posted = std::shared_ptr<Post>;
@@ -86,7 +86,7 @@ Status PassAllOn(cudaStream_t stream, const std::vector<xf::AnyBuffer>& before,
 
 // ---- the plan ----------------------------------------------------------------------
 
-// The planner's arrays, laid one after the other over pinned memory.
+// Views of the planner's arrays, one after the other in pinned memory.
 template <typename T>
 std::vector<MatrixView<T>> Lay(const std::vector<Shape>& shapes, int32_t* memory) {
   std::vector<MatrixView<T>> laid;
@@ -97,7 +97,7 @@ std::vector<MatrixView<T>> Lay(const std::vector<Shape>& shapes, int32_t* memory
   return laid;
 }
 
-// Plans in pinned memory, and shows the tables of the plan in a share.
+// Plans in pinned memory and sets the tables of the plan in a share.
 Status Plan(Post* post, PeerShare* share) {
   const Results plan = Lay<int32_t>(post->shapes, post->results());
   const PlannerCall call = {"planner of copy_post", {}, {}, post->plan};
@@ -112,7 +112,7 @@ Status Plan(Post* post, PeerShare* share) {
 
 // ---- post --------------------------------------------------------------------------
 
-// Shapes and types, which are the same on all devices.
+// Checks shapes and types, which are equal on all devices.
 Status ReadPost(const PostSite& site, const PostedArrays& arrays, int32_t device, Post* post, PeerShare* share) {
   for (const xf::AnyBuffer& operand : arrays.operands) {
     MatrixView<const int32_t> matrix{nullptr, 0, 0};
@@ -142,13 +142,13 @@ Status StartPost(cudaStream_t stream, const PeerIntegers& place, xf::ResultBuffe
   for (const xf::AnyBuffer& operand : arrays.operands) {
     operands.emplace_back(static_cast<const int32_t*>(operand.untyped_data()), operand.element_count());
   }
-  // `ready` stands for the weights, the operands of the planner and the memory of the slots alike: all of them precede
+  // `ready` covers the weights, the operands of the planner and the memory of the slots: all of them precede
   // `copy_post` on XLA's stream.
-  if (Status bad = QueueFetch(stream, place.typed_data(), operands, post->words, &post->turn)) return bad;
+  if (Status bad = QueueFetch(stream, place.typed_data(), operands, post->words, &post->resources)) return bad;
   return PassAllOn(stream, arrays.before, arrays.after);
 }
 
-xf::Error PostHandler(cudaStream_t stream, xf::RunId run, int32_t device, PostSite* site, Unjoined* unjoined,
+xf::Error PostHandler(cudaStream_t stream, xf::RunId run, int32_t device, PostSite* site, PendingJoins* pending_joins,
                       PeerIntegers place, xf::RemainingArgs args, xf::ResultBuffer<xf::S32> ticket,
                       xf::RemainingRets rets) {
   if (Status bad = CheckSame("numbers in place", place.element_count(), kPlaceWords)) return ToError(bad);
@@ -161,30 +161,30 @@ xf::Error PostHandler(cudaStream_t stream, xf::RunId run, int32_t device, PostSi
   post->site = site->site;
   post->plan = site->plan;
   const Addresses slots = AddressesOf(arrays.slots);
-  post->begun = std::make_shared<Begun>(run.run_id, TicketOf(device, slots), slots);
-  // Before anything is queued that outlasts this call.
-  site->site->Begin(post->begun.get());
-  unjoined->Add(post->begun);
+  post->pending = std::make_shared<PendingCall>(run.run_id, TicketOf(device, slots), slots);
+  // Before any work is queued that outlives this call.
+  site->site->Begin(post->pending.get());
+  pending_joins->Add(post->pending);
   const Status bad = StartPost(stream, place, ticket, arrays, post.get());
-  const Brought brought = {std::move(share), post->turn, post->begun, post};
+  const CallArguments arguments = {std::move(share), post->resources, post->pending, post};
   if (bad) {
-    Abandon(site->site.get(), brought, {bad, false});
-    return ToError(post->begun->Wait());
+    Abandon(site->site.get(), arguments, {bad, false});
+    return ToError(post->pending->Wait());
   }
-  OpenPosts().OpenAs(run.run_id, post->begun->ticket, post);
-  // What was posted keeps pinned memory.
-  post->begun->forget = [run_id = run.run_id, ticket = post->begun->ticket] {
+  OpenPosts().OpenAs(run.run_id, post->pending->ticket, post);
+  // An open post holds pinned memory.
+  post->pending->forget = [run_id = run.run_id, ticket = post->pending->ticket] {
     Posted open;
     static_cast<void>(OpenPosts().Close(run_id, ticket, &open));
   };
-  MeetWhenFetched(site->site, run, device, brought,
+  MeetWhenFetched(site->site, run, device, arguments,
                   [post = post.get()](PeerShare* shown) { return Plan(post, shown); });
   return xf::Error::Success();
 }
 
-xf::ErrorOr<std::unique_ptr<Unjoined>> InitializePost(cudaStream_t stream, PostSite* site, PeerIntegers,
-                                                      xf::RemainingArgs args, xf::ResultBuffer<xf::S32>,
-                                                      xf::RemainingRets rets) {
+xf::ErrorOr<std::unique_ptr<PendingJoins>> InitializePost(cudaStream_t stream, PostSite* site, PeerIntegers,
+                                                          xf::RemainingArgs args, xf::ResultBuffer<xf::S32>,
+                                                          xf::RemainingRets rets) {
   if (const Outcome outcome = site->site->Prepare(); outcome.failure) return xf::Unexpected(ToError(outcome));
   PostedArrays arrays;
   if (Status bad = SortPostedArrays(args, rets, site->num_kinds, &arrays)) return xf::Unexpected(ToError(bad));
@@ -194,29 +194,29 @@ xf::ErrorOr<std::unique_ptr<Unjoined>> InitializePost(cudaStream_t stream, PostS
   Status bad = Gpu::Current(&gpu);
   if (!bad) bad = gpu->Prepare(words);
   if (bad) return xf::Unexpected(ToError(bad));
-  return std::make_unique<Unjoined>(stream, gpu, words);
+  return std::make_unique<PendingJoins>(stream, gpu, words);
 }
 
 // ---- plan and copy -------------------------------------------------------------------
 
-// Takes what was posted for these slots.
+// Takes the post of these slots.
 Status TakePost(int64_t run_id, int32_t device, const PlannedArrays& arrays, Posted* post) {
   const Addresses slots = AddressesOf(arrays.posted);
-  // Other memory may be what still runs uses.
-  if (OpenPosts().Close(run_id, TicketOf(device, slots), post) || (*post)->begun->slots != slots ||
+  // Running kernels may still use other memory.
+  if (OpenPosts().Close(run_id, TicketOf(device, slots), post) || (*post)->pending->slots != slots ||
       AddressesOf(arrays.slots) != slots) {
     return Refuse(
         "slots are not the buffers of a post in this run that was not used yet; expected `plan_and_copy` in the "
         "computation of its `post`");
   }
-  // The copies wait for what came before the post, and for nothing that was computed since.
+  // The copies wait only for work that precedes the post.
   if (AddressesOf(arrays.home) == (*post)->home) return Ok();
   return Refuse(
       "home is not the buffers that post was given; expected the same arrays, not copies of them or weights that were "
       "computed again");
 }
 
-// On XLA's stream and not on the copy stream: XLA's next kernels read the plan there, and need not wait for the copies.
+// Uploads on XLA's stream: XLA's next kernels read the plan there and must not wait for the copies.
 Status Upload(cudaStream_t stream, const PlannerCall& call, const Post& post) {
   const Results plan = Lay<int32_t>(post.shapes, post.results());
   if (Status bad = CheckSame("results of the planner", call.results.size(), plan.size())) return bad;
@@ -225,8 +225,8 @@ Status Upload(cudaStream_t stream, const PlannerCall& call, const Post& post) {
     if (Status bad = CheckSame("numbers of the plan", to.size(), plan[i].flat().size())) return bad;
     MOE_LB_CUDA(CopyWords(to.data(), plan[i].flat().data(), to.size(), cudaMemcpyHostToDevice, stream));
   }
-  // The pinned memory may come round again when this is reached.
-  MOE_LB_CUDA(cudaEventRecord(post.turn->uploaded.get(), stream));
+  // The pinned memory can be reused after this event.
+  MOE_LB_CUDA(cudaEventRecord(post.resources->uploaded.get(), stream));
   return Ok();
 }
 
@@ -245,17 +245,17 @@ xf::Error PlanAndStart(const PlannerCall& call, VectorResult& ticket, PeerIntege
   if (Status bad = CheckSame("numbers in ticket", ticket->element_count(), 2)) return ToError(bad);
   PlannedArrays arrays;
   Posted post;
-  // Shapes and programs are the same on all devices, so all are refused.
+  // Shapes and programs are equal on all devices, so all fail alike.
   if (Status bad = SortPlannedArrays(args, rets, &arrays)) return ToError(bad);
   if (Status bad = TakePost(run.run_id, device, arrays, &post)) return ToError(bad);
-  // Usually it is over by now. `copy_join` needs the events, which the last device to arrive names.
-  if (const Outcome outcome = post->begun->Wait(); outcome.failure) return ToError(outcome);
+  // The meeting has usually ended by now. `copy_join` needs the events, which its last device sets.
+  if (const Outcome outcome = post->pending->Wait(); outcome.failure) return ToError(outcome);
   if (Status bad = Finish(stream, call, *post, arrays, ticket)) return ToError(bad);
-  OpenTickets().OpenAs(run.run_id, post->begun->ticket, post->begun);
+  OpenTickets().OpenAs(run.run_id, post->pending->ticket, post->pending);
   return xf::Error::Success();
 }
 
-// The handler of the planner whose arguments `make_call` takes. It does not plan again.
+// Handler of a planner: `make_call` takes the planner's arguments. It uploads the posted plan and does not plan.
 template <auto make_call>
 struct PlanAndCopy;
 
@@ -290,7 +290,7 @@ XLA_FFI_DEFINE_HANDLER(kPost, PostHandler,
                            .Ctx<xf::RunId>()
                            .Ctx<xf::DeviceOrdinal>()
                            .Ctx<xf::State<PostSite>>()
-                           .Ctx<xf::Initialized<Unjoined>>()
+                           .Ctx<xf::Initialized<PendingJoins>>()
                            .Arg<PeerIntegers>()  // place [2]
                            .RemainingArgs()  // the planner's operands, home [L, ...] of each kind, what is passed on
                            .Ret<PeerIntegers>()  // ticket [2]

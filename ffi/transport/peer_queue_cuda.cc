@@ -1,4 +1,4 @@
-// Queues the copies of all devices of a meeting, on the thread of the device that came last.
+// Queues the copies of all devices of a meeting, on the thread of the last device to arrive.
 #include <cuda_runtime_api.h>
 
 #include <map>
@@ -14,26 +14,26 @@ namespace {
 Status CopyOneByOne(const std::vector<void*>& to, const std::vector<const void*>& from,
                     const std::vector<size_t>& sizes, cudaStream_t stream) {
   for (size_t i = 0; i < to.size(); ++i) {
-    // With unified addresses the runtime knows from the pointers which devices the two belong to.
+    // With unified addressing, the runtime derives both devices from the pointers.
     MOE_LB_CUDA(cudaMemcpyAsync(to[i], from[i], sizes[i], cudaMemcpyDefault, stream));
   }
   return Ok();
 }
 
-// Sources may be read only when the stream gets here, because what writes them is ordered before by events alone. The
-// attribute has no default: without it the call is refused.
+// Read sources in stream order, because only events order their writes before the copies. The attribute has no default:
+// the call fails without it.
 constexpr int kSourceOrderStream = 1;
-// This is a hint: copy engines leave the multiprocessors to the GEMMs that run beside the copies.
+// A hint: prefer copy engines, which leave the multiprocessors to concurrent GEMMs.
 constexpr unsigned kPreferOverlap = 1;
 
-// The batch has no order inside, which is fine: no piece of a task writes what another one writes or reads.
+// A batch is unordered, which is safe: pieces of a task neither write nor read what another one writes.
 Status CopyBatch(std::vector<void*> to, std::vector<const void*> from, std::vector<size_t> sizes, cudaStream_t stream) {
   if (to.empty()) return Ok();
   const DriverCalls& driver = DriverCalls::Get();
   if (driver.CheckBatches()) return CopyOneByOne(to, from, sizes, stream);
   BatchAttributes attributes = {kSourceOrderStream, {}, kPreferOverlap};
   size_t first = 0, refused = 0;
-  // Addresses are numbers for the driver, of the same size. It writes to none of the arrays.
+  // The driver takes addresses as integers of the same size, and writes to none of the arrays.
   static_assert(sizeof(CUdeviceptr) == sizeof(void*));
   auto* const targets = reinterpret_cast<CUdeviceptr*>(to.data());
   auto* const sources = reinterpret_cast<CUdeviceptr*>(from.data());
@@ -46,14 +46,17 @@ Status CopyBatch(std::vector<void*> to, std::vector<const void*> from, std::vect
   return CopyOneByOne(to, from, sizes, stream);
 }
 
-// Queues tasks, one after the other. The weights are made and the slots are free on all devices by then: every host
-// thread has waited for tables that were fetched after that, before it came here. So no stream waits for `ready`. A
-// task comes after all that it waits for, so an event is always recorded before a stream is told to wait for it: a wait
-// for an event that is not recorded yet would be no wait at all.
+// Queues tasks in order. By then, weights are computed and slots are free on all devices: every host thread has waited
+// for tables fetched after them. So no stream waits for `ready`. A task follows its dependencies, so an event is always
+// recorded before a stream waits for it: a wait for an unrecorded event would have no effect.
 class Queue {
  public:
-  Queue(View<Brought> brought, const PeerTable& table, const std::vector<PeerTask>& tasks)
-      : brought_(brought), table_(table), tasks_(tasks), done_(tasks.size(), nullptr), needed_(tasks.size(), false) {}
+  Queue(View<CallArguments> arguments, const PeerTable& table, const std::vector<PeerTask>& tasks)
+      : arguments_(arguments),
+        table_(table),
+        tasks_(tasks),
+        done_(tasks.size(), nullptr),
+        needed_(tasks.size(), false) {}
 
   Status Run() {
     for (const PeerTask& task : tasks_) {
@@ -62,12 +65,12 @@ class Queue {
     for (size_t i = 0; i < tasks_.size(); ++i) {
       if (Status bad = Add(i)) return bad;
     }
-    // `copy_join` of an owner also waits for those that read its weights. XLA may reuse their memory as soon as the
-    // owner's stream has passed the join, and knows nothing of the readers' streams.
-    for (size_t owner = 0; owner < brought_.size(); ++owner) {
-      for (size_t reader = 0; reader < brought_.size(); ++reader) {
+    // `copy_join` of an owner also waits for the readers of its weights. XLA may reuse their memory after the owner's
+    // stream has passed the join, and cannot see the readers' streams.
+    for (size_t owner = 0; owner < arguments_.size(); ++owner) {
+      for (size_t reader = 0; reader < arguments_.size(); ++reader) {
         if (reader != owner && reads_.count({reader, owner}) == 0) continue;
-        brought_[owner].begun->turns.push_back(brought_[reader].turn);
+        arguments_[owner].pending->awaited.push_back(arguments_[reader].resources);
       }
     }
     return Ok();
@@ -77,66 +80,66 @@ class Queue {
   Status Add(size_t index) {
     const PeerTask& task = tasks_[index];
     const size_t reader = table_.participant(task.to_rank);
-    const Brought& to = brought_[reader];
-    const cudaStream_t stream = to.turn->gpu->copies();
-    MOE_LB_CUDA(cudaSetDevice(to.turn->gpu->device()));
+    const CallArguments& to = arguments_[reader];
+    const cudaStream_t stream = to.resources->gpu->copies();
+    MOE_LB_CUDA(cudaSetDevice(to.resources->gpu->device()));
     for (const PeerPiece& piece : task.pieces) {
-      if (piece.source != PeerSource::kNothing) reads_.insert({reader, table_.participant(piece.from_rank)});
+      if (piece.source != PeerSource::kZeros) reads_.insert({reader, table_.participant(piece.from_rank)});
     }
     for (const size_t before : task.after) MOE_LB_CUDA(cudaStreamWaitEvent(stream, done_[before], 0));
     if (Status bad = QueueTask(table_, task, stream)) return bad;
     return needed_[index] ? Record(index, to) : Ok();
   }
 
-  Status Record(size_t index, const Brought& to) {
-    auto& forwards = to.turn->forwards;
-    size_t& used = num_forwards_[to.turn.get()];
+  Status Record(size_t index, const CallArguments& to) {
+    auto& forwards = to.resources->forwards;
+    size_t& used = num_forwards_[to.resources.get()];
     if (used == forwards.size()) forwards.emplace_back();
     Event& event = forwards[used++];
-    // An event belongs to the device that is current when it is made: that of the stream that records it.
+    // An event belongs to the device that is current at its creation: it must be that of the recording stream.
     if (Status bad = event.Make()) return bad;
-    MOE_LB_CUDA(cudaEventRecord(event.get(), to.turn->gpu->copies()));
+    MOE_LB_CUDA(cudaEventRecord(event.get(), to.resources->gpu->copies()));
     done_[index] = event.get();
     return Ok();
   }
 
-  const View<Brought> brought_;
+  const View<CallArguments> arguments_;
   const PeerTable& table_;
   const std::vector<PeerTask>& tasks_;
   std::vector<cudaEvent_t> done_;              // of each task that another one waits for
   std::vector<bool> needed_;                   // tasks that another one waits for
   std::set<std::pair<size_t, size_t>> reads_;  // (reader, owner)
-  std::map<const Turn*, size_t> num_forwards_;
+  std::map<const LaunchResources*, size_t> num_forwards_;
 };
 
-Status CopyAll(View<Brought> brought) {
+Status CopyAll(View<CallArguments> arguments) {
   std::vector<PeerShare> shares;
-  for (const Brought& one : brought) shares.push_back(one.share);
+  for (const CallArguments& one : arguments) shares.push_back(one.share);
   if (Status bad = CheckEqualTables(shares)) return bad;
   std::vector<PeerTask> tasks;
   if (Status bad = PlanTasks(shares[0], &tasks)) return bad;
   const PeerTable table(std::move(shares));
-  return Queue(brought, table, tasks).Run();
+  return Queue(arguments, table, tasks).Run();
 }
 
-// After all tasks, so that `copied` of a device means that it has received everything it asked for.
-Status RecordCopied(View<Brought> brought) {
+// Call it after all tasks are queued: `copied` then marks the end of all copies into a device.
+Status RecordCopied(View<CallArguments> arguments) {
   Status bad;
-  for (const Brought& one : brought) {
-    const Gpu& gpu = *one.turn->gpu;
+  for (const CallArguments& one : arguments) {
+    const Gpu& gpu = *one.resources->gpu;
     Status failed = Cuda(cudaSetDevice(gpu.device()), "cudaSetDevice");
-    if (!failed) failed = Cuda(cudaEventRecord(one.turn->copied.get(), gpu.copies()), "cudaEventRecord of copies");
+    if (!failed) failed = Cuda(cudaEventRecord(one.resources->copied.get(), gpu.copies()), "cudaEventRecord of copies");
     if (!bad) bad = failed;
   }
   return bad;
 }
 
-// XLA frees the buffers of a program that failed, and part of the copies may be queued: every device waits for those of
-// all.
-void WaitForAll(View<Brought> brought) {
-  for (const Brought& one : brought) {
-    one.begun->turns.clear();
-    for (const Brought& other : brought) one.begun->turns.push_back(other.turn);
+// After a failure, part of the copies may be queued, and XLA frees the program's buffers: every device waits for the
+// copies of all.
+void WaitForAll(View<CallArguments> arguments) {
+  for (const CallArguments& one : arguments) {
+    one.pending->awaited.clear();
+    for (const CallArguments& other : arguments) one.pending->awaited.push_back(other.resources);
   }
 }
 
@@ -147,7 +150,7 @@ Status QueueTask(const PeerTable& table, const PeerTask& task, cudaStream_t stre
   std::vector<const void*> from;
   std::vector<size_t> sizes;
   for (const PeerPiece& piece : task.pieces) {
-    if (piece.source == PeerSource::kNothing) {
+    if (piece.source == PeerSource::kZeros) {
       MOE_LB_CUDA(cudaMemsetAsync(table.To(task, piece), 0, piece.size, stream));
       continue;
     }
@@ -158,15 +161,15 @@ Status QueueTask(const PeerTable& table, const PeerTask& task, cudaStream_t stre
   return CopyBatch(std::move(to), std::move(from), std::move(sizes), stream);
 }
 
-void Copy(View<Brought> brought, const Meeting::Finish& finish) {
-  // Each device is made current in its turn. The thread may be XLA's, which expects its own device afterwards.
+void Copy(View<CallArguments> arguments, const Meeting::Finish& finish) {
+  // The calls above change the current device. The thread may be XLA's, which expects its own device afterwards.
   int device = 0;
   Status bad = Cuda(cudaGetDevice(&device), "cudaGetDevice");
   if (bad) return finish(bad);
-  bad = CopyAll(brought);
-  const Status failed = RecordCopied(brought);
+  bad = CopyAll(arguments);
+  const Status failed = RecordCopied(arguments);
   if (!bad) bad = failed;
-  if (bad) WaitForAll(brought);
+  if (bad) WaitForAll(arguments);
   static_cast<void>(cudaSetDevice(device));
   finish(bad);
 }

@@ -5,7 +5,7 @@
 namespace moe_lb {
 namespace {
 
-// The rows of one slot, at both ends.
+// Rows of one slot, at home and at the taker.
 struct Block {
   size_t home;
   size_t taker;

@@ -1,4 +1,4 @@
-// Which rows of experts travel from their homes to the ranks that serve them, and what became of them back. No XLA, no
+// Copy plan for token rows between the home ranks of experts and the ranks that serve them. Depends on neither XLA nor
 // CUDA.
 #pragma once
 
@@ -11,13 +11,13 @@
 
 namespace moe_lb {
 
-// The copies of rows between homes and takers, a task for each rank that receives any; each kind of rows in the same
-// places. At a taker the rows of its slots stand one after the other.
-//   home: [R, P], the rank from which a slot takes rows; -1: it takes none.
-//   first: [R, P], where these rows start at that rank.
-//   size: [R, P], how many they are.
-//   weights: `expert_bytes` are those of a row of each kind; its `rows` say in which direction they go.
-// Refused: tables whose sizes do not fit, a rank out of range, a negative number, rows beyond the arrays.
+// Plan the copies of rows between homes and takers, with one task per receiving rank. All kinds of rows are copied
+// alike. At a taker, the rows of its slots are contiguous, in slot order.
+//   home: [R, P], source rank of each slot; -1: none.
+//   first: [R, P], first row at that rank.
+//   size: [R, P], number of rows.
+//   weights: `expert_bytes` is the size of a row of each kind; `rows` holds the direction.
+// Fails on tables of different shapes, a rank out of range, a negative number, or rows beyond the arrays.
 Status PlanRowTasks(MatrixView<const int32_t> home, MatrixView<const int32_t> first, MatrixView<const int32_t> size,
                     const PeerWeights& weights, std::vector<PeerTask>* tasks);
 

@@ -10,7 +10,7 @@
 namespace moe_lb {
 namespace {
 
-// Alive until the last task is done.
+// State of a run, alive until the last task is complete.
 class Run : public std::enable_shared_from_this<Run> {
  public:
   Run(std::vector<PeerTask> tasks, PeerTable table, std::function<void()> done)
@@ -28,30 +28,30 @@ class Run : public std::enable_shared_from_this<Run> {
 
   void Start() {
     for (size_t i = 0; i < tasks_.size(); ++i) {
-      // `num_waiting_` would not do: copiers already count it down, and a task that they bring to 0 would start twice.
+      // `num_waiting_` cannot be used here: copiers already decrement it, and a task at 0 would start twice.
       if (tasks_[i].after.empty()) Enqueue(i);
     }
   }
 
  private:
   void Enqueue(size_t task) {
-    // The receiver's copier does the copy, so that all slots of a rank are written by one thread. The run stays alive
-    // in the jobs that are still enqueued.
+    // The receiver's copier does the copy, so only one thread writes the slots of a rank. The enqueued jobs keep the
+    // run alive.
     Copiers::Of(table_.device(tasks_[task].to_rank)).Enqueue([self = shared_from_this(), task] { self->Do(task); });
   }
 
   void Do(size_t task) {
     for (const PeerPiece& piece : tasks_[task].pieces) {
       std::byte* to = table_.To(tasks_[task], piece);
-      if (piece.source == PeerSource::kNothing) {
+      if (piece.source == PeerSource::kZeros) {
         std::memset(to, 0, piece.size);
       } else {
         std::memcpy(to, table_.From(piece), piece.size);
       }
     }
     for (const size_t next : unlocks_[task]) {
-      // The decrement orders memory: the thread that brings it to 0 has seen what all tasks before have copied, each on
-      // a copier of its own, and may forward it.
+      // The decrement orders memory: the thread that reaches 0 sees the copies of all previous tasks, each on its own
+      // copier, and may forward them.
       if (--num_waiting_[next] == 0) Enqueue(next);
     }
     if (--num_open_ == 0) done_();
@@ -81,7 +81,7 @@ void SumAtHome(MatrixView<const int32_t> wanted, const std::vector<PeerNumber>& 
 }  // namespace
 
 void RunPeerTasks(std::vector<PeerTask> tasks, PeerTable table, std::function<void()> done) {
-  // Where no rank has a slot no task would ever count down to `done`.
+  // Without slots, no task would count down to `done`.
   if (tasks.empty()) return done();
   std::make_shared<Run>(std::move(tasks), std::move(table), std::move(done))->Start();
 }
@@ -97,8 +97,8 @@ void RunPeerSums(MatrixView<const int32_t> wanted, const std::vector<PeerNumber>
   const size_t num_ranks = table.num_ranks();
   const auto sums = std::shared_ptr<Sums>(new Sums{std::move(table), numbers, std::move(done), {num_ranks}});
   for (size_t rank = 0; rank < num_ranks; ++rank) {
-    // Home's copier adds up all replicas of its experts. Its sums have one writer and one order, so that their bits do
-    // not depend on which rank was first.
+    // The home's copier adds up all replicas of its experts. One writer and one order make the sums bitwise
+    // reproducible.
     Copiers::Of(sums->table.device(rank)).Enqueue([sums, wanted, rank] {
       SumAtHome(wanted, sums->numbers, sums->table, rank);
       if (--sums->num_open == 0) sums->done();

@@ -1,4 +1,4 @@
-// Peer copies and sums done by the copiers of the devices that receive: what a CPU has for copy engines.
+// Peer copies and sums on the CPU, run by the copiers of the receiving devices.
 #pragma once
 
 #include <functional>
@@ -9,11 +9,11 @@
 
 namespace moe_lb {
 
-// Does the tasks, each on the copier of the receiving device as soon as what it waits for is done. Returns at once;
-// `done` is called once, on any thread, when all are done. Until then the memory of `table` must live.
+// Run the tasks, each on the copier of the receiving device after its dependencies. Returns at once. `done` is called
+// once, on any thread, after the last task. The memory of `table` must live until then.
 void RunPeerTasks(std::vector<PeerTask> tasks, PeerTable table, std::function<void()> done);
 
-// The transpose: `home` of every rank becomes the sums of what is in the slots that hold its experts, in the order of
+// Run the transpose: `home` of every rank receives the sums over the slots that hold its experts, in the order of
 // ReplicasOf; 0 for an expert without replicas. `numbers` has one entry per kind of weights. Returns at once, as above.
 void RunPeerSums(MatrixView<const int32_t> wanted, const std::vector<PeerNumber>& numbers, PeerTable table,
                  std::function<void()> done);

@@ -1,4 +1,4 @@
-// Where the devices of a CPU meet to copy weights: what all calls that copy share.
+// Call sites of CPU copies: state shared by all handlers that copy weights or rows between devices.
 #pragma once
 
 #include <cstdint>
@@ -11,23 +11,23 @@
 
 namespace moe_lb::peer_cpu {
 
-// From a call that starts copies to `copy_join`.
+// Calls between the one that starts copies and `copy_join`.
 using Tickets = PeerTickets<std::monostate>;
 Tickets& OpenTickets();
 
-// What a participant brings.
-struct Brought {
+// Arguments of one participant of a call.
+struct CallArguments {
   PeerShare share;
   std::vector<PeerNumber> numbers;  // only for sums
-  std::vector<int32_t> tables;      // what the share's tables show, where XLA has no buffer of it
+  std::vector<int32_t> tables;      // storage of the share's tables, if XLA has no buffer of them
 };
 
-using Meeting = Rendezvous<Brought>;
+using Meeting = Rendezvous<CallArguments>;
 
-// What the ranks meet for: the copies that their tables ask for.
-void Copy(View<Brought> brought, Meeting::Finish finish);
+// Copies the weights or rows that the tables of the ranks list.
+void Copy(View<CallArguments> arguments, Meeting::Finish finish);
 
-// One per call site of an executable.
+// State of one call site of an executable.
 struct Site {
   static xf::TypeId id;
   static xf::TypeInfo info;
@@ -41,8 +41,8 @@ struct Site {
 
 xf::Future Failed(const Status& bad);
 
-// Arrives, bad arguments or not, so that nobody waits for this participant. The future completes when all copies of the
+// Arrives, also with a refusal, so that the other participants do not wait. The future completes when all copies of the
 // group are done.
-xf::Future Arrive(Site* site, const Arrival& who, Brought brought, Status refusal);
+xf::Future Arrive(Site* site, const Arrival& who, CallArguments arguments, Status refusal);
 
 }  // namespace moe_lb::peer_cpu

@@ -8,21 +8,21 @@
 
 namespace moe_lb::peer_cuda {
 
-// ---- copies that were begun --------------------------------------------------------
+// ---- pending calls ------------------------------------------------------------------
 
-void Begun::End(const Outcome& how) {
+void PendingCall::End(const Outcome& how) {
   const std::lock_guard<std::mutex> lock(mutex_);
   outcome_ = how;
   changed_.notify_all();
 }
 
-Outcome Begun::Wait() {
+Outcome PendingCall::Wait() {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [this] { return outcome_.has_value(); });
   return *outcome_;
 }
 
-Status Begun::JoinOn(cudaStream_t stream) {
+Status PendingCall::JoinOn(cudaStream_t stream) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (std::exchange(joined_, true)) return Ok();
@@ -32,14 +32,14 @@ Status Begun::JoinOn(cudaStream_t stream) {
     const Status failed = Cuda(cudaStreamWaitEvent(stream, event.get(), 0), "cudaStreamWaitEvent");
     if (!bad) bad = failed;
   };
-  for (const std::shared_ptr<Turn>& turn : turns) wait(turn->copied);
-  turns.clear();
+  for (const std::shared_ptr<LaunchResources>& other : awaited) wait(other->copied);
+  awaited.clear();
   for (const size_t reader : readers) {
     const Status failed = between->WaitForReader(stream, number, reader);
     if (!bad) bad = failed;
   }
   if (fetching != nullptr) {
-    // A fetch that nobody waited for still reads the program's buffers. Its record may be what failed.
+    // An abandoned fetch still reads the program's buffers. The record after it may have failed, so record again.
     const Status failed = Cuda(cudaEventRecord(fetching->tables.get(), fetching->gpu->fetches()), "cudaEventRecord");
     if (!bad) bad = failed;
     wait(fetching->tables);
@@ -48,13 +48,13 @@ Status Begun::JoinOn(cudaStream_t stream) {
   return bad;
 }
 
-bool Begun::is_joined() {
+bool PendingCall::is_joined() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return joined_;
 }
 
-PeerTickets<std::shared_ptr<Begun>>& OpenTickets() {
-  static auto* const tickets = new PeerTickets<std::shared_ptr<Begun>>;
+PeerTickets<std::shared_ptr<PendingCall>>& OpenTickets() {
+  static auto* const tickets = new PeerTickets<std::shared_ptr<PendingCall>>;
   return *tickets;
 }
 
@@ -65,27 +65,27 @@ int64_t TicketOf(int32_t device, const Addresses& slots) {
   return -1 - device;
 }
 
-xf::TypeId Unjoined::id = {};
-xf::TypeInfo Unjoined::info = xf::MakeTypeInfo<Unjoined>();
+xf::TypeId PendingJoins::id = {};
+xf::TypeInfo PendingJoins::info = xf::MakeTypeInfo<PendingJoins>();
 
-void Unjoined::Add(const std::shared_ptr<Begun>& begun) {
-  // A loop comes here once a round, and must not leave a note for each.
+void PendingJoins::Add(const std::shared_ptr<PendingCall>& pending) {
+  // A loop adds one call per iteration, so joined calls are removed.
   const auto is_joined = [](const auto& one) { return one->is_joined(); };
-  begun_.erase(std::remove_if(begun_.begin(), begun_.end(), is_joined), begun_.end());
-  begun_.push_back(begun);
+  calls_.erase(std::remove_if(calls_.begin(), calls_.end(), is_joined), calls_.end());
+  calls_.push_back(pending);
 }
 
-Unjoined::~Unjoined() {
+PendingJoins::~PendingJoins() {
   gpu_->Launched(words_);
-  for (const std::shared_ptr<Begun>& begun : begun_) {
-    if (begun->is_joined()) continue;
-    // Until then another device may still queue copies into this one.
-    static_cast<void>(begun->Wait());
-    // An error here means that the device runs nothing any more, so nothing is left to wait for.
-    static_cast<void>(begun->JoinOn(stream_));
-    if (begun->forget) begun->forget();
-    std::shared_ptr<Begun> open;
-    static_cast<void>(OpenTickets().Close(begun->run_id, begun->ticket, &open));
+  for (const std::shared_ptr<PendingCall>& pending : calls_) {
+    if (pending->is_joined()) continue;
+    // Another device may queue copies into this one until the meeting ends.
+    static_cast<void>(pending->Wait());
+    // An error means that the device has stopped, so there is no work to wait for.
+    static_cast<void>(pending->JoinOn(stream_));
+    if (pending->forget) pending->forget();
+    std::shared_ptr<PendingCall> open;
+    static_cast<void>(OpenTickets().Close(pending->run_id, pending->ticket, &open));
   }
 }
 
@@ -99,59 +99,57 @@ Outcome Site::Prepare() {
   return outcome;
 }
 
-void Site::Begin(Begun* begun) const {
-  begun->between = between;
-  if (begun->between != nullptr) begun->number = begun->between->Next();
+void Site::Begin(PendingCall* pending) const {
+  pending->between = between;
+  if (pending->between != nullptr) pending->number = pending->between->Next();
 }
 
-void Site::Meet(const Arrival& who, Brought brought, Status refusal) {
-  const std::shared_ptr<Begun> begun = brought.begun;
-  if (begun->between != nullptr) return begun->End(begun->between->Meet(attributes, brought, refusal));
-  meeting.Arrive(who, std::move(brought), std::move(refusal), [begun](const Outcome& how) { begun->End(how); });
+void Site::Meet(const Arrival& who, CallArguments arguments, Status refusal) {
+  const std::shared_ptr<PendingCall> pending = arguments.pending;
+  if (pending->between != nullptr) return pending->End(pending->between->Meet(attributes, arguments, refusal));
+  meeting.Arrive(who, std::move(arguments), std::move(refusal), [pending](const Outcome& how) { pending->End(how); });
 }
 
-void Site::Fail(Begun* begun, Outcome outcome) {
+void Site::Fail(PendingCall* pending, Outcome outcome) {
   const Outcome named = {At(attributes.site, *outcome.failure), outcome.timed_out};
-  if (begun->between != nullptr) return begun->End(begun->between->Fail(begun->number, named, begun));
-  meeting.FailRun(begun->run_id, outcome);
-  begun->End(named);
+  if (pending->between != nullptr) return pending->End(pending->between->Fail(pending->number, named, pending));
+  meeting.FailRun(pending->run_id, outcome);
+  pending->End(named);
 }
 
-// ---- what is fetched ---------------------------------------------------------------
+// ---- fetches -------------------------------------------------------------------------
 
 Status QueueFetch(cudaStream_t stream, const int32_t* place, const std::vector<View<const int32_t>>& fetched,
-                  size_t more_words, std::shared_ptr<Turn>* turn) {
+                  size_t more_words, std::shared_ptr<LaunchResources>* resources) {
   size_t words = kPlaceWords + more_words;
   for (const View<const int32_t>& part : fetched) words += part.size();
   Gpu* gpu = nullptr;
   if (Status bad = Gpu::Current(&gpu)) return bad;
-  if (Status bad = gpu->Take(words, turn)) return bad;
+  if (Status bad = gpu->Take(words, resources)) return bad;
   const cudaStream_t fetches = gpu->fetches();
-  // What is fetched is computed on XLA's stream, as are the weights, and the slots are another's memory until here. So
-  // all of that is over when the host has the tables.
-  MOE_LB_CUDA(cudaEventRecord((*turn)->ready.get(), stream));
-  MOE_LB_CUDA(cudaStreamWaitEvent(fetches, (*turn)->ready.get(), 0));
-  int32_t* to = (*turn)->host;
+  // XLA's stream computes the tables and the weights, and uses the slots' memory for other arrays until here. So all of
+  // that is complete when the tables are on the host.
+  MOE_LB_CUDA(cudaEventRecord((*resources)->ready.get(), stream));
+  MOE_LB_CUDA(cudaStreamWaitEvent(fetches, (*resources)->ready.get(), 0));
+  int32_t* to = (*resources)->host;
   MOE_LB_CUDA(CopyWords(to, place, kPlaceWords, cudaMemcpyDeviceToHost, fetches));
   to += kPlaceWords;
   for (const View<const int32_t>& part : fetched) {
     MOE_LB_CUDA(CopyWords(to, part.data(), part.size(), cudaMemcpyDeviceToHost, fetches));
     to += part.size();
   }
-  MOE_LB_CUDA(cudaEventRecord((*turn)->tables.get(), fetches));
+  MOE_LB_CUDA(cudaEventRecord((*resources)->tables.get(), fetches));
   return Ok();
 }
 
-// Waits until the device has brought to the host what `turn->tables` stands for, which takes microseconds unless the
-// device lags behind.
-static Outcome WaitForHost(const Turn& turn, const PeerAttributes& attributes, int64_t device) {
+// Waits until the fetch recorded by `resources->tables` is complete: microseconds, unless the device lags behind.
+static Outcome WaitForHost(const LaunchResources& resources, const PeerAttributes& attributes, int64_t device) {
   using Clock = std::chrono::steady_clock;
   const Clock::time_point begin = Clock::now();
   const std::chrono::duration<double> patience(attributes.timeout_s);
   for (;;) {
-    // It is asked again and again, since cudaEventSynchronize has no time-out and a device that is stuck would hang the
-    // program.
-    const cudaError_t state = cudaEventQuery(turn.tables.get());
+    // Poll, because cudaEventSynchronize has no time-out and would hang the program on a stuck device.
+    const cudaError_t state = cudaEventQuery(resources.tables.get());
     if (state != cudaErrorNotReady) return {Cuda(state, "cudaEventQuery"), false};
     const Clock::duration waited = Clock::now() - begin;
     if (waited > patience) {
@@ -159,7 +157,7 @@ static Outcome WaitForHost(const Turn& turn, const PeerAttributes& attributes, i
                      " s; expected it to make progress"),
               true};
     }
-    // It first only yields, as a plan is on the critical path, and then sleeps so that it leaves the core to others.
+    // Yield at first, because a plan is on the critical path; then sleep to free the core.
     if (waited < std::chrono::microseconds(200)) {
       std::this_thread::yield();
     } else {
@@ -168,19 +166,20 @@ static Outcome WaitForHost(const Turn& turn, const PeerAttributes& attributes, i
   }
 }
 
-void Abandon(Site* site, const Brought& brought, const Outcome& outcome) {
-  brought.begun->fetching = brought.turn;
-  site->Fail(brought.begun.get(), outcome);
+void Abandon(Site* site, const CallArguments& arguments, const Outcome& outcome) {
+  arguments.pending->fetching = arguments.resources;
+  site->Fail(arguments.pending.get(), outcome);
 }
 
-void MeetWhenFetched(const std::shared_ptr<Site>& site, xf::RunId run, int32_t device, Brought brought, Show show) {
-  Copiers::Of(device).Enqueue([=, brought = std::move(brought), show = std::move(show)]() mutable {
-    const Outcome fetched = WaitForHost(*brought.turn, site->attributes, device);
-    if (fetched.failure) return Abandon(site.get(), brought, fetched);
-    // It arrives with a refusal too, so that nobody waits for this device.
-    Status refusal = show(&brought.share);
-    const Arrival who = ArrivalOf(run, device, brought.turn->host);
-    site->Meet(who, std::move(brought), std::move(refusal));
+void MeetWhenFetched(const std::shared_ptr<Site>& site, xf::RunId run, int32_t device, CallArguments arguments,
+                     Show show) {
+  Copiers::Of(device).Enqueue([=, arguments = std::move(arguments), show = std::move(show)]() mutable {
+    const Outcome fetched = WaitForHost(*arguments.resources, site->attributes, device);
+    if (fetched.failure) return Abandon(site.get(), arguments, fetched);
+    // Arrive with a refusal too, so that the other devices do not wait.
+    Status refusal = show(&arguments.share);
+    const Arrival who = ArrivalOf(run, device, arguments.resources->host);
+    site->Meet(who, std::move(arguments), std::move(refusal));
   });
 }
 

@@ -1,4 +1,4 @@
-// Where GPUs meet to copy weights: what all calls that copy share.
+// Call sites of GPU copies: state shared by all handlers that copy weights or rows between devices.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,32 +21,32 @@ namespace moe_lb::peer_cuda {
 
 using Addresses = std::vector<const void*>;
 
-// Copies that one device has begun, from `copy_start` or `copy_post` to `copy_join`.
-struct Begun {
-  Begun(int64_t run, int64_t number, Addresses given) : run_id(run), ticket(number), slots(std::move(given)) {}
+// Copies of one device from `copy_start` or `copy_post` to `copy_join`.
+struct PendingCall {
+  PendingCall(int64_t run, int64_t number, Addresses given) : run_id(run), ticket(number), slots(std::move(given)) {}
 
-  // The meeting for these copies is over; once.
+  // Sets the outcome of the meeting for these copies. Call it once.
   void End(const Outcome& how);
-  // Waits for that. A meeting ends by itself: it keeps a time-out.
+  // Blocks until `End`. The time-out of the meeting bounds the wait.
   Outcome Wait();
-  // Makes `stream` wait for the copies into this device and for those that read its weights; once, the first time.
+  // Makes `stream` wait for the copies into this device and for readers of its weights. Later calls have no effect.
   Status JoinOn(cudaStream_t stream);
   bool is_joined();
 
   const int64_t run_id;
   const int64_t ticket;
   const Addresses slots;
-  // Those whose `copied` this device must wait for. The last to arrive fills them in, before `End`. They come round
-  // again only when all devices that wait for them have joined.
-  std::vector<std::shared_ptr<Turn>> turns;
-  // Of a call between processes, numbered when the program comes to it; and the ranks that copy from this one.
+  // Launch resources whose `copied` event this device must wait for, set by the last rank to arrive, before `End`. They
+  // return to the pool after all devices that wait for them have joined.
+  std::vector<std::shared_ptr<LaunchResources>> awaited;
+  // For a call between processes: its group, its number in launch order, and the ranks that copy from this one.
   Between* between = nullptr;
   uint32_t number = 0;
   std::vector<size_t> readers;
-  // Forgets the call where others look for it; for a program that fails in between.
+  // Unregisters the call; used if the program fails before the join.
   std::function<void()> forget = nullptr;
-  // Whose tables the host has not waited for to the end, because something failed; set before `End`.
-  std::shared_ptr<Turn> fetching;
+  // Launch resources whose fetch the host abandoned after a failure; set before `End`.
+  std::shared_ptr<LaunchResources> fetching;
 
  private:
   std::mutex mutex_;
@@ -55,93 +55,94 @@ struct Begun {
   bool joined_ = false;
 };
 
-// Copies that were begun and not joined. A ticket's value is in device memory, which no host reads without waiting, so
-// tickets go by the address of the slots: XLA gives it to nobody else between the two calls.
-PeerTickets<std::shared_ptr<Begun>>& OpenTickets();
+// Copies that were started and not joined. The ticket value is in device memory, which the host cannot read without
+// synchronizing, so the key is the address of the slots: XLA does not reuse it between the two calls.
+PeerTickets<std::shared_ptr<PendingCall>>& OpenTickets();
 
-// By the first of the slots that have an address. Weights may have no bytes, and XLA then gives none: those go by the
-// device.
+// Key of a call: the first non-null slot address, or the device if all weights are empty and have no address.
 int64_t TicketOf(int32_t device, const Addresses& slots);
 
-// What one call site has begun in one execution of a program on one device. XLA makes it in the initialize stage and
-// ends it when the program has ended or failed, before it gives the program's buffers to others. A program may fail
-// between start and join, and the copies would then write what is another program's: XLA's stream waits for them here.
-class Unjoined {
+// Copies that one call site has started and not joined, in one execution of a program on one device. XLA creates it in
+// the initialize stage and destroys it when the program has ended or failed, before it reuses the program's buffers.
+// The destructor makes XLA's stream wait for the copies of a program that failed between start and join: they would
+// otherwise write into buffers of another program.
+class PendingJoins {
  public:
   static xf::TypeId id;
   static xf::TypeInfo info;
 
-  // words: for which `gpu` was prepared.
-  Unjoined(cudaStream_t stream, Gpu* gpu, size_t words) : stream_(stream), gpu_(gpu), words_(words) {}
-  ~Unjoined();
-  Unjoined(const Unjoined&) = delete;
-  Unjoined& operator=(const Unjoined&) = delete;
+  // words: the argument of `gpu->Prepare`.
+  PendingJoins(cudaStream_t stream, Gpu* gpu, size_t words) : stream_(stream), gpu_(gpu), words_(words) {}
+  ~PendingJoins();
+  PendingJoins(const PendingJoins&) = delete;
+  PendingJoins& operator=(const PendingJoins&) = delete;
 
-  void Add(const std::shared_ptr<Begun>& begun);
+  void Add(const std::shared_ptr<PendingCall>& pending);
 
  private:
   const cudaStream_t stream_;
   Gpu* const gpu_;
   const size_t words_;
-  std::vector<std::shared_ptr<Begun>> begun_;
+  std::vector<std::shared_ptr<PendingCall>> calls_;
 };
 
-// What a participant brings.
-struct Brought {
+// Arguments of one participant of a call.
+struct CallArguments {
   PeerShare share;
-  std::shared_ptr<Turn> turn;
-  std::shared_ptr<Begun> begun;
-  std::shared_ptr<void> owner = nullptr;  // of the tables that the share shows, where that is not the turn
+  std::shared_ptr<LaunchResources> resources;
+  std::shared_ptr<PendingCall> pending;
+  std::shared_ptr<void> owner = nullptr;  // owner of the share's tables, if not `resources`
 };
 
-using Meeting = Rendezvous<Brought>;
+using Meeting = Rendezvous<CallArguments>;
 
-// What the devices meet for: queues the copies of all of them.
-void Copy(View<Brought> brought, const Meeting::Finish& finish);
+// Queues the copies of all devices of a meeting.
+void Copy(View<CallArguments> arguments, const Meeting::Finish& finish);
 
-// Queues one task on the copy stream of the device that receives it, which must be current.
+// Queues one task on the copy stream of the receiving device, which must be current.
 Status QueueTask(const PeerTable& table, const PeerTask& task, cudaStream_t stream);
 
-// One per call site of an executable.
+// State of one call site of an executable.
 struct Site {
   explicit Site(PeerAttributes given) : attributes(std::move(given)), meeting(attributes.Options(), Copy) {}
 
-  // For the initialize stage: where ranks are processes of their own, finds the others.
+  // Connects to the other processes, if ranks are processes of their own. Call it in the initialize stage.
   Outcome Prepare();
-  // On the thread that launches the program, where all that is refused is refused alike on all devices.
-  void Begin(Begun* begun) const;
+  // Numbers the call. Call it on the launching thread, which raises the same errors on all devices.
+  void Begin(PendingCall* pending) const;
 
-  // Meets the other devices. `begun` ends with the outcome, now or later.
-  void Meet(const Arrival& who, Brought brought, Status refusal);
-  // A device has failed before it knew as whom it would come: nobody waits for it, and `begun` ends.
-  void Fail(Begun* begun, Outcome outcome);
+  // Meets the other devices. `arguments.pending` ends with the outcome, before or after the return.
+  void Meet(const Arrival& who, CallArguments arguments, Status refusal);
+  // Fails the run of a device whose rank is not known yet, so that its peers stop waiting, and ends `pending`.
+  void Fail(PendingCall* pending, Outcome outcome);
 
   const PeerAttributes attributes;
   Meeting meeting;
   std::atomic<Between*> between{nullptr};  // null: all are devices of this process
 };
 
-// Of `place`, which stands first in the pinned memory of a turn.
+// Words of `place`, the first in the pinned memory of `LaunchResources`.
 constexpr size_t kPlaceWords = 2;
 
-// Takes a turn, records `ready`, and queues the fetch of `place` and of what follows it there, one after the other.
-//   more_words: of pinned memory behind them.
+// Takes launch resources, records `ready`, and queues the fetch of `place` followed by `fetched` into pinned memory.
+//   more_words: additional words of pinned memory behind them.
 Status QueueFetch(cudaStream_t stream, const int32_t* place, const std::vector<View<const int32_t>>& fetched,
-                  size_t more_words, std::shared_ptr<Turn>* turn);
+                  size_t more_words, std::shared_ptr<LaunchResources>* resources);
 
-// Shows what was fetched in a share.
+// Fills a share from the fetched tables.
 using Show = std::function<Status(PeerShare*)>;
 
-// Has the device's thread wait for what is fetched, and then meet the other devices. Returns at once.
-void MeetWhenFetched(const std::shared_ptr<Site>& site, xf::RunId run, int32_t device, Brought brought, Show show);
+// Waits for the fetch on the device's thread and then meets the other devices there. Returns at once.
+void MeetWhenFetched(const std::shared_ptr<Site>& site, xf::RunId run, int32_t device, CallArguments arguments,
+                     Show show);
 
-// Something failed before this device knew as whom it would come: that is in what was to be fetched.
-void Abandon(Site* site, const Brought& brought, const Outcome& outcome);
+// Fails a call whose rank is unknown because the fetch of `place` failed.
+void Abandon(Site* site, const CallArguments& arguments, const Outcome& outcome);
 
-// Copies on the stream what XLA could not put in the same memory, so that calls pass it on.
+// Copies `in` to `out` on the stream if XLA has not aliased them.
 Status PassOn(cudaStream_t stream, const xf::AnyBuffer& in, const xf::AnyBuffer& out);
 
-// int32 words, pinned memory on one side. There may be none, at a null pointer.
+// Copies int32 words from or to pinned memory. With `words` 0 both pointers may be null.
 cudaError_t CopyWords(int32_t* to, const int32_t* from, size_t words, cudaMemcpyKind kind, cudaStream_t stream);
 
 }  // namespace moe_lb::peer_cuda

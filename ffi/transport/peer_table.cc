@@ -7,8 +7,8 @@
 namespace moe_lb {
 namespace {
 
-// Each rank has computed the tables for itself. If one had another plan, copies from the table of rank 0 would put
-// weights into its slots that it takes for those of other experts, and nothing later would notice.
+// Checks equal tables: each rank computes its own. If one had another plan, copies from the table of rank 0 would fill
+// its slots with weights of other experts, undetected.
 Status CheckEqual(const char* name, size_t participant, MatrixView<const int32_t> here,
                   MatrixView<const int32_t> first) {
   if (here.rows() != first.rows() || here.columns() != first.columns()) {
@@ -25,7 +25,8 @@ Status CheckEqual(const char* name, size_t participant, MatrixView<const int32_t
   return Ok();
 }
 
-// Addresses on all ranks are computed with the sizes of rank 0, so a rank that differs would be written out of bounds.
+// Checks equal sizes: addresses on all ranks use the sizes of rank 0, so a different rank would be written out of
+// bounds.
 Status CheckEqualWeights(size_t participant, const PeerWeights& here, const PeerWeights& first) {
   if (here.expert_bytes.size() != first.expert_bytes.size()) {
     return Refuse("home has ", here.expert_bytes.size(), " kinds of weights on rank ", participant, " and ",
@@ -36,7 +37,7 @@ Status CheckEqualWeights(size_t participant, const PeerWeights& here, const Peer
     return Refuse("home of kind ", kind, " has ", here.expert_bytes[kind], " bytes an expert on rank ", participant,
                   " and ", first.expert_bytes[kind], " on rank 0; expected equally many");
   }
-  // The call is the same on all ranks, so all bring rows or none does.
+  // The call is the same on all ranks, so either all or none copy rows.
   if (!first.rows || (here.rows->read == first.rows->read && here.rows->written == first.rows->written)) return Ok();
   return Refuse("rank ", participant, " has ", here.rows->read, " rows and room for ", here.rows->written,
                 "; expected ", first.rows->read, " and ", first.rows->written, " as on rank 0");
@@ -45,8 +46,8 @@ Status CheckEqualWeights(size_t participant, const PeerWeights& here, const Peer
 }  // namespace
 
 PeerTable::PeerTable(std::vector<PeerShare> shares)
-    // The other members read `shares_`, which is therefore declared, and so initialised, first. All participants stand
-    // for the same number of ranks: the builder of a share has checked that they divide.
+    // Declared first because the other members are initialized from `shares_`. All participants have the same number of
+    // ranks: PeerShareBuilder checks that they divide.
     : shares_(std::move(shares)),
       num_slots_(shares_[0].wanted.columns()),
       num_ranks_(shares_[0].wanted.rows()),
@@ -54,12 +55,12 @@ PeerTable::PeerTable(std::vector<PeerShare> shares)
 
 std::byte* PeerTable::From(const PeerPiece& piece) const {
   switch (piece.source) {
-    case PeerSource::kNothing:
+    case PeerSource::kZeros:
       return nullptr;
     case PeerSource::kHome:
       return Home(piece.from_rank, piece.kind, piece.from_index) + piece.offset;
     case PeerSource::kSlot:
-      // The piece has the same offset in both slots, since a relay forwards the bytes that it has just received.
+      // The piece has the same offset in both slots, because a relay forwards the bytes that it received.
       return Slot(piece.from_rank, piece.kind, piece.from_index) + piece.offset;
   }
   return nullptr;

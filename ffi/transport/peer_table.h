@@ -1,4 +1,4 @@
-// Where the weights of all ranks lie.
+// Addresses of the weights of all ranks.
 #pragma once
 
 #include <cstddef>
@@ -11,22 +11,22 @@
 
 namespace moe_lb {
 
-// What one participant of a meeting brings: the arrays of the `R / participants` ranks that it stands for, one after
-// the other. Usually that is one rank.
+// Arguments of one participant of a meeting: the arrays of its `R / participants` ranks, one after the other. Usually a
+// participant has one rank.
 struct PeerShare {
   int64_t device = 0;
   MatrixView<const int32_t> wanted{nullptr, 0, 0};
   MatrixView<const int32_t> relay{nullptr, 0, 0};
-  // Of rows, for which `wanted` says from which ranks they are; then it stands for one rank.
+  // For rows: `wanted` is the source rank of each slot, and the participant has one rank.
   MatrixView<const int32_t> first{nullptr, 0, 0};
   MatrixView<const int32_t> size{nullptr, 0, 0};
   PeerWeights weights;
   std::vector<std::byte*> home;   // one array of [ranks, L, ...] per kind of weights, or the rows that are read
-  std::vector<std::byte*> slots;  // [ranks, P, ...], or room for rows
+  std::vector<std::byte*> slots;  // [ranks, P, ...], or the receive buffers of rows
 };
 
-// Addresses by rank. One process: every pointer is valid on every device. Several processes would map each other's
-// memory and fill the same table.
+// Addresses by rank. In one process, every pointer is valid on every device. Several processes map each other's memory
+// and fill the same table.
 class PeerTable {
  public:
   explicit PeerTable(std::vector<PeerShare> shares);
@@ -45,7 +45,7 @@ class PeerTable {
   std::byte* To(const PeerTask& task, const PeerPiece& piece) const {
     return Slot(task.to_rank, piece.kind, piece.to_slot) + piece.offset;
   }
-  // nullptr for kNothing.
+  // Source address of a piece; nullptr for kZeros.
   std::byte* From(const PeerPiece& piece) const;
 
  private:
@@ -60,11 +60,11 @@ class PeerTable {
   size_t ranks_here_;
 };
 
-// Nothing, or the first thing in which two participants differ: all must ask for the same copies of weights of the same
-// sizes.
+// Return a failure that names the first difference between two participants. All must request the same copies of
+// weights of the same sizes.
 Status CheckEqualTables(const std::vector<PeerShare>& shares);
 
-// All copies that the tables of a share ask for; see PlanPeerTasks and PlanRowTasks.
+// Plan all copies that the tables of a share list; see PlanPeerTasks and PlanRowTasks.
 Status PlanTasks(const PeerShare& share, std::vector<PeerTask>* tasks);
 
 }  // namespace moe_lb

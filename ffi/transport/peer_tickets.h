@@ -1,4 +1,4 @@
-// Tickets tie a `join` to its `start`: numbers that a program carries from one call to the other.
+// Tickets match a `join` with its `start`: numbers that a program carries from one call to the other.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +10,16 @@
 
 namespace moe_lb {
 
-// Open tickets of a process, each with a note (`Note`: what the second call must know). A program that fails between
-// the two calls leaves its tickets open, so only those of the last `kMaxRuns` runs with open ones are kept.
+// Open tickets of a process, each with a `Note` for the second call. A program that fails between the two calls leaves
+// its tickets open, so only those of the last `kMaxRuns` runs with open tickets are kept.
 //
-// Threads: any.
+// Thread-safe.
 template <typename Note>
 class PeerTickets {
  public:
   static constexpr size_t kMaxRuns = 1024;
 
-  // A number that no other ticket of the process has.
+  // Returns a number that is unique in the process.
   int64_t Open(int64_t run_id, Note note) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const int64_t ticket = ++last_;
@@ -27,16 +27,16 @@ class PeerTickets {
     return ticket;
   }
 
-  // Under a number of the caller's choice; an open ticket of that number is replaced. Under a negative one, which
-  // several may have at once, they are closed in the order in which they were opened.
+  // Opens a ticket with a number of the caller's choice and replaces an open ticket of that number. Several tickets may
+  // share a negative number; they are closed in the order of opening.
   void OpenAs(int64_t run_id, int64_t ticket, Note note) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    // The number is used only to tell how old a run is.
+    // Only the age of a run is derived from the number.
     ++last_;
     Insert(run_id, ticket, std::move(note));
   }
 
-  // Takes the note, once. Refused: a ticket that is not open in this run.
+  // Moves the note out and closes the ticket. Fails if the ticket is not open in this run.
   Status Close(int64_t run_id, int64_t ticket, Note* note) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto run = runs_.find(run_id);
@@ -67,7 +67,7 @@ class PeerTickets {
 
   void Insert(int64_t run_id, int64_t ticket, Note note) {
     Run& run = runs_[run_id];
-    // Run ids are in no order that could be relied on, so a run is as old as its first ticket.
+    // Run ids are unordered, so a run is as old as its first ticket.
     if (run.notes.empty()) run.first = last_;
     if (ticket >= 0) run.notes.erase(ticket);
     run.notes.emplace(ticket, std::move(note));

@@ -12,7 +12,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// What a released word has, beyond every call that is under way: counts go round, see HasReached.
+// Value of a released word, ahead of every call in flight: counters wrap around, see HasReached.
 constexpr uint32_t kBeyond = 1u << 30;
 
 uint64_t IdOf(const std::vector<int64_t>& processes) {
@@ -54,7 +54,7 @@ Status ProcessGroup::MakePage() {
   void* mapped = nullptr;
   if (Status bad = MapSharedMemory(memory_, sizeof(SharedCalls), &mapped)) return bad;
   pages_[own_] = static_cast<SharedCalls*>(mapped);
-  // As if calls 0 to kNum - 1 were done. All else is 0.
+  // As if calls 0 to kNum - 1 were complete. All other words are 0.
   for (uint32_t i = 0; i < SharedCalls::kNum; ++i) pages_[own_]->calls[i].copied = i;
   return Ok();
 }
@@ -84,14 +84,14 @@ Outcome ProcessGroup::WaitForPages(const std::string& site, double timeout_s) {
     const std::lock_guard<std::mutex> release(mutex_);
     pages_[rank] = static_cast<SharedCalls*>(mapped);
   }
-  // From here on no page changes.
+  // The pages do not change from here on.
   neighbours_->OnEnd([this](int64_t process) { Release(process); });
   return {};
 }
 
 Outcome ProcessGroup::WaitForRing(const std::string& site, uint32_t number, double timeout_s) const {
   for (size_t rank = 0; rank < size(); ++rank) {
-    // What stands there is read by hosts and streams until then, and this process's own streams still write it.
+    // Hosts and streams read the entry until then, and this process's own streams still write it.
     const auto is_free = [&] {
       return HasReached(call(rank, number).copied.load(std::memory_order_acquire), number - SharedCalls::kNum);
     };
@@ -105,7 +105,7 @@ void ProcessGroup::Announce(uint32_t number, const Announcement& announcement) c
   SharedCall& mine = call(own_, number);
   mine.queued.store(0, std::memory_order_relaxed);
   mine.forwarded.store(0, std::memory_order_relaxed);
-  mine.asked = announcement.asked;
+  mine.request_hash = announcement.request_hash;
   std::copy(announcement.home.begin(), announcement.home.end(), mine.home);
   std::copy(announcement.slots.begin(), announcement.slots.end(), mine.slots);
   mine.announced.store(number);
@@ -120,12 +120,12 @@ Outcome ProcessGroup::WaitForAll(const std::string& site, uint32_t number, doubl
     };
     const Outcome outcome = Until(site, "all", timeout_s, rank, has_come);
     if (outcome.failure) return outcome;
-    // In one order with `announced` for all processes: see ShowFailure.
+    // Sequentially consistent with `announced` on all processes: see ShowFailure.
     if (other.failed.load() == number) {
       return {Problem(other.message, other.is_internal != 0), other.timed_out != 0};
     }
-    if (other.asked == call(own_, number).asked) continue;
-    return {Refuse(site, ": rank ", rank, " asks for other copies than rank ", own_,
+    if (other.request_hash == call(own_, number).request_hash) continue;
+    return {Refuse(site, ": rank ", rank, " requests other copies than rank ", own_,
                    "; expected the same calls in the same order, with the same tables and sizes of weights"),
             false};
   }
@@ -155,7 +155,7 @@ std::vector<size_t> ProcessGroup::ShowFailure(uint32_t number, const Outcome& ou
   mine.timed_out = outcome.timed_out;
   mine.is_internal = outcome.failure->is_internal;
   mine.failed.store(number);
-  // Who announces after this sees the failure.
+  // A process that announces after this store reads the failure.
   std::vector<size_t> others;
   for (size_t rank = 0; rank < size(); ++rank) {
     if (rank != own_ && call(rank, number).announced.load() == number) others.push_back(rank);
@@ -175,8 +175,8 @@ Status ProcessGroup::WhyReleased(const std::string& site, uint32_t number) const
   return Ok();
 }
 
-// On the thread that watches the sockets. What a process that ended has written stays, and nothing else is written: it
-// only reads the memory of others.
+// Called on the watching thread of the sockets. Only words of the ended process are written: it has only read the
+// memory of others.
 void ProcessGroup::Release(int64_t process) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = std::find(processes_.begin(), processes_.end(), process);
@@ -189,7 +189,7 @@ void ProcessGroup::Release(int64_t process) {
   const uint32_t next = next_;
   for (uint32_t number = next - SharedCalls::kNum; number != next; ++number) {
     SharedCall& other = call(rank, number);
-    // A process that had finished its part, as at the end of a program, leaves nothing undone.
+    // A process that had completed its part, as at the end of a program, breaks no call.
     if (HasReached(other.copied.load(std::memory_order_acquire), number)) continue;
     broken_.emplace_back(number, rank);
   }
@@ -199,7 +199,7 @@ void ProcessGroup::Release(int64_t process) {
   }
 }
 
-// Those that end because one has ended are not to blame.
+// The first process to end is the cause; later ones may have ended because of it.
 Status ProcessGroup::Ended(const std::string& site, size_t rank) const {
   if (const size_t first = first_ended_; first != SIZE_MAX) rank = first;
   return Problem(site + ": rank " + std::to_string(rank) + " of " + std::to_string(size()) + " has ended (process " +
@@ -212,7 +212,7 @@ Outcome ProcessGroup::Until(const std::string& site, const char* what, double ti
   if (left_out_ == what) return {};
   const Clock::time_point begin = Clock::now();
   for (;;) {
-    // Whether it has ended is asked first: what it wrote before its end counts.
+    // Test for the end first: words written before the end are valid.
     const bool is_gone = neighbours_->IsGone(processes_[rank]);
     if (is_so()) return {};
     if (is_gone) return {Ended(site, rank), false};
@@ -222,7 +222,7 @@ Outcome ProcessGroup::Until(const std::string& site, const char* what, double ti
                      processes_[rank], ")"),
               true};
     }
-    // Others are usually there within microseconds.
+    // The others usually arrive within microseconds.
     if (waited < std::chrono::microseconds(200)) {
       std::this_thread::yield();
     } else {

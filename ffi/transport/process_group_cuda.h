@@ -1,4 +1,4 @@
-// Processes of one machine, one GPU each, that copy from each other: how their hosts meet.
+// Host-side rendezvous of processes of one machine, one GPU each, that copy from each other.
 #pragma once
 
 #include <atomic>
@@ -14,28 +14,28 @@
 
 namespace moe_lb {
 
-// What a rank tells the others about one call.
+// Announcement of one call by one rank.
 struct Announcement {
-  uint64_t asked = 0;
+  uint64_t request_hash = 0;
   std::vector<SharedArray> home;
   std::vector<SharedArray> slots;
 };
 
-// Every process has a page that all of them map (`SharedCalls`), so that a call needs no message: a process announces
-// it there, and looks there for those of the others. Calls are counted by each process in the order of its program, so
-// the n-th call of one meets the n-th calls of the others: all run the same program, as every collective demands.
+// Every process has a page that all of them map (`SharedCalls`), so a call needs no message: a process announces it in
+// its page and reads the pages of the others. Each process numbers its calls in program order, so the n-th call of one
+// meets the n-th calls of the others. All must run the same program, as for every collective.
 //
-// When a process ends, however it does, all words of its page that a stream may wait for are set to what is waited for,
-// and every wait of a host ends with an error that names it. Such a group is of no use any more.
+// When a process ends, all words of its page that a stream may wait for are set to the awaited values, and every host
+// wait ends with an error that names the process. The group is unusable afterwards.
 //
-// Threads: any; calls are numbered on the thread that launches the program.
+// Thread-safe; calls are numbered on the launching thread.
 class ProcessGroup {
  public:
-  // The group of these processes, in the order of their ranks. Made once, and never destroyed: streams may still write
-  // the page. Sends this process's page to the others; `neighbours` must be connected with them.
+  // Returns the group of these processes, in rank order. Created once and never destroyed, because streams may still
+  // write the page. Sends this process's page to the others; `neighbours` must be connected to them.
   static Status Of(Neighbours* neighbours, const std::vector<int64_t>& processes, ProcessGroup** group);
 
-  // Waits for the pages of the others; once there it returns at once.
+  // Waits for the pages of the others; returns at once if they are mapped.
   Outcome WaitForPages(const std::string& site, double timeout_s);
 
   size_t size() const { return processes_.size(); }
@@ -47,27 +47,27 @@ class ProcessGroup {
 
   uint32_t Next() { return next_++; }
 
-  // Waits until every process is done with the call that stood there before.
+  // Waits until every process has completed the call that last used this entry of the ring.
   Outcome WaitForRing(const std::string& site, uint32_t number, double timeout_s) const;
-  // After that.
+  // Announces a call; requires WaitForRing.
   void Announce(uint32_t number, const Announcement& announcement) const;
-  // Waits until all have announced the same, or fails where one of them has failed.
+  // Waits until all have announced an equal request; fails if one of them has failed.
   Outcome WaitForAll(const std::string& site, uint32_t number, double timeout_s) const;
   // Waits until a process has queued all its tasks up to this one.
   Outcome WaitForQueued(const std::string& site, uint32_t number, size_t rank, size_t task, double timeout_s) const;
   void ShowQueued(uint32_t number, size_t tasks) const;
 
-  // Tells the others, at any time of a call, that it has failed here. Returns those that had announced it already: they
-  // may go on with it, and copy from here.
+  // Publishes that the call has failed here. Returns the ranks that had announced it before: they may continue and copy
+  // from this one.
   std::vector<size_t> ShowFailure(uint32_t number, const Outcome& outcome) const;
-  // Of a call for which this process's streams do nothing.
+  // Marks a call as copied for which this process queues no copies.
   void ShowCopied(uint32_t number) const;
 
-  // Nothing, or that the streams' waits of this call were ended because a process had ended: what was copied is of no
-  // use.
+  // Returns a failure if the streams' waits of this call were released because a process had ended: the copies are then
+  // invalid.
   Status WhyReleased(const std::string& site, uint32_t number) const;
 
-  // Leaves out the host's waits of one kind, "ring", "all" or "queued": for the test that each is needed.
+  // Disables the host's waits of one kind, "ring", "all" or "queued", for the test that each is needed.
   void LeaveOut(const std::string& waits) { left_out_ = waits; }
 
  private:
@@ -90,7 +90,7 @@ class ProcessGroup {
   mutable std::mutex mutex_;                         // of the release
   std::vector<SharedCalls*> pages_;                  // by rank
   std::vector<bool> released_;                       // by rank
-  std::vector<std::pair<uint32_t, size_t>> broken_;  // calls that were under way, and with whom
+  std::vector<std::pair<uint32_t, size_t>> broken_;  // calls in flight and their rank
   std::atomic<size_t> first_ended_{SIZE_MAX};
   std::string left_out_;
 };

@@ -4,7 +4,7 @@ namespace moe_lb {
 
 namespace {
 
-// A meeting allocates an entry per rank: no attribute may ask for more memory than there is.
+// A meeting allocates an entry per rank, so an attribute must not request unbounded memory.
 constexpr int64_t kMaxPlaces = 1 << 16;
 
 }  // namespace
@@ -18,7 +18,7 @@ Status CheckOptions(const RendezvousOptions& options) {
   if (options.num_lanes > kMaxPlaces) {
     return Refuse("num_lanes is ", options.num_lanes, "; expected at most ", kMaxPlaces);
   }
-  // A NaN fails both comparisons, so it is refused here too.
+  // A NaN fails both comparisons, so it fails here too.
   // The upper bound keeps deadlines far from the end of the clock.
   if (!(options.timeout.count() > 0 && options.timeout.count() <= 1e6)) {
     return Refuse("timeout_s is ", options.timeout.count(), "; expected above 0 and at most 1e6");

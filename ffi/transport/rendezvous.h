@@ -1,4 +1,4 @@
-// Here the shards of one program, each on a thread of its own, meet at a call site and hand each other things.
+// Meeting point of the shards of one program, each on its own thread, at a call site.
 #pragma once
 
 #include <chrono>
@@ -23,7 +23,7 @@
 
 namespace moe_lb {
 
-// Who arrives.
+// Identity of an arriving device.
 struct Arrival {
   int64_t run_id;  // one execution of the program, on all devices
   int64_t device;  // ordinal in the process
@@ -31,7 +31,7 @@ struct Arrival {
   int64_t rank;    // in the group
 };
 
-// How a meeting ended, the same for all of its ranks.
+// Result of a meeting, the same for all of its ranks.
 struct Outcome {
   Status failure;
   bool timed_out = false;
@@ -40,35 +40,34 @@ struct Outcome {
 struct RendezvousOptions {
   std::string site;       // starts every message: "ragged_exchange at dispatch"
   int64_t num_ranks;      // of a group, at least 1
-  int64_t num_lanes = 1;  // devices that come as the same rank of the same group with the same data, at least 1
+  int64_t num_lanes = 1;  // devices that arrive as the same rank of the same group with the same data, at least 1
   std::chrono::duration<double> timeout;  // from the first arrival of a meeting, above 0
 };
 
-// Nothing, or what is wrong with the options.
+// Returns a failure if an option is out of range.
 Status CheckOptions(const RendezvousOptions& options);
 
 // "SITE: rank 2 of 8 did not arrive within 60 s; missing ranks: 2 5"
 std::string MissingMessage(const RendezvousOptions& options, const std::vector<int64_t>& missing);
 
-// The ranks of a group at one call site. XLA makes one per call site of an executable (`State<Rendezvous<...>>`, made
-// in the instantiate stage) and shows it to all shards.
+// Rendezvous of the ranks of a group at one call site. XLA creates one per call site of an executable
+// (`State<Rendezvous<...>>`, in the instantiate stage) and passes it to all shards.
 //
-// The n-th arrival of a device in a run meets the n-th arrivals of the other ranks of its group. What they bring is
-// handed to `act` by the last of them; all get the same outcome, once:
-//   - a rank that was refused (bad arguments) comes too, so that nobody waits for it: all fail with the message of the
-//     lowest such rank, and `act` is not called;
-//   - when the time is over, those that are there fail; who comes later fails at once with the same message;
-//   - a device that fails before it knows as whom it would come fails its run: all that wait in it, and who comes
-//   later.
-// Where a program is partitioned over axes that the call site does not know (Auto axes beside manual ones), several
-// devices come as the same rank, with the same data: `num_lanes` of them. Each goes to the first lane that lacks its
-// rank, and a lane is a meeting of its own.
+// The n-th arrival of a device in a run meets the n-th arrivals of the other ranks of its group. The last rank to
+// arrive passes the arguments of all to `act`. All ranks get the same outcome, once:
+//   - A refused rank (bad arguments) arrives too. All fail with the message of the lowest such rank, and `act` is not
+//     called.
+//   - After the time-out, the ranks that have arrived fail. Later arrivals fail at once with the same message.
+//   - A device that fails before its rank is known fails its run: all waiting ranks of the run, and later arrivals.
+// Some programs are partitioned over axes that the call site cannot see (Auto axes beside manual ones). Several devices
+// (`num_lanes`) then arrive as the same rank with the same data. Each joins the first lane that lacks its rank, and a
+// lane is a meeting of its own.
 //
-// Threads: any; no thread waits in `Arrive`. A meeting is forgotten when all its ranks have come; of meetings that
-// failed the last `kMaxFailed` are remembered for those who come late.
+// Thread-safe; `Arrive` does not block. A meeting is erased when all its ranks have arrived. The last `kMaxFailed`
+// failed meetings are kept for late arrivals.
 //
-// `Brought` is movable and default-constructible.
-template <typename Brought>
+// `CallArguments` is movable and default-constructible.
+template <typename CallArguments>
 class Rendezvous {
  public:
   static constexpr size_t kMaxFailed = 16;
@@ -76,72 +75,72 @@ class Rendezvous {
   using Done = std::function<void(const Outcome&)>;
   using Finish = std::function<void(const Status&)>;
 
-  // Does what the ranks met for. `brought` is in the order of the ranks and lives until `finish` is called: once,
-  // before `act` returns or later on a thread that is not XLA's, when everything is done. Throwing instead of calling
-  // it fails the meeting.
-  using Act = std::function<void(View<Brought> brought, Finish finish)>;
+  // Action of a meeting. `arguments` is in rank order and lives until `finish` is called. Call `finish` once when the
+  // action is complete, before `act` returns or later on a thread that is not XLA's. If `act` throws, the meeting
+  // fails.
+  using Act = std::function<void(View<CallArguments> arguments, Finish finish)>;
 
   // The options must have passed CheckOptions.
   Rendezvous(RendezvousOptions options, Act act)
       : shared_(std::make_shared<Shared>(std::move(options), std::move(act))) {}
 
-  // Returns at once (after `act`, for the last rank). `done` is called exactly once and must not throw: on this thread
-  // before Arrive returns, or on a thread of its own (`Settlers`), so it may complete a promise of XLA. A rank out of
-  // range is refused alone: nobody can wait for it.
-  void Arrive(const Arrival& who, Brought brought, Status refusal, Done done) {
-    shared_->Arrive(who, std::move(brought), std::move(refusal), std::move(done));
+  // Returns at once (after `act`, for the last rank). `done` is called exactly once and must not throw. It runs on this
+  // thread before Arrive returns, or on its own thread (`Settlers`), so it may complete a promise of XLA. A rank out of
+  // range fails alone, because it belongs to no meeting.
+  void Arrive(const Arrival& who, CallArguments arguments, Status refusal, Done done) {
+    shared_->Arrive(who, std::move(arguments), std::move(refusal), std::move(done));
   }
 
-  // For handlers that block: returns the outcome.
-  Outcome ArriveAndWait(const Arrival& who, Brought brought, Status refusal) {
-    // Shared, as `set_value` may still be returning when this thread has gone on.
+  // Like Arrive, but blocks and returns the outcome.
+  Outcome ArriveAndWait(const Arrival& who, CallArguments arguments, Status refusal) {
+    // Shared, because `set_value` may still be returning when this thread continues.
     const auto promise = std::make_shared<std::promise<Outcome>>();
-    Arrive(who, std::move(brought), std::move(refusal),
+    Arrive(who, std::move(arguments), std::move(refusal),
            [promise](const Outcome& outcome) { promise->set_value(outcome); });
     return promise->get_future().get();
   }
 
-  // All meetings of the run that lack somebody end so, and so does every later arrival in it. For a device that cannot
-  // come and cannot say which rank of which group it is.
+  // Fails all incomplete meetings of the run and all later arrivals in it. Call it for a device that fails before its
+  // rank and group are known.
   void FailRun(int64_t run_id, const Outcome& outcome) { shared_->FailRun(run_id, outcome); }
 
-  // Meetings that are not over; for tests.
+  // Number of open meetings; for tests.
   size_t num_open() const;
 
  private:
   struct Lane;
 
-  // One turn of a group: forgotten when every rank of every lane has come and been served.
-  struct Turn {
+  // The n-th meeting of a group. It is erased when every rank of every lane has arrived and been served.
+  struct Generation {
     std::vector<std::shared_ptr<Lane>> lanes;
     int64_t num_over = 0;
   };
 
-  // One group in one run: forgotten when no turn is open. All devices have then come equally often, so the next turn
-  // may as well be counted from 0.
+  // One group in one run. It is erased when no generation is open: all devices have then arrived equally often, so the
+  // next generation can count from 0.
   struct Group {
-    std::map<int64_t, int64_t> turn_of_device;
-    std::map<int64_t, Turn> turns;
+    std::map<int64_t, int64_t> generation_of_device;
+    std::map<int64_t, Generation> generations;
     bool failed = false;
   };
   using Key = std::pair<int64_t, int64_t>;  // run, group
 
   // One meeting.
   struct Lane {
-    explicit Lane(size_t num_ranks) : brought(num_ranks), refusals(num_ranks), here(num_ranks), dones(num_ranks) {}
+    explicit Lane(size_t num_ranks) : arguments(num_ranks), refusals(num_ranks), here(num_ranks), dones(num_ranks) {}
 
     Key key;
     std::weak_ptr<Group> group;
-    int64_t turn = 0;
-    std::vector<Brought> brought;
+    int64_t generation = 0;
+    std::vector<CallArguments> arguments;
     std::vector<Status> refusals;
     std::vector<bool> here;
     std::vector<Done> dones;
     size_t num_here = 0;
     Watchdog::Ticket deadline;
-    std::optional<Outcome> late;  // the time is over
+    std::optional<Outcome> late;  // set after the time-out
     bool over = false;
-    size_t last_rank = 0;           // who came last
+    size_t last_rank = 0;           // the last to arrive
     std::thread::id acting_thread;  // while it is in `act`
 
     bool IsComplete() const { return num_here == here.size(); }
@@ -152,9 +151,9 @@ class Rendezvous {
     Shared(RendezvousOptions given_options, Act given_act)
         : options(std::move(given_options)), act(std::move(given_act)) {}
 
-    void Arrive(const Arrival& who, Brought brought, Status refusal, Done done);
-    std::shared_ptr<Lane> Join(const Arrival& who);            // with the lock held
-    std::shared_ptr<Lane> Open(const Key& key, int64_t turn);  // with the lock held
+    void Arrive(const Arrival& who, CallArguments arguments, Status refusal, Done done);
+    std::shared_ptr<Lane> Join(const Arrival& who);                  // with the lock held
+    std::shared_ptr<Lane> Open(const Key& key, int64_t generation);  // with the lock held
     void Meet(const std::shared_ptr<Lane>& lane, size_t last_rank);
     static void Settle(std::vector<Done> dones, const Outcome& outcome);
     void EndLate(const std::shared_ptr<Lane>& lane);
@@ -177,8 +176,8 @@ class Rendezvous {
 
 // ---- implementation ------------------------------------------------------------
 
-template <typename Brought>
-void Rendezvous<Brought>::Shared::Arrive(const Arrival& who, Brought brought, Status refusal, Done done) {
+template <typename CallArguments>
+void Rendezvous<CallArguments>::Shared::Arrive(const Arrival& who, CallArguments arguments, Status refusal, Done done) {
   if (who.rank < 0 || who.rank >= options.num_ranks) {
     done({Refuse(options.site, ": rank is ", who.rank, "; expected 0 to ", options.num_ranks - 1), false});
     return;
@@ -191,20 +190,20 @@ void Rendezvous<Brought>::Shared::Arrive(const Arrival& who, Brought brought, St
     if (!late) lane = Join(who);
     if (lane != nullptr) late = lane->late;
     if (lane == nullptr) {
-      // Its run has failed, and no meeting of it is left.
+      // The run has failed and has no meeting left.
     } else if (late) {
-      // Those who come late are counted as well: after the last of them nobody is left to be told the outcome.
+      // Late arrivals are counted too: the lane is erased after the last of them.
       if (lane->IsComplete()) Forget(*lane);
     } else {
       const auto rank = static_cast<size_t>(who.rank);
-      lane->brought[rank] = std::move(brought);
+      lane->arguments[rank] = std::move(arguments);
       lane->refusals[rank] = std::move(refusal);
       lane->dones[rank] = std::move(done);
     }
     if (lane != nullptr && !lane->IsComplete()) lane = nullptr;
   }
-  // Both calls below run without the lock: `done` may run the rest of a program on this thread, which may arrive here
-  // again, and `act` may take as long as the copies do.
+  // Both calls below run without the lock. `done` may run the rest of a program on this thread, which may arrive here
+  // again, and `act` may take as long as the copies.
   if (late) {
     done(*late);
   } else if (lane != nullptr) {
@@ -212,73 +211,73 @@ void Rendezvous<Brought>::Shared::Arrive(const Arrival& who, Brought brought, St
   }
 }
 
-template <typename Brought>
-std::shared_ptr<typename Rendezvous<Brought>::Lane> Rendezvous<Brought>::Shared::Join(const Arrival& who) {
+template <typename CallArguments>
+std::shared_ptr<typename Rendezvous<CallArguments>::Lane> Rendezvous<CallArguments>::Shared::Join(const Arrival& who) {
   const Key key(who.run_id, who.group);
   std::shared_ptr<Group>& group = groups[key];
   if (group == nullptr) group = std::make_shared<Group>();
-  // Turns are counted by device and not by rank, since with lanes several devices come as the same rank.
-  const int64_t turn = group->turn_of_device[who.device]++;
+  // Generations are counted by device and not by rank: with lanes, several devices arrive as the same rank.
+  const int64_t generation = group->generation_of_device[who.device]++;
   const auto rank = static_cast<size_t>(who.rank);
   const auto join = [&](const std::shared_ptr<Lane>& lane) {
     lane->here[rank] = true;
     ++lane->num_here;
     return lane;
   };
-  for (const std::shared_ptr<Lane>& lane : group->turns[turn].lanes) {
+  for (const std::shared_ptr<Lane>& lane : group->generations[generation].lanes) {
     if (!lane->here[rank]) return join(lane);
   }
-  return join(Open(key, turn));
+  return join(Open(key, generation));
 }
 
-template <typename Brought>
-std::shared_ptr<typename Rendezvous<Brought>::Lane> Rendezvous<Brought>::Shared::Open(const Key& key, int64_t turn) {
+template <typename CallArguments>
+std::shared_ptr<typename Rendezvous<CallArguments>::Lane> Rendezvous<CallArguments>::Shared::Open(const Key& key,
+                                                                                                  int64_t generation) {
   auto lane = std::make_shared<Lane>(static_cast<size_t>(options.num_ranks));
   lane->key = key;
   lane->group = groups[key];
-  lane->turn = turn;
-  groups[key]->turns[turn].lanes.push_back(lane);
+  lane->generation = generation;
+  groups[key]->generations[generation].lanes.push_back(lane);
   const auto timeout = std::chrono::duration_cast<Watchdog::Clock::duration>(options.timeout);
-  // The watchdog's lock is taken under this one. It calls back without its own, so the two are never taken the other
-  // way round.
+  // The watchdog's lock is taken under this one. The watchdog calls back without its own lock, so the order is never
+  // reversed.
   lane->deadline = Watchdog::OfProcess().Watch(Watchdog::Clock::now() + timeout,
                                                [self = this->shared_from_this(), lane] { self->EndLate(lane); });
   return lane;
 }
 
-template <typename Brought>
-void Rendezvous<Brought>::Shared::Meet(const std::shared_ptr<Lane>& lane, size_t last_rank) {
-  // Where this comes too late the watchdog is already calling EndLate, which sees that the lane is complete.
+template <typename CallArguments>
+void Rendezvous<CallArguments>::Shared::Meet(const std::shared_ptr<Lane>& lane, size_t last_rank) {
+  // If the deadline has passed, the watchdog is already calling EndLate, which returns because the lane is complete.
   Watchdog::OfProcess().Cancel(lane->deadline);
   {
     const std::lock_guard<std::mutex> lock(mutex);
     lane->last_rank = last_rank;
-    // `act` may call `finish` before it returns. End must then know that it is inside of Arrive, where `done` may run
-    // on this thread.
+    // `act` may call `finish` before it returns. End then runs inside Arrive, where `done` may run on this thread.
     lane->acting_thread = std::this_thread::get_id();
   }
   for (const Status& refusal : lane->refusals) {
     if (refusal) return End(lane, {At(options.site, *refusal), false});
   }
   try {
-    act({lane->brought.data(), lane->brought.size()}, [self = this->shared_from_this(), lane](const Status& failure) {
-      self->End(lane, {failure ? At(self->options.site, *failure) : Ok(), false});
-    });
+    act({lane->arguments.data(), lane->arguments.size()},
+        [self = this->shared_from_this(), lane](const Status& failure) {
+          self->End(lane, {failure ? At(self->options.site, *failure) : Ok(), false});
+        });
   } catch (const std::exception& error) {
-    // `finish` may have been handed on before the exception. Whichever call of End comes first decides, and the other
-    // does nothing.
+    // `finish` may be called after the exception. The first call of End decides, and the second has no effect.
     End(lane, {Refuse(options.site, ": ", error.what()), false});
   }
-  // From here on `finish` comes from another thread, and the system may give that thread the id of this one.
+  // From here on `finish` is called on another thread, which may reuse the id of this one.
   const std::lock_guard<std::mutex> lock(mutex);
   lane->acting_thread = std::thread::id();
 }
 
-template <typename Brought>
-void Rendezvous<Brought>::Shared::EndLate(const std::shared_ptr<Lane>& lane) {
+template <typename CallArguments>
+void Rendezvous<CallArguments>::Shared::EndLate(const std::shared_ptr<Lane>& lane) {
   const std::lock_guard<std::mutex> lock(mutex);
-  // The watchdog and the last rank race, and the lock decides: either the lane is complete here, or the last rank finds
-  // `late` set and does not act.
+  // The watchdog and the last rank race under the lock. If the lane is complete here, the deadline has no effect; else
+  // the last rank finds `late` set and does not act.
   if (lane->IsComplete() || lane->late) return;
   std::vector<int64_t> missing;
   Status refusal;
@@ -286,14 +285,14 @@ void Rendezvous<Brought>::Shared::EndLate(const std::shared_ptr<Lane>& lane) {
     if (!lane->here[rank]) missing.push_back(static_cast<int64_t>(rank));
     if (!refusal && lane->refusals[rank]) refusal = At(options.site, *lane->refusals[rank]);
   }
-  // A refused rank explains more than who is missing, since the others may be missing because they failed too.
+  // A refusal takes precedence over the missing ranks, which may be missing because they failed too.
   lane->late = refusal ? Outcome{refusal, false} : Outcome{MissingMessage(options, missing), true};
   RememberFailed(*lane);
   Settle(std::move(lane->dones), *lane->late);
 }
 
-template <typename Brought>
-void Rendezvous<Brought>::Shared::End(const std::shared_ptr<Lane>& lane, const Outcome& outcome) {
+template <typename CallArguments>
+void Rendezvous<CallArguments>::Shared::End(const std::shared_ptr<Lane>& lane, const Outcome& outcome) {
   std::vector<Done> dones;
   Done own;
   {
@@ -301,7 +300,7 @@ void Rendezvous<Brought>::Shared::End(const std::shared_ptr<Lane>& lane, const O
     if (lane->over) return;
     lane->over = true;
     dones.swap(lane->dones);
-    // Who came last is still in Arrive and needs no other thread.
+    // The last rank is still in Arrive, so its `done` needs no other thread.
     if (lane->acting_thread == std::this_thread::get_id()) own.swap(dones[lane->last_rank]);
     Forget(*lane);
   }
@@ -309,52 +308,52 @@ void Rendezvous<Brought>::Shared::End(const std::shared_ptr<Lane>& lane, const O
   if (own) own(outcome);
 }
 
-template <typename Brought>
-void Rendezvous<Brought>::Shared::Settle(std::vector<Done> dones, const Outcome& outcome) {
+template <typename CallArguments>
+void Rendezvous<CallArguments>::Shared::Settle(std::vector<Done> dones, const Outcome& outcome) {
   for (Done& done : dones) {
     if (done) Settlers::OfProcess().Run([done = std::move(done), outcome] { done(outcome); });
   }
 }
 
-template <typename Brought>
-void Rendezvous<Brought>::Shared::Forget(const Lane& lane) {
+template <typename CallArguments>
+void Rendezvous<CallArguments>::Shared::Forget(const Lane& lane) {
   const std::shared_ptr<Group> group = lane.group.lock();
   if (group == nullptr) return;
-  const auto turn = group->turns.find(lane.turn);
-  if (++turn->second.num_over == options.num_lanes) group->turns.erase(turn);
-  // Another group may stand there by now, if this one was too old.
+  const auto generation = group->generations.find(lane.generation);
+  if (++generation->second.num_over == options.num_lanes) group->generations.erase(generation);
+  // If this group was old, the key may refer to another group.
   const auto found = groups.find(lane.key);
-  if (group->turns.empty() && found != groups.end() && found->second == group) groups.erase(found);
+  if (group->generations.empty() && found != groups.end() && found->second == group) groups.erase(found);
 }
 
-template <typename Brought>
-void Rendezvous<Brought>::Shared::RememberFailed(Lane& lane) {
+template <typename CallArguments>
+void Rendezvous<CallArguments>::Shared::RememberFailed(Lane& lane) {
   const std::shared_ptr<Group> group = lane.group.lock();
   if (group == nullptr || group->failed) return;
   group->failed = true;
   failed.push_back(lane.key);
-  // Whoever comes even later opens a meeting of its own and fails when its time is over: the price of memory that does
-  // not grow with the number of failures.
+  // Even later arrivals open a new meeting and fail after its time-out. In return, memory does not grow with the number
+  // of failures.
   if (failed.size() > kMaxFailed) {
     groups.erase(failed.front());
     failed.pop_front();
   }
 }
 
-template <typename Brought>
-std::optional<Outcome> Rendezvous<Brought>::Shared::FailureOf(int64_t run_id) const {
+template <typename CallArguments>
+std::optional<Outcome> Rendezvous<CallArguments>::Shared::FailureOf(int64_t run_id) const {
   for (const auto& [run, outcome] : failed_runs) {
     if (run == run_id) return outcome;
   }
   return std::nullopt;
 }
 
-template <typename Brought>
-void Rendezvous<Brought>::Shared::FailRun(int64_t run_id, const Outcome& outcome) {
+template <typename CallArguments>
+void Rendezvous<CallArguments>::Shared::FailRun(int64_t run_id, const Outcome& outcome) {
   std::vector<Watchdog::Ticket> deadlines;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    // The first failure is the reason of those that follow.
+    // Keep the first failure: it causes those that follow.
     if (FailureOf(run_id)) return;
     failed_runs.emplace_back(run_id, Outcome{At(options.site, *outcome.failure), outcome.timed_out});
     if (failed_runs.size() > kMaxFailed) failed_runs.pop_front();
@@ -363,9 +362,9 @@ void Rendezvous<Brought>::Shared::FailRun(int64_t run_id, const Outcome& outcome
         ++group;
         continue;
       }
-      for (const auto& [number, turn] : group->second->turns) {
-        for (const std::shared_ptr<Lane>& lane : turn.lanes) {
-          // One that is complete is acting, and ends by itself.
+      for (const auto& [number, generation] : group->second->generations) {
+        for (const std::shared_ptr<Lane>& lane : generation.lanes) {
+          // A complete lane is acting and ends by itself.
           if (lane->IsComplete() || lane->late) continue;
           lane->late = failed_runs.back().second;
           deadlines.push_back(lane->deadline);
@@ -375,15 +374,15 @@ void Rendezvous<Brought>::Shared::FailRun(int64_t run_id, const Outcome& outcome
       group = groups.erase(group);
     }
   }
-  // Without the lock: what a deadline owns may be the last to own a meeting.
+  // Cancel without the lock: the deadline may own the last reference to a meeting.
   for (const Watchdog::Ticket& deadline : deadlines) Watchdog::OfProcess().Cancel(deadline);
 }
 
-template <typename Brought>
-size_t Rendezvous<Brought>::num_open() const {
+template <typename CallArguments>
+size_t Rendezvous<CallArguments>::num_open() const {
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   size_t count = 0;
-  for (const auto& [key, group] : shared_->groups) count += group->turns.size();
+  for (const auto& [key, group] : shared_->groups) count += group->generations.size();
   return count;
 }
 

@@ -20,7 +20,7 @@ using moe_lb::RendezvousOptions;
 using moe_lb::Status;
 using moe_lb::View;
 
-// A rank brings a number and a place for the sum.
+// Arguments of a rank: a number, and the address of the sum.
 struct Number {
   int64_t value = 0;
   int64_t* sum = nullptr;
@@ -28,23 +28,23 @@ struct Number {
 
 using Meeting = Rendezvous<Number>;
 
-void Sum(View<Number> brought, const Meeting::Finish& finish) {
+void Sum(View<Number> arguments, const Meeting::Finish& finish) {
   int64_t sum = 0;
-  for (const Number& number : brought) sum += number.value;
-  for (const Number& number : brought) *number.sum = sum;
+  for (const Number& number : arguments) sum += number.value;
+  for (const Number& number : arguments) *number.sum = sum;
   finish(Ok());
 }
 
 // The same on another thread.
-void SumLater(View<Number> brought, const Meeting::Finish& finish) {
-  Copiers::Of(0).Enqueue([brought, finish] { Sum(brought, finish); });
+void SumLater(View<Number> arguments, const Meeting::Finish& finish) {
+  Copiers::Of(0).Enqueue([arguments, finish] { Sum(arguments, finish); });
 }
 
 RendezvousOptions Options(int64_t num_ranks, double timeout_s = 60, int64_t num_lanes = 1) {
   return {"meeting", num_ranks, num_lanes, std::chrono::duration<double>(timeout_s)};
 }
 
-// `body(thread)` on threads of their own.
+// Runs `body(thread)` on separate threads.
 template <typename Body>
 void OnThreads(int64_t num_threads, const Body& body) {
   std::vector<std::thread> threads;
@@ -56,17 +56,17 @@ void MaybePause(std::minstd_rand& random) {
   if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
 }
 
-// Every device is a thread; groups side by side; several runs and turns; each meeting's sum is checked.
-void EveryTurnMeetsItsOwn(int64_t num_threads, int64_t num_ranks, int64_t num_turns, Meeting::Act act) {
+// Every device is a thread; groups side by side; several runs and generations; each meeting's sum is checked.
+void EveryGenerationMeetsItsOwn(int64_t num_threads, int64_t num_ranks, int64_t num_generations, Meeting::Act act) {
   Meeting meeting(Options(num_ranks), std::move(act));
   OnThreads(num_threads, [&](int64_t device) {
     std::minstd_rand random(static_cast<unsigned>(device) + 1);
     const int64_t group = device / num_ranks, rank = device % num_ranks;
     for (int64_t run = 0; run < 3; ++run) {
-      for (int64_t turn = 0; turn < num_turns; ++turn) {
+      for (int64_t generation = 0; generation < num_generations; ++generation) {
         MaybePause(random);
         int64_t sum = 0;
-        const int64_t value = run * 1000000 + turn * 1000 + group;
+        const int64_t value = run * 1000000 + generation * 1000 + group;
         const Outcome outcome = meeting.ArriveAndWait({run, device, group, rank}, {value, &sum}, Ok());
         EXPECT(!outcome.failure);
         EXPECT_EQ(sum, num_ranks * value);
@@ -76,7 +76,7 @@ void EveryTurnMeetsItsOwn(int64_t num_threads, int64_t num_ranks, int64_t num_tu
   EXPECT_EQ(meeting.num_open(), 0U);
 }
 
-// Two runs at once, and arrivals that do not wait.
+// Two concurrent runs, and arrivals that do not block.
 void NoThreadWaitsInArrive() {
   constexpr int64_t kRanks = 4, kRuns = 50;
   Meeting meeting(Options(kRanks), SumLater);
@@ -97,7 +97,7 @@ void NoThreadWaitsInArrive() {
   EXPECT_EQ(meeting.num_open(), 0U);
 }
 
-// The last to come must not run what waits for the others: XLA would run their programs on its thread.
+// The last rank must not run the callbacks of the others: XLA would run their programs on its thread.
 void OthersAreCalledBackOnAThreadOfTheirOwn() {
   Meeting meeting(Options(2), Sum);
   int64_t sum = 0;
@@ -108,20 +108,21 @@ void OthersAreCalledBackOnAThreadOfTheirOwn() {
   EXPECT(second.get_future().get() == std::this_thread::get_id());
 }
 
-// A loop whose every arrival comes from the callback of the one before: neither recursion nor memory may grow.
+// A loop in which each arrival comes from the previous callback: recursion depth and memory must stay constant.
 void ALongChainStaysFlat() {
-  constexpr int64_t kTurns = 10000;
+  constexpr int64_t kGenerations = 10000;
   Meeting meeting(Options(2), Sum);
   int64_t sums[2] = {0, 0};
   std::promise<void> over[2];
-  std::function<void(int64_t, int64_t)> next = [&](int64_t rank, int64_t turn) {
-    if (turn == kTurns) return over[rank].set_value();
-    meeting.Arrive({7, rank, 0, rank}, {turn, &sums[rank]}, Ok(), [&next, &sums, rank, turn](const Outcome& outcome) {
-      EXPECT(!outcome.failure);
-      EXPECT_EQ(sums[rank], 2 * turn);
-      // As XLA does: never deeper than one callback.
-      Copiers::Of(rank).Enqueue([&next, rank, turn] { next(rank, turn + 1); });
-    });
+  std::function<void(int64_t, int64_t)> next = [&](int64_t rank, int64_t generation) {
+    if (generation == kGenerations) return over[rank].set_value();
+    meeting.Arrive({7, rank, 0, rank}, {generation, &sums[rank]}, Ok(),
+                   [&next, &sums, rank, generation](const Outcome& outcome) {
+                     EXPECT(!outcome.failure);
+                     EXPECT_EQ(sums[rank], 2 * generation);
+                     // As XLA does: never deeper than one callback.
+                     Copiers::Of(rank).Enqueue([&next, rank, generation] { next(rank, generation + 1); });
+                   });
   };
   Copiers::Of(0).Enqueue([&] { next(0, 0); });
   Copiers::Of(1).Enqueue([&] { next(1, 0); });
@@ -164,7 +165,7 @@ void WhoIsMissingIsNamed() {
     EXPECT_EQ(outcome.failure.value_or("none"), want);
     EXPECT(outcome.timed_out);
   });
-  // Who comes late does not wait.
+  // A late rank does not wait.
   for (const int64_t rank : {2, 5}) {
     const Outcome outcome = meeting.ArriveAndWait({0, rank, 0, rank}, {0, &sum}, Ok());
     EXPECT_EQ(outcome.failure.value_or("none"), want);
@@ -172,7 +173,7 @@ void WhoIsMissingIsNamed() {
   EXPECT_EQ(meeting.num_open(), 0U);
 }
 
-// Ranks come about when the time is over: whatever happens, all agree, and the next run is not disturbed.
+// Ranks arrive near the time-out: all must get the same outcome, and the next run is unaffected.
 void ArrivingAtTheDeadline() {
   constexpr int64_t kRanks = 8;
   Meeting meeting(Options(kRanks, 0.002), SumLater);
@@ -190,7 +191,7 @@ void ArrivingAtTheDeadline() {
   EXPECT_EQ(meeting.num_open(), 0U);
 }
 
-// Runs whose ranks never all come must not pile up.
+// Runs with missing ranks must not accumulate.
 void FailedMeetingsAreForgotten() {
   Meeting meeting(Options(2, 1e-4), Sum);
   int64_t sum = 0;
@@ -200,17 +201,17 @@ void FailedMeetingsAreForgotten() {
   EXPECT(meeting.num_open() <= Meeting::kMaxFailed);
 }
 
-// Two devices come as each rank, in any mixture.
-void LanesAreFilledInTurn() {
+// Two devices arrive as each rank, in any order.
+void LanesAreFilledInOrder() {
   constexpr int64_t kRanks = 4, kLanes = 2;
   Meeting meeting(Options(kRanks, 60, kLanes), Sum);
   OnThreads(kRanks * kLanes, [&](int64_t device) {
     std::minstd_rand random(static_cast<unsigned>(device) + 1);
-    for (int64_t turn = 0; turn < 200; ++turn) {
+    for (int64_t generation = 0; generation < 200; ++generation) {
       MaybePause(random);
       int64_t sum = 0;
-      EXPECT(!meeting.ArriveAndWait({0, device, 0, device % kRanks}, {turn, &sum}, Ok()).failure);
-      EXPECT_EQ(sum, kRanks * turn);
+      EXPECT(!meeting.ArriveAndWait({0, device, 0, device % kRanks}, {generation, &sum}, Ok()).failure);
+      EXPECT_EQ(sum, kRanks * generation);
     }
   });
   EXPECT_EQ(meeting.num_open(), 0U);
@@ -226,7 +227,7 @@ void BadArgumentsAreNamed() {
   EXPECT(!CheckOptions(Options(1)));
 }
 
-// A device that does not know as whom it would come ends its run for the others at once, and no other run.
+// A device without a known rank fails its run for the others at once, and no other run.
 void AFailedRunEndsForAll() {
   for (const bool first : {false, true}) {
     Meeting meeting(Options(3), Sum);
@@ -242,7 +243,7 @@ void AFailedRunEndsForAll() {
       }
       if (first) std::this_thread::sleep_for(std::chrono::milliseconds(20));
       ++waiting;
-      // Another group of the run fails too, as nobody knows to which the device belongs.
+      // Another group of the run fails too, because the group of the device is unknown.
       outcomes[at] = meeting.ArriveAndWait({7, rank, rank % 2, rank}, {rank, &sums[at]}, Ok());
     });
     EXPECT(std::chrono::steady_clock::now() - began < std::chrono::seconds(20));
@@ -264,10 +265,10 @@ void AFailedRunEndsForAll() {
 
 int main() {
   AFailedRunEndsForAll();
-  EveryTurnMeetsItsOwn(8, 8, 200, Sum);
-  EveryTurnMeetsItsOwn(8, 2, 200, SumLater);
-  EveryTurnMeetsItsOwn(128, 128, 10, Sum);
-  EveryTurnMeetsItsOwn(128, 32, 10, SumLater);
+  EveryGenerationMeetsItsOwn(8, 8, 200, Sum);
+  EveryGenerationMeetsItsOwn(8, 2, 200, SumLater);
+  EveryGenerationMeetsItsOwn(128, 128, 10, Sum);
+  EveryGenerationMeetsItsOwn(128, 32, 10, SumLater);
   NoThreadWaitsInArrive();
   OthersAreCalledBackOnAThreadOfTheirOwn();
   ALongChainStaysFlat();
@@ -277,6 +278,6 @@ int main() {
   WhoIsMissingIsNamed();
   ArrivingAtTheDeadline();
   FailedMeetingsAreForgotten();
-  LanesAreFilledInTurn();
+  LanesAreFilledInOrder();
   BadArgumentsAreNamed();
 }

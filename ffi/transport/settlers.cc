@@ -7,7 +7,7 @@
 namespace moe_lb {
 
 Settlers& Settlers::OfProcess() {
-  // They are leaked on purpose: at exit a job may still run the rest of a program, and nobody can tell it to stop.
+  // Leaked on purpose: a job may still run the rest of a program at exit, and it cannot be stopped.
   static Settlers* const settlers = new Settlers;
   return *settlers;
 }
@@ -17,14 +17,13 @@ void Settlers::Run(std::function<void()> job) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     jobs_.push_back(std::move(job));
-    // A thread that was notified counts as idle, and its job as open, until it holds the lock. So with more jobs than
-    // idle threads one job would wait for the end of another, and a job may wait for ever for what the other was to
-    // start.
+    // A notified thread counts as idle, and its job as open, until it holds the lock. With more jobs than idle threads,
+    // start a thread: else a job would wait for another to end, and may wait forever for a job that has not started.
     start = jobs_.size() > num_idle_;
     if (start) ++num_threads_;
   }
   if (start) {
-    // It is detached, since a job of a program that hangs never ends and nobody could join it.
+    // Detached, because a job of a hanging program does not end and could not be joined.
     std::thread([this] { Work(); }).detach();
   } else {
     changed_.notify_one();
@@ -42,7 +41,7 @@ void Settlers::Work() {
     if (jobs_.empty()) {
       ++num_idle_;
       const bool woken = changed_.wait_for(lock, std::chrono::seconds(kIdleSeconds), [this] { return !jobs_.empty(); });
-      // This is under the lock since the wait ended, so Run never counts on a thread that is about to end.
+      // Under the lock since the wait ended, so Run does not count a thread that is about to end.
       --num_idle_;
       if (!woken) break;
     }
@@ -50,7 +49,7 @@ void Settlers::Work() {
     jobs_.pop_front();
     lock.unlock();
     job();
-    // What the job owns dies without the lock, since nothing is known here of what its end does.
+    // Destroy the job without the lock, because its destructors may run any code.
     job = nullptr;
     lock.lock();
   }

@@ -1,4 +1,4 @@
-// Threads on which programs of XLA go on.
+// Threads that complete promises of XLA, and so continue its programs.
 #pragma once
 
 #include <condition_variable>
@@ -9,18 +9,18 @@
 
 namespace moe_lb {
 
-// Completing the promise of an asynchronous handler runs the rest of that device's program, on the thread that
-// completes it, up to the program's next wait; and XLA's own collectives wait by blocking. So two promises must never
-// be completed by one thread, one after the other: the first device would wait in a collective for the second, whose
-// program cannot go on. Nor may a thread that others need (a copier, the watchdog) complete one.
+// Completing the promise of an asynchronous handler runs the rest of that device's program on the completing thread, up
+// to the program's next wait. XLA's own collectives block. So one thread must not complete two promises one after the
+// other: the first device would wait in a collective for the second, whose program cannot continue. A thread with other
+// duties (a copier, the watchdog) must not complete one either.
 //
-// Every job gets a thread for itself: an idle one if there is one, else a new one. Threads that were idle for
-// `kIdleSeconds` end.
+// Every job gets its own thread: an idle one if there is one, else a new one. A thread ends after `kIdleSeconds`
+// without a job.
 class Settlers {
  public:
   static constexpr int kIdleSeconds = 10;
 
-  // Starts at the first use and is never destroyed: jobs may outlast whoever asked for them.
+  // Created at the first use and never destroyed: jobs may outlive their callers.
   static Settlers& OfProcess();
 
   // Returns at once. A job must not throw; it may block.

@@ -1,4 +1,4 @@
-// What one process of a group shows to the others: a page of memory that all of them map.
+// Calls of one process, in a page of memory that all processes of a group map.
 #pragma once
 
 #include <atomic>
@@ -7,34 +7,34 @@
 
 namespace moe_lb {
 
-// Where an array lies: the number that its process gave the allocation, and bytes into it.
+// Address of an array: the allocation number of its process, and the offset in bytes.
 struct SharedArray {
   uint64_t memory;
   uint64_t offset;
 };
 
-// One call of one process. Its process alone writes it, until that has ended.
+// One call of one process. Only that process writes it, until it has ended.
 struct alignas(64) SharedCall {
   static constexpr size_t kMaxKinds = 16;  // of weights that travel together
   static constexpr size_t kMaxMessage = 384;
 
-  // By the host. The number of a call comes last, after all that belongs to it.
+  // Written by the host. The call number is stored last, after the data of the call.
   std::atomic<uint32_t> announced;
-  std::atomic<uint32_t> failed;  // the call that `message` is about
-  std::atomic<uint32_t> queued;  // of the tasks of all, in their order: below it all of this process's are queued
+  std::atomic<uint32_t> failed;  // the call of `message`
+  std::atomic<uint32_t> queued;  // all tasks of this process below this index are queued
   uint32_t timed_out;
   uint32_t is_internal;
-  uint64_t asked;  // stands for all that must be the same on all processes
+  uint64_t request_hash;  // of the request, which must be equal on all processes
   SharedArray home[kMaxKinds];
   SharedArray slots[kMaxKinds];
   char message[kMaxMessage];
 
-  // By the copy stream, and read by streams of others, in words of their own line of the cache.
-  alignas(64) std::atomic<uint32_t> forwarded;  // the last task, from 1 on, that others copy from
-  std::atomic<uint32_t> copied;                 // the call whose copies into this process are done
+  // Written by the copy stream and read by streams of other processes; in its own cache line.
+  alignas(64) std::atomic<uint32_t> forwarded;  // the last completed task, from 1 on, that others copy from
+  std::atomic<uint32_t> copied;                 // the call whose copies into this process are complete
 };
 
-// A ring of calls: a process may be that many ahead of the slowest.
+// A ring of calls: a process may be at most kNum calls ahead of the slowest.
 struct SharedCalls {
   static constexpr uint32_t kNum = 16;
 
@@ -44,7 +44,7 @@ struct SharedCalls {
 static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == sizeof(uint32_t),
               "streams write these words");
 
-// Whether `value` is `wanted` or was counted after it. Counts go round, and CUDA compares them in the same way.
+// True if `value` equals `wanted` or was counted after it. Counters wrap around; CUDA compares them in the same way.
 inline bool HasReached(uint32_t value, uint32_t wanted) { return static_cast<int32_t>(value - wanted) >= 0; }
 
 }  // namespace moe_lb

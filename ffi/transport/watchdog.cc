@@ -3,7 +3,7 @@
 namespace moe_lb {
 
 Watchdog& Watchdog::OfProcess() {
-  // It is leaked on purpose: handlers may still set deadlines while the process exits and destroys its static objects.
+  // Leaked on purpose: handlers may set deadlines while the process destroys its static objects.
   static Watchdog* const watchdog = new Watchdog;
   return *watchdog;
 }
@@ -23,7 +23,7 @@ Watchdog::Ticket Watchdog::Watch(Clock::time_point deadline, std::function<void(
   const std::lock_guard<std::mutex> lock(mutex_);
   const Ticket ticket(deadline, num_tickets_++);
   waiting_.emplace(ticket, std::move(late));
-  // The thread sets `wakes_at_` and falls asleep under the same lock, so an earlier deadline cannot slip in between.
+  // The thread sets `wakes_at_` and starts to sleep under the same lock, so it cannot miss an earlier deadline.
   if (deadline < wakes_at_) {
     wakes_at_ = deadline;
     changed_.notify_one();
@@ -53,8 +53,8 @@ void Watchdog::Run() {
     if (first != waiting_.end() && first->first.first <= Clock::now()) {
       std::function<void()> late = std::move(first->second);
       waiting_.erase(first);
-      // `late` takes the lock of a rendezvous, and a rendezvous calls Watch with that lock held. Calling it with this
-      // lock held would take the two in both orders, and the threads could wait for each other.
+      // `late` takes the lock of a rendezvous, which calls Watch with that lock held. Holding this lock during the call
+      // would invert the order and could deadlock.
       lock.unlock();
       late();
       late = nullptr;  // what it owns dies without the lock
@@ -62,11 +62,11 @@ void Watchdog::Run() {
       continue;
     }
     wakes_at_ = first == waiting_.end() ? Clock::time_point::max() : first->first.first;
-    // Not wait_until(max): some standard libraries overflow there.
+    // wait, not wait_until(max): some standard libraries overflow there.
     if (first == waiting_.end()) {
       changed_.wait(lock);
     } else {
-      // It is a copy, because wait_until keeps a reference while it sleeps, and Watch changes `wakes_at_` meanwhile.
+      // A copy, because wait_until keeps a reference while it sleeps, and Watch changes `wakes_at_` meanwhile.
       const Clock::time_point until = wakes_at_;
       changed_.wait_until(lock, until);
     }

@@ -1,4 +1,4 @@
-// Deadlines: one thread that sleeps until the earliest of them and calls back what is late.
+// Deadlines: one thread that sleeps until the earliest of them and calls its callback.
 #pragma once
 
 #include <chrono>
@@ -12,9 +12,9 @@
 
 namespace moe_lb {
 
-// The last thread that is left when all of a program wait for a rank that never comes, so it must not be a thread of
-// XLA. XLA gives a handler nothing that outlives its call site, and a thread per call site would be hundreds of them:
-// hence one for the process, `OfProcess`, which starts at the first use and is never destroyed.
+// Runs on its own thread: if all threads of a program wait for a missing rank, none of XLA's is left to report it. XLA
+// gives a handler no state that outlives its call site, and one thread per call site would be hundreds. So there is one
+// watchdog per process, `OfProcess`, created at the first use and never destroyed.
 class Watchdog {
  public:
   using Clock = std::chrono::steady_clock;
@@ -23,7 +23,7 @@ class Watchdog {
   static Watchdog& OfProcess();
 
   Watchdog();
-  ~Watchdog();  // forgets what is not due yet
+  ~Watchdog();  // drops pending deadlines
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
@@ -31,8 +31,8 @@ class Watchdog {
   // short, must not throw, and may call `Watch` and `Cancel`. The watchdog holds no lock during the call.
   Ticket Watch(Clock::time_point deadline, std::function<void()> late);
 
-  // Forgets a deadline and destroys its callback. False where the callback has run or is running: Cancel does not wait
-  // for it.
+  // Removes a deadline and destroys its callback. Returns false if the callback has run or is running; Cancel does not
+  // wait for it.
   bool Cancel(const Ticket& ticket);
 
   size_t num_waiting() const;
@@ -44,8 +44,8 @@ class Watchdog {
   std::condition_variable changed_;
   std::map<Ticket, std::function<void()>> waiting_;
   uint64_t num_tickets_ = 0;
-  // When the thread wakes up by itself. Only an earlier deadline needs to wake it: cancelling and watching again, as
-  // every meeting does, costs no switch of threads.
+  // Next time the thread wakes by itself. Only an earlier deadline must wake it, so a cancel and a new watch per
+  // meeting cost no thread switch.
   Clock::time_point wakes_at_ = Clock::time_point::max();
   bool stopping_ = false;
   std::thread thread_;  // last: it uses all of the above

@@ -29,7 +29,7 @@ void TheEarliestIsCalledFirst() {
   EXPECT_EQ(watchdog.num_waiting(), 0U);
 }
 
-void NothingIsCalledBeforeItsDeadline() {
+void NoCallbackRunsBeforeItsDeadline() {
   Watchdog watchdog;
   const auto deadline = In(milliseconds(20));
   std::promise<Watchdog::Clock::time_point> called;
@@ -92,7 +92,7 @@ void ManyThreads() {
 
 int main() {
   TheEarliestIsCalledFirst();
-  NothingIsCalledBeforeItsDeadline();
+  NoCallbackRunsBeforeItsDeadline();
   WhatIsCancelledIsGone();
   AnEarlierDeadlineWakesTheThread();
   CallbacksMayWatchAndCancel();

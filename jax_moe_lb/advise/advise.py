@@ -1,10 +1,9 @@
-"""`other_sizes` looks at what a search takes as given: how many ranks share the experts, and how many tokens each has.
+"""`advise`: the fastest choices for a model on a cluster, with their uncertainty and break-even point.
 
-Fewer ranks share the experts where the machine is several expert-parallel groups side by side. Tokens then stay nearer,
-and the load of a rank is more even; each rank holds more experts, whose gradients are summed over the groups. All
-groups route alike, so one is simulated, with the counts of its own ranks. Times are those of one layer for each token.
-
-`advise` searches for the fastest choices, and says how sure it is and from how many tokens per rank on they pay.
+`other_sizes` varies the inputs of the search: the number of ranks that share the experts, and tokens per rank. Fewer
+ranks share the experts if the machine has several expert-parallel groups. Tokens then stay nearer and loads are more
+even, but each rank holds more experts, whose gradients are summed over the groups. All groups route alike, so one is
+simulated, with the counts of its own ranks. Times are those of one layer per token.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
-"""A `Choice` says in a few values what to run, so that a search can change one of them; `build` makes a candidate.
+"""A `Choice`: a few values that define a system, for a search that changes one at a time.
 
-`usage` says how to use a choice: as lines of Python, and as flags of the programs that can say it.
+`build` makes the system, and `usage` prints it as Python and as command-line flags.
 """
 
 import math

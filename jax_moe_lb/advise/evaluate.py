@@ -1,6 +1,6 @@
-"""A `Workload` is a step on which choices are compared: drawn in several shapes, or of a trace.
+"""Evaluation of choices on workloads, by one layer or by whole steps.
 
-A `Evaluator` simulates choices on workloads: one layer at a glance, or the whole step.
+A `Workload` is a step of synthetic counts in one of several shapes, or of a recorded trace.
 """
 
 from collections.abc import Sequence

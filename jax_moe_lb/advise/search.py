@@ -1,12 +1,10 @@
-"""A `Space` lists the choices that a search begins with, and those beside a choice.
+"""Search for the fastest choices of a `Space`.
 
-`search` finds the fastest choices of a `Space`, looking at few of them for long.
-
-It goes in three stages. For one workload of every shape it looks at one layer of the choices that the space begins
-with, then again and again at all that is beside the fastest families, until nothing beside them is faster. What is
-fastest there is looked at on every shape, one layer each. The best of these get whole steps on all workloads. A choice
-whose floor is above what others take is not simulated, as no workload could make it fast. The first two stages are a
-heuristic: what is slow in one layer of one draw of every shape is never judged on the others.
+The search has three stages. On one workload of every shape it simulates one layer of the first choices of the space,
+then repeatedly all neighbors of the fastest families, until no neighbor is faster. It simulates one layer of the
+fastest ones on every shape. The best of these get whole steps on all workloads. A choice with a lower bound above the
+time of others is not simulated. The first two stages are a heuristic: a choice that is slow on the first workloads is
+not tried on the others.
 """
 
 import itertools

@@ -1,6 +1,6 @@
-"""Over which axes of the mesh a collective goes, from the groups of devices that it names.
+"""Collectives of a compiled program: mesh axes, bytes, and the work that overlaps with them.
 
-The collectives of a program: over which mesh axes, how many bytes, and what runs meanwhile.
+The axes follow from the groups of devices that an instruction lists.
 """
 
 import itertools

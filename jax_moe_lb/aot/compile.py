@@ -1,6 +1,6 @@
-"""`quiet_stderr` keeps off stderr what compilers log.
+"""Compilation of a program for a target, and the report on the result.
 
-`compile_for` compiles a program for a target and reads what came out of the compiler.
+`quiet_stderr` keeps the logs of compilers off stderr.
 """
 
 import os

@@ -1,15 +1,13 @@
-"""How often loops run whose compiler does not write it: those of TPUs, which count from one constant to another.
+"""How often each instruction of a program runs, and how often host and device wait for each other.
 
-Which instructions run, and how often, so that costs can be summed over a program.
+A loop runs as often as the compiler or its condition states, and once if neither does; loops in `IDLE_SCOPE` do not
+run. TPU compilers state no trip count: their loops count from one constant to another. The most expensive branch of a
+conditional counts.
 
-A loop runs as often as the compiler or its condition says, and once where neither does; but the loops in `IDLE_SCOPE`
-not at all. Of a conditional the dearest branch runs.
-
-How often host and device wait for each other inside one run of a program: each time, the device runs dry.
-
-XLA launches the operations of a GPU one after another from the host. Before a `while` of unknown length goes on and
-before a branch is taken, it copies the condition to the host and waits. Inside a command buffer, which CUDA runs as a
-graph, it does not. A TPU runs loops and branches itself, and waits where the host is called.
+XLA launches the operations of a GPU from the host, one after another. Before each iteration of a `while` of unknown
+length and before each branch it copies the condition to the host and waits, and the device idles. Inside a command
+buffer, which CUDA runs as a graph, it does not wait. A TPU runs loops and branches itself and waits for host calls
+only.
 """
 
 import re

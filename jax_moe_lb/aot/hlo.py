@@ -1,11 +1,8 @@
-"""Shapes, as XLA writes them: `bf16[16,2048]{1,0:T(8,128)S(1)}`, or several of them in parentheses.
+"""Parser of compiled programs as XLA prints them.
 
-The lines of Python that instructions come from, out of the tables at the head of a printed program.
-
-A compiled program as XLA prints it, read into computations and instructions.
-
-It reads what analyses need and no more: names, shapes, operands, and attributes as text. XLA's own parser is no part of
-what jaxlib promises, and reads no dump that another version wrote.
+It reads names, shapes, operands and attributes, and the Python lines of instructions from the tables at the head of a
+program. XLA's own parser is not part of jaxlib's interface, and it rejects dumps of other versions. Shapes look like
+`bf16[16,2048]{1,0:T(8,128)S(1)}`, alone or in parentheses.
 """
 
 import functools
@@ -84,7 +81,10 @@ FIELD = re.compile(r"(\w+)=(\d+)")
 FRAME = re.compile(r"stack_frame_id=(\d+)")
 INLINE = re.compile(r'source_file="([^"]+)"(?: source_line=(\d+))?')
 
-HELPER = re.compile(r"-packages/(?!jax_moe_lb/)|jax_moe_lb/(?:core/(?:types|manual_axes|custom_calls|plan_file)|collectives/local_processes)\.py:")
+HELPER = re.compile(
+    r"-packages/(?!jax_moe_lb/)"
+    r"|jax_moe_lb/(?:core/(?:types|manual_axes|custom_calls|plan_file)|collectives/local_processes)\.py:"
+)
 """A line of these files, and of other packages that are installed, says less than the one that called it."""
 
 TRACER = re.compile(r"jax_moe_lb/aot/\w+\.py:")
@@ -183,7 +183,7 @@ class Instruction:
         arguments: what stands in its parentheses, as text; of a parameter, its number.
         attributes: what follows the parentheses, as text.
         is_root: whether it is the result of its computation.
-        counted: how often a loop runs by its condition, where the compiler does not write it; see `execution_counts.py`.
+        counted: trip count of a loop by its condition if the compiler states none; see `execution_counts.py`.
     """
 
     name: str

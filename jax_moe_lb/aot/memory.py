@@ -1,10 +1,8 @@
-"""Which arrays fill a device's memory at the peak, from the dumps that XLA writes beside a program.
+"""Memory of a compiled program: buffers at the peak, and bytes that it reads and writes.
 
-What a program reads from and writes to the device's memory, operation by operation.
-
-Caches are left out: what an operation reads counts once for each operation, and what it writes as well. Of a gather
-only what it picks counts, of an update in place only what it changes. What copy engines do for the custom calls of this
-package is left out too.
+Peak buffers come from the dumps that XLA writes beside a program. Traffic is counted per operation without caches: each
+operand of each operation counts once. A gather counts the rows that it reads, and an update in place the rows that it
+changes. Transfers of copy engines for custom calls of this package are left out.
 """
 
 import re

@@ -1,7 +1,4 @@
-"""A report says what one device of a target holds and does in one run of a program.
-
-`print_report` prints a report for people.
-"""
+"""The report on one device's share of a compiled program, and its printed form."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

@@ -1,7 +1,4 @@
-"""The devices of targets, as their data sheets and their drivers describe them.
-
-A target says for which machine a program is compiled, whether or not there is one.
-"""
+"""Targets of compilation: devices as their data sheets and drivers describe them, and their meshes."""
 
 import importlib.util
 import os

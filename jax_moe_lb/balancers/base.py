@@ -1,8 +1,6 @@
-"""What a layer tells its balancer about itself, so that costs need not be typed.
+"""The interface of balancers, their composition, and plain expert parallelism.
 
-A balancer edits the plan, and does nothing else.
-
-Plain expert parallelism: no balancing.
+A balancer edits a `Plan`. `LayerCost` has the sizes of the layer, from which balancers derive costs.
 """
 
 import abc

@@ -1,8 +1,7 @@
-"""Expert loads of the last steps, for balancers that plan from history, summed so that no sum overflows.
+"""EPLB and EPLB+: redundant experts by the load of earlier steps, or of this microbatch.
 
-EPLB: redundant experts, placed anew every few steps by the load of the steps before.
-
-EPLB+: the greedy rule of EPLB on the exact load of every microbatch.
+`History` sums expert loads over the last steps without overflow. `EPLB` places replicas anew every few steps by that
+history. `EPLBPlus` applies the same rule to the exact load of every microbatch.
 """
 
 from collections.abc import Callable

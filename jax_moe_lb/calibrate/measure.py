@@ -1,9 +1,7 @@
-"""`benchmark_seconds` times a part of the user's own model, for what decides by such times.
+"""Measured rates of this machine, through the library's own calls, for the simulator.
 
-`measure` finds out what this machine does, through the library's own calls, for the simulator to read.
-
-Every number is the median of a few calls. Ranks of one CPU share its cores, so what they measure there is what they
-take at once.
+Each number is the median of a few calls. Ranks of one CPU share its cores, so the measured times are those of
+concurrent ranks. `benchmark_seconds` times a part of a user's model.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""These functions make what `advise` prints.
-
-`advise` is the command that says which system to take.
-"""
+"""The command `advise`, and its tables."""
 
 import math
 from collections.abc import Sequence

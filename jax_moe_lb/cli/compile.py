@@ -1,7 +1,4 @@
-"""`compose` makes systems by name, and of what `+` joins: `ultraep`, `hybridep+exact`, `ultraep+rails`.
-
-`compile` compiles a layer for a machine that need not be there, and prints what came out.
-"""
+"""The command `compile`, and systems composed by `+`: `ultraep`, `hybridep+exact`, `ultraep+rails`."""
 
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,4 @@
-"""`convert` makes counts of recordings of others, which `plan`, `replay` and `simulate` then read.
-
-`drift` fits a drift to a trace, as files of the simulator then have it.
-"""
+"""The commands `convert`, which reads recordings of other programs, and `drift`, which fits a drift to a trace."""
 
 import io
 from dataclasses import asdict

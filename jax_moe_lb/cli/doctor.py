@@ -1,7 +1,4 @@
-"""`build_states` says which extension modules this installation has, and whether this jaxlib takes them.
-
-`diagnosis` says what is installed here, and which implementation of each operation the layers will run.
-"""
+"""The command `doctor`: installed modules, and the implementation of each operation."""
 
 import importlib
 import importlib.util

@@ -1,10 +1,7 @@
-"""Whatever is wrong with what a user gave becomes one line on stderr, and an exit code.
+"""Output, errors and shared options of the commands.
 
-Several commands share these options.
-
-Numbers arrive as text, because what typer says of a bad one differs between its versions, and some leave out the value.
-
-The commands print a table for people, or one JSON object for programs.
+Commands print a table, or one JSON object. Bad input gives one line on stderr and an exit code. Numeric options arrive
+as text: the message of typer about a bad number depends on its version.
 """
 
 import json

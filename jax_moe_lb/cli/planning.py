@@ -1,6 +1,6 @@
-"""Balancers by name, as `jax_moe_lb.balancers` exports them.
+"""Balancers by name, and plans of recorded counts, layer by layer and step by step.
 
-`PlanRunner` plans for recorded counts, layer by layer and step by step, off any mesh.
+Names are those of the classes that `jax_moe_lb.balancers` exports.
 """
 
 import ast

@@ -1,9 +1,4 @@
-"""The simulator's commands read their arguments with these functions.
-
-These functions make what the simulator's commands print.
-
-These are the commands of the simulator.
-"""
+"""The commands of the simulator, their arguments and their tables."""
 
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,12 +1,9 @@
-"""Gradients of replicas that come home are added to those of the home experts, one after the other and in place.
+"""Replicas gathered from the home weights of all ranks, and their gradients summed at home.
 
-So the sums take no memory but their own, and no pass over experts without replicas.
-
-Copies of experts out of the home weights of all ranks, in plain JAX, and the sums of their gradients back home.
-
-Over `ragged_all_to_all` each replica moves once. Where that would be padded steps (on CPUs without the custom call, or
-between processes) blocks of `L` experts walk round a ring of ranks instead, which copies more but holds no more: either
-way a rank never sees more than `O(S)` experts.
+With `ragged_all_to_all` each replica travels once. If the exchange would be padded steps (on CPUs without the custom
+call, or between processes), blocks of `L` experts circulate on a ring of ranks. That copies more bytes and needs no
+more memory: in both forms a rank holds `O(S)` experts at a time. Gradients are added to those of the home experts
+sequentially and in place, so they need no other accumulator.
 """
 
 from collections.abc import Callable

@@ -1,13 +1,11 @@
-"""What `peer_copy.py` and `plan_and_copy.py` share: who copies to whom, and what is under way.
+"""Copies of expert weights between ranks that run beside other work of the program.
 
-Copies of expert weights between ranks that run beside whatever a program computes meanwhile.
+`start` begins the copies, and `join` returns them. Operations between the two that do not need the copies run
+concurrently. `copy_expert_weights` is both calls in one and is differentiable; use it if there is no such work.
 
-`start` begins the copies and `join` returns them; what a program computes in between, and does not need them for, runs
-at the same time. `copy_expert_weights` is both at once, with a gradient: use it unless there is such work.
-
-On a CPU the copies are made by a thread of each receiving device, on a GPU by its copy engines on a stream of their
-own. Where ranks do not reach each other's memory, and where the custom calls were not built, `start` is the exchange of
-`collectives/expert_gather.py`, and nothing overlaps.
+On a CPU a thread of each receiving device copies. On a GPU its copy engines do, on a stream of their own. If ranks
+cannot access each other's memory, or without the custom calls, `start` is the exchange of `expert_gather.py`, and
+nothing overlaps.
 """
 
 import math

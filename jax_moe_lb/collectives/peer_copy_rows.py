@@ -1,19 +1,16 @@
-"""Rows of experts that other ranks serve travel on from their homes, and what became of them travels back.
+"""Copies of rows between the homes of experts and the ranks that take over their tokens.
 
-FEPLB's second phase (arXiv 2604.19654, section 3.3). All token copies have come home, where those of an expert are
-one block of the rank's stream. Each replica slot of a rank, the *taker*, takes a part of such a block, usually all of
-it, in one copy. The rest stays at home.
-
-All ranks know the plan and so all of these blocks: nobody tells anybody where rows are.
-
-Rows of tokens travel between homes and takers by copies like those of weights, beside what is computed meanwhile.
+This is the second phase of FEPLB (arXiv 2604.19654, section 3.3). All token copies have arrived at home, where the rows
+of an expert are one block of the rank's stream. Each replica slot of a rank, the *taker*, takes a part of such a block,
+usually all of it, in one copy. The rest stays at home. All ranks compute these blocks from the plan, so ranks exchange
+no addresses.
 
     x, pending = start_onward((rows,), room, moved, window, x, route=route)
     y = static_wave(x)
     (taken,) = join(pending, y)
 
-`collectives/peer_copy_rows.py` says which rows go where. `move` and `move_back` there do the same by an exchange, which
-takes the place of these calls where ranks do not reach each other's memory, and where the custom calls were not built.
+`move` and `move_back` do the same by an exchange. They replace these calls if ranks cannot access each other's memory,
+and without the custom calls.
 """
 
 from dataclasses import replace

@@ -1,13 +1,12 @@
-"""Permutes for networks: in none of them does a rank send to the rank that it receives from.
+"""Unidirectional permutes, and all-gather and reduce-scatter over one mesh axis.
 
-Between processes XLA:CPU talks over TCP, one connection per pair of ranks, on which "I am ready to receive" waits
-behind the sender's own data. Two ranks that send to each other at once get half the speed as soon as they come at
-different times. Cycles of three ranks and more do not.
+In a unidirectional permute no rank sends to the rank that it receives from. Between processes XLA:CPU uses one TCP
+connection per pair of ranks, on which the acknowledgement of a receiver waits behind its own data. Two ranks that send
+to each other at once therefore get half the bandwidth if they start at different times. Cycles of three or more ranks
+do not have this problem.
 
-All-gather and reduce-scatter over one mesh axis, which are each other's transposes.
-
-They are XLA's own, except between processes on CPUs, such as those of two datacenters: over an axis of two ranks each
-would send to the other at once, which TCP makes slow (`permutes.py`).
+`gather_tiles` and `sum_tiles` are each other's transposes. They are XLA's own collectives, except between two processes
+on CPUs, where they use unidirectional permutes.
 """
 
 from functools import partial

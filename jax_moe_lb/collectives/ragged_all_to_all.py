@@ -1,16 +1,9 @@
-"""Blocks of rows stand one after the other: where they start, and which row comes from where.
+"""Exact-size exchange of rows between the ranks of a mesh axis.
 
-The exact-size exchange out of XLA's other collectives, in `O(P + Q)` rows of memory.
-
-It takes padded steps, as many as the largest pair of ranks needs, in two forms: `all_to_all`s, which each group of
-ranks does on its own, and, for networks, permutes in which no rank sends to the rank that it receives from
-(`permutes.py`).
-
-Exact-size exchange of rows between the ranks of a mesh axis.
-
-It is `jax.lax.ragged_all_to_all` where the backend runs it. XLA:CPU does not: between the devices of one process a
-custom call copies exactly the rows that exist; between processes, or where the custom call was not built, XLA's other
-collectives do it (`ragged_all_to_all.py`).
+On accelerators it is `jax.lax.ragged_all_to_all`. XLA:CPU has no such collective: between the devices of one process a
+custom call copies the rows. Between processes, or without the custom call, it is a sequence of padded steps of XLA's
+other collectives, in `O(P + Q)` rows of memory. The number of steps follows from the largest pair of ranks. Steps are
+`all_to_all`s, which each group of ranks runs on its own, or unidirectional permutes for networks (`permutes.py`).
 """
 
 import math

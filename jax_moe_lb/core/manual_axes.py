@@ -1,14 +1,9 @@
-"""Constants are made here to vary over the same manual mesh axes as what they meet.
+"""Helpers for values that vary over manual mesh axes inside `jax.shard_map`.
 
-Inside `jax.shard_map` the type of a value says over which mesh axes it differs. The branches of a conditional, the
-carry of a loop and the operands of a custom call must agree in that, and a constant varies over none.
-
-Calls of functions that know nothing of the mesh axes which values vary over, inside `jax.shard_map`.
-
-Kernels of others lose the axes of their operands, and some refuse operands that have any. What they compute is the same
-on every rank's own values, so they are traced as if there were no mesh.
-
-Backward passes that are written by hand have no derivatives of their own, and say so.
+The type of a value records the mesh axes over which it varies. The branches of a conditional, the carry of a loop and
+the operands of a custom call must agree in these axes, and a constant varies over none. `vary_like` and `vary_alike`
+make constants agree. `unvarying_call` traces a function as if there were no mesh: some third-party kernels drop or
+refuse the axes of their operands. `first_order` refuses a second derivative of a handwritten backward pass.
 """
 
 from collections.abc import Callable

@@ -1,11 +1,12 @@
-"""`floor_share` takes shares of whole numbers, equal in NumPy and in JAX, which has no 64-bit integers by default.
+"""The split of a plan: which ranks serve the tokens of every source.
 
-A plan's split says which ranks serve the tokens of every source.
-
-The tokens of an expert on a group of ranks stand in a queue, by source. A rule says for every position in the queue
-how many of the tokens before it a rank serves; the difference of two positions is what the rank serves of the tokens
-between them. So a rank needs no more than the two ends of its own tokens, or those of one column, and nothing of shape
+The tokens of an expert on a group of ranks form a queue, ordered by source. A rule gives, for every position in the
+queue, the number of earlier tokens that a rank serves. The difference between two positions is the rank's share of the
+tokens between them. A rank therefore needs only the two ends of its own tokens, or of one column, and no array of shape
 `[E, R, R]` exists.
+
+`floor_share` computes shares of integers with equal results in NumPy and in JAX, which has no 64-bit integers by
+default.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,8 @@
-"""A `Fault` is what a program found wrong with its routing or its plan, as data that the host may look at later.
+"""Statistics and faults of one layer and microbatch.
 
-A program can also stop at once, by calling the host (`legality.ensure`). On accelerators each such condition makes the
-host wait for the device, in every layer, so there faults are data: what is wrong is replaced by something harmless, and
-`raise_on_fault` says with the words of the checks what it was.
-
-What a layer tells of a microbatch, and what to do with it.
+A `Fault` is an error code that the host reads after the step. A program can also stop at once through a host callback
+(`validation.ensure`). On accelerators each such callback makes the host wait for the device in every layer. There the
+program replaces bad values by harmless ones, and `raise_on_fault` raises the same message on the host.
 """
 
 from typing import Any, Literal

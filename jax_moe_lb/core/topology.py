@@ -1,6 +1,6 @@
-"""Sizes that many places check are checked here, each with one message.
+"""The ranks of an expert-parallel group, their domains and rails, and the rates between them.
 
-A topology says where the ranks of an expert-parallel group sit, and how fast they reach each other.
+The checks of sizes that several modules share stand here too, each with one message.
 """
 
 import math

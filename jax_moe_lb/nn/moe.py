@@ -101,7 +101,7 @@ class MoE(nnx.Module):
         gated: whether experts have a gate, which is usual.
         expert_bias: whether something learned is added to each product of an expert: GPT-OSS. It is not usual.
         kernel_bias: whether something learned is added to the router's logits: GPT-OSS.
-        activation: the function between the projections, see `kernels/experts.py`; `None`, the default, is SwiGLU with a
+        activation: the function between the projections (`jax_moe_lb.kernels`); `None`, the default, is SwiGLU with a
             gate and GELU without one.
         fused: whether rows are multiplied with `up` and `gate` at once, which are two parameters all the same.
             `None`, the usual choice: on accelerators, where `dtype` is not `param_dtype`. That saves memory traffic,

@@ -1,6 +1,7 @@
-"""`relocate` moves experts between ranks, with all that belongs to them, between two steps.
+"""Relocation of experts between ranks, and checkpoints that fit any mesh.
 
-What of a model any mesh can take over, and what belongs to the mesh that it was trained on.
+`relocate` moves experts, with all state that belongs to them, between two steps. `mesh_independent_state` and
+`restore_mesh_independent_state` separate the state that any mesh can restore from the state of one mesh.
 """
 
 import warnings

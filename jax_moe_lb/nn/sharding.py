@@ -1,8 +1,7 @@
-"""Parameters are made where they belong on the mesh.
+"""Parameters and calls of the Flax layer over the arrays of all ranks.
 
-The expert that every token passes, and how its output meets that of the others.
-
-These functions run `moe` and the gather of expert domains over the arrays of all ranks, compiled.
+It creates parameters with their sharding, runs `moe` and the gather of expert domains in `jax.shard_map`, and adds the
+output of the shared expert.
 """
 
 import functools

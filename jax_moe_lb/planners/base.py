@@ -1,13 +1,11 @@
-"""All planners are called here: in C++ on a host, as a custom call in a program, or as a reference in jnp.
+"""Calls of planners: C++ on the host, a custom call in a program, or a reference in jnp.
 
-Every planner is integers in, integers out. NumPy arrays are planned here and now by `jax_moe_lb._planning`; arrays of
-JAX become a custom call where one was built for the platform that a program is lowered for, and the reference
-elsewhere. All three give the same integers, save `exact`, whose reference searches otherwise.
+A planner maps integers to integers. `jax_moe_lb._planning` plans NumPy arrays on the host. Traced arrays become a
+custom call if one was built for the target platform, and the jnp reference otherwise. All three return equal integers,
+except for `exact`, whose reference searches differently.
 
-Planners that edit a plan share these checks, and in jnp these steps for all domains side by side.
-
-Domains are a leading dimension and not a loop: they do not depend on each other, and a loop of one step per move then
-takes as many steps as the busiest domain, not as all together.
+The jnp forms process all domains side by side, as a leading dimension. Domains are independent, so a loop with one step
+per move takes as many steps as the busiest domain and not as all domains together.
 """
 
 import importlib

@@ -1,6 +1,8 @@
-"""EPLB's greedy rule, on fixed homes: experts of the highest load per copy get replicas on the lightest ranks.
+"""EPLB's two rules for redundant experts.
 
-EPLB's own algorithm on NumPy arrays, with its signature: all copies of all experts are packed afresh.
+`eplb_plus` keeps homes fixed: the experts with the highest load per copy get replicas on the ranks with the lowest
+load. `rebalance_experts` is EPLB's own algorithm on NumPy arrays, with its signature: it packs all copies of all
+experts anew.
 """
 
 from typing import Any

@@ -1,10 +1,8 @@
-"""What the chain of `exact` in jnp works on: replicas of a domain, and ways to choose. `exact_packing.py` makes them.
+"""One pass of `exact` in jnp: replicas of a domain under a given limit.
 
-`fill` places the replicas of one domain under a limit on the load of a rank, in jnp: the chain of `exact`.
-
-It is short, so that many are made side by side: under many limits, and in many ways. `planners/exact_search.py` picks.
-
-`localize` lets replicas change places so that more tokens stay on their rank, in jnp: the last part of `exact`.
+`fill` places the replicas of one domain under a limit on the load of a rank. It is short, so that the search
+(`exact_search.py`) can run many of them side by side, with different limits and search orders. `localize` then swaps
+replicas so that more tokens stay on their rank.
 """
 
 import jax

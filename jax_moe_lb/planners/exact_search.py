@@ -1,15 +1,12 @@
-"""Chains choose in ways that differ a little: the noise of the search of `exact` in jnp.
+"""The search of `exact` in jnp, for programs without the custom call, such as those for TPUs.
 
-`lowest` finds the lowest limit on the load of a rank that some chain keeps, in jnp, and `fewest` the least replicas.
+`exact_in_jax` makes many plans side by side, each in one short pass (`exact_packing.py`), and takes the best. It has no
+max-flow and no evaluation of single swaps, which are long chains of small steps. `lowest` searches for the lowest limit
+on the load of a rank, and `fewest` for the fewest replicas.
 
-Chains are made side by side, `WIDTH` at a time, and so a search has few steps. First comes a grid of limits, which
-narrows; then chains that choose a little otherwise than the best one so far, each under a lower limit. All of it is
-fixed: the noise is a hash of fixed numbers, and the same tokens give the same plan.
-
-`exact_in_jax` plans like `exact` in jnp, by another search; it runs where no custom call does, as on a TPU.
-
-It has no max-flow and no judge of single swaps, which are long chains of small steps. It makes many plans side by side
-instead, each in one short pass, and takes the best: `planners/exact_packing.py`, `planners/exact_search.py`.
+The search tries `WIDTH` candidates at a time, so it has few steps. It starts with a grid of limits, which narrows. Then
+it perturbs the best candidate under lower limits. The noise is a hash of fixed numbers, so equal tokens give equal
+plans.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,7 @@
-"""`attempt` makes one attempt of UltraEP's planner in jnp: the replicas under a given limit, all domains side by side.
+"""UltraEP's planner (arXiv 2606.04101): replicas and quotas under a limit on the load of a rank.
 
-`planners/ultraep.py` searches for the limit; `ffi/planning/ultraep.h` has the rule.
-
-UltraEP's planner (arXiv 2606.04101) makes replicas and quotas under a limit on the load of a rank.
+`attempt` places the replicas under one limit in jnp, for all domains side by side; `ultraep` searches for the limit.
+`ffi/planning/ultraep.h` states the rule.
 """
 
 import jax

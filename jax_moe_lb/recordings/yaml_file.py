@@ -1,9 +1,8 @@
-"""Limits of what a file or an argument may ask for.
+"""Limits on sizes in files and arguments, and a reader of YAML files from untrusted sources.
 
-They are far above what is usual, and low enough for the memory of one machine: whoever asks for more is told so at
-once, and not after minutes. `simulate_uniform` holds no counts and takes more ranks and experts than the others do.
-
-`read_yaml` reads a small YAML file of a stranger: what would grow, hang or run code is refused before it does.
+The limits are far above usual sizes and fit into the memory of one machine; larger requests are refused at once.
+`simulate_uniform` holds no counts and accepts more ranks and experts. `read_yaml` refuses content that would expand,
+hang or run code.
 """
 
 import os

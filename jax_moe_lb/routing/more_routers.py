@@ -1,10 +1,9 @@
-"""Capacity mode: experts take a limited number of token copies, and the others are dropped (GShard, arXiv 2006.16668).
+"""Routers by expert choice, by token hash and with noise, and capacity mode.
 
-It is here to compare with, and to leave: the same layer with the same parameters drops nothing without a
-`capacity_factor`. Each rank has its own share of an expert's capacity, as GShard's groups have, so that no rank needs
-to know what others route. Dropped copies are not served at all, and a token whose copies are all dropped gets 0.
-
-Further routers: by experts instead of tokens, by a hash of the token, and with noise.
+In capacity mode an expert takes a limited number of token copies, and the layer drops the others (GShard, arXiv
+2006.16668). Use it for comparisons: the same layer drops nothing without `capacity_factor`. Each rank has its own share
+of an expert's capacity, as GShard's groups have, so ranks exchange nothing for it. The output of a token is 0 if all
+its copies are dropped.
 """
 
 import math

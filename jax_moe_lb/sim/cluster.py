@@ -1,8 +1,7 @@
-"""`Communication` says what the library that moves bytes does: by which algorithms, in which numbers, once or often.
+"""A simulated cluster: levels of links, rates of compute and copies, and algorithms of collectives.
 
-These models say how long a rank takes for the rows of its slots.
-
-A cluster is the machine that is simulated: levels of links, and how fast a rank computes and copies.
+`Communication` has the algorithms of the communication library. `AnalyticGemm` and `MeasuredGemm` give the seconds of a
+rank for the rows of its slots.
 """
 
 import math

@@ -1,12 +1,8 @@
-"""Files state quantities with their unit, as in `400 Gbit/s`, `50 GB/s`, `5 us`, `600 TFLOP/s`.
+"""YAML files of the simulator, and their quantities with units.
 
-Bits and bytes are told apart by their names, and a number without a unit is refused: nothing is guessed. Prefixes are
-decimal; `KiB`, `MiB` and `GiB` are binary.
-
-`load_config` reads files that describe a machine, a model and a system, and the presets among them.
-
-A file is YAML with `version: 1` and some of `cluster`, `model`, `system`, `migration`, `routing`, `step`. `cluster` and
-`model` may name a preset instead. `docs/simulator.md` has the format.
+A file has `version: 1` and some of `cluster`, `model`, `system`, `migration`, `routing`, `step`; `cluster` and `model`
+may name a preset. `docs/simulator.md` has the format. Quantities carry their unit, as in `400 Gbit/s`, `50 GB/s`, `5
+us`, `600 TFLOP/s`; a number without a unit is refused. Prefixes are decimal; `KiB`, `MiB` and `GiB` are binary.
 """
 
 import difflib

@@ -1,9 +1,7 @@
-"""Transfers that overlap share links fairly: each gets as much of what it needs as the others do.
+"""A timeline of tasks on streams, with fair sharing of links between transfers.
 
-Tasks run on streams: a task starts when what it depends on is done and its streams are free.
-
-Transfers may share links: those that overlap get equal parts of what they need, as far as each can use them (max-min
-fairness, level by level), and so take longer. The busiest links of two transfers count as the same ones.
+A task starts when its dependencies are done and its streams are free. Transfers that overlap share links with max-min
+fairness, level by level, and so take longer. The busiest links of two transfers count as the same ones.
 """
 
 import heapq

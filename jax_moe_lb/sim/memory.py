@@ -1,15 +1,9 @@
-"""`ByteBreakdown` is what counts of bytes by name have in common.
+"""Bytes that one rank holds in a step and moves in a layer, by name.
 
-`traffic_of` counts what one rank reads from and writes to its own memory in one layer, by name.
-
-Caches are left out, as in `aot/memory.py`: each array counts once when it is written and once for every
-operation that reads it. Each term is one of operations that programs compiled for H100s have, and
-`benchmarks/bench_hbm_model.py` holds the sum against what they move in all.
-
-`memory_of` counts what one rank holds in a step, by name.
-
-Each term is an array of programs compiled for H100s, of which `jax-moe-lb compile` lists the largest by name, and
-`benchmarks/bench_memory_model.py` holds the sum against what their compiler takes.
+`memory_of` counts the arrays of a step. Each term is an array of programs compiled for H100, of which `jax-moe-lb
+compile` lists the largest; `benchmarks/bench_memory_model.py` compares the sum with the compiler's. `traffic_of` counts
+reads and writes of device memory. Caches are left out, as in `aot/memory.py`: an array counts once when it is written
+and once for every operation that reads it. `benchmarks/bench_hbm_model.py` compares the sum with compiled programs.
 """
 
 from dataclasses import asdict, dataclass, fields, replace

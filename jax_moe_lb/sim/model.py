@@ -1,12 +1,9 @@
-"""A model shape says what one layer of the simulated model computes and moves.
+"""A simulated model and training step: sizes of a layer, passes, and parallelism beside experts.
 
-`Parallel` says with whom a rank works beside its expert-parallel group: tensor, data and pipeline groups.
-
-A `Cluster` describes the expert-parallel group alone. The other groups have links of their own here, as a rank uses
-them while it exchanges no tokens. What a rank does with them are further stages of a report: `tensor sums`, after
-attention and after the experts; `data sums`, of the gradients of home experts; `stages`, activations on their way to
-the next stage of a pipeline; and `pipeline bubble`, in which a stage waits for its first microbatch or the others' last
-ones.
+A `Cluster` describes the expert-parallel group alone. Tensor, data and pipeline groups (`Parallel`) have links of their
+own, which a rank uses while it exchanges no tokens. They add stages to a report: `tensor sums`, after attention and
+after the experts; `data sums`, of the gradients of home experts; `stages`, activations on their way to the next
+pipeline stage; and `pipeline bubble`.
 """
 
 import math

@@ -1,20 +1,16 @@
-"""A flow says how many bytes every link carries, and `seconds` how long they take.
+"""Seconds of flows and collectives over the links of a cluster.
 
-A byte from one rank to another passes by links of the outermost level at which the two differ, at both ends, and by
-those of every level inside that one but the innermost: to leave its datacenter it must leave its node. The innermost
-level is the fabric between neighbours, which nothing else uses. A rank sends and receives on its own link of those that
-its node or datacenter has: the one of its offset.
+A byte between two ranks passes the links of the outermost level at which they differ, at both ends, and those of every
+level inside it except the innermost: to leave its datacenter it must leave its node. The innermost level is the fabric
+between neighbors, which carries nothing else. A rank uses the link of its offset among those of its node or datacenter.
 
-Links are fluid: all bytes of a stage share them at once, whatever their order. So a stage takes the time of its busiest
-link, and the latency of its hops. That is a lower bound which a good schedule comes near to; congestion inside
-switches, protocols and unfair shares are not modelled.
+Links are fluid: all bytes of a stage share them at once. A stage takes the time of its busiest link plus the latency of
+its hops, a lower bound that a good schedule approaches. Congestion inside switches, protocols and unfair shares are not
+modelled.
 
-Collectives as flows: how many bytes every link carries, and how many hops follow each other at every level.
-
-A ring of `P` ranks passes every piece on `P - 1` times. What it pays is the latencies of those hops: as the ring goes
-through one member of a level after the other, as many of them cross an outer level as it has members, less one. NCCL's
-own choice of algorithms counts them so (`src/graph/tuning.cc`), and its trees by the logarithm of the nodes. A function
-returns flows that follow each other. All ranks of the cluster take part, in groups of `sizes` members at each level.
+A ring of `P` ranks has `P - 1` hops, of which an outer level carries as many as it has members, less one. NCCL counts
+them likewise (`src/graph/tuning.cc`), and its trees by the logarithm of the nodes. All ranks of the cluster take part,
+in groups of `sizes` members at each level.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""`Totals` sums up the tasks of microbatches by their stages, and the bytes by the links that carry them.
+"""`simulate`: seconds, exposed seconds and bytes of a step of a system on a cluster.
 
-`simulate` says of a step of a system on a cluster what it takes, what of that is exposed, and what travels.
+`Totals` sums tasks by stage and bytes by link.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""`Scheduler` makes the tasks of a step, in the order of the library's executor (`layer/moe.py`, `transport/dispatch.py`).
+"""The schedule of a simulated step: tasks in the order of the library's executor (`layer/moe.py`).
 
 Forward, each layer has these stages: `attention` (with the router), `shared experts` (beside exchanges, if there are
 any), `counts` (their exchange), `plan`, `weights` (into slots), `dispatch` (token copies to the ranks that serve them),
@@ -9,9 +9,9 @@ copies home without a plan, and `rows` brings some of them on from there, beside
 
 Backward, from the last layer to the first, their names end with ` (backward)`: weights again, upstream gradients to the
 ranks, experts, gradients of tokens back, then attention, under which the `gradients` of replicas and of gathered
-experts go home. Where the rate of a rank's own memory is known, `permutation`, `sums of copies` and `joined weights`
-take time, too: see `memory.py`. `other` is what the step does outside these layers. Groups beside the expert-parallel one
-have stages of their own: see `model.py`.
+experts go home. With a known memory bandwidth `permutation`, `sums of copies` and `joined weights` take time too; see
+`memory.py`. `other` is the rest of the step. Groups beside the expert-parallel one have stages of their own; see
+`model.py`.
 
 Tasks run on the streams `compute`, `host` (the planner), `copy` (copy engines), `dc links`, `node links` and
 `gpu links`, one for each level that there is, and `tensor links`, `data links` and `pipeline links`.

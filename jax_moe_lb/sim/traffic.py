@@ -1,18 +1,15 @@
-"""Weights and gradients that a plan moves from rank to rank are counted here; `rows_between` counts token copies.
+"""Plans of a simulated layer, and the weights, gradients and tokens that they move.
 
-`plan_layer` makes the plan of a layer by the system's own balancer; `groups` says who exchanges tokens with whom.
+With forwarding a token travels level by level: to the rank of equal offset in another datacenter, then in another node,
+then to its rank. A token that leaves its node also uses the links inside the destination node, as DeepEP forwards it. A
+token with several experts on one remote node crosses once and is copied there; its outputs are summed there before they
+return.
 
-Tokens that go level by level: to the rank of equal offset in another datacenter, then node, then to their rank.
-
-So a token that leaves its node also pays for the links inside the node where it arrives, as DeepEP forwards it. It can
-leave once for each member of a level that it has experts in: a token with several experts on one remote node crosses
-once, and is copied there; its outputs are summed there before they return.
-
-How many tokens have an expert in a member nobody counts, as counts have no pairs. They follow from the chances `p` of
-the experts, if a token takes `K` different ones with odds `w = p / (1 - p)` and nothing else ties them together. Of
-them none is in a member with the share `e_K(w (1 - f)) / e_K(w)`, where `e_K` is the elementary symmetric polynomial
-and `f` the part of each expert's tokens that go there. For equal chances that is exact; for uneven
-ones it was within 5 % of drawn tokens (`tests/sim/test_forwarding.py`).
+Counts have no pairs, so the number of tokens with an expert in a member is an estimate. It follows from the chances `p`
+of the experts if a token takes `K` different ones with independent odds `w = p / (1 - p)`. The share of tokens with
+none in a member is `e_K(w (1 - f)) / e_K(w)`, with the elementary symmetric polynomial `e_K` and the part `f` of each
+expert's tokens that go there. This is exact for equal chances. For uneven ones it was within 5 % of synthetic tokens
+(`tests/sim/test_forwarding.py`).
 """
 
 import math

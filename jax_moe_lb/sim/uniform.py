@@ -1,16 +1,14 @@
-"""`uniform_work` makes a layer whose routing is uniform, for clusters whose `[R, E]` counts nobody could hold.
+"""Layers of machines that are too large for counts of shape `[R, E]`.
 
-It assumes that every rank sends the same number of token copies to every expert, so that plain expert parallelism is
-level and no balancer has anything to do. Then all ranks do the same, all links of a level carry the same, and
-one rank stands for all: arrays have one entry. Levels are exchanged as they are in `work.py`, whose result for even
-counts this equals. Nothing is sampled, nothing extrapolated.
+`uniform_work` assumes that every rank sends the same number of token copies to every expert. Plain expert parallelism
+is then balanced, all ranks do the same, and one rank stands for all. Levels are exchanged as in `work.py`, whose result
+for even counts this equals. It samples and extrapolates nothing.
 
-A machine of thousands of ranks is judged by some of its outermost members, for which systems can plan.
-
-What a rank does is taken from the sample: rows of its slots, bytes to other members, weights that move in its domain.
-What grows with the machine is taken from all of it: the exchange of counts and addresses, gathers of expert domains,
-memory. A token leaves its member a little less often where there are fewer others, which is made up for. So the sample
-stands for a machine all of whose parts are as popular as its own; the worst of a thousand members may be worse.
+`sampled_work` simulates some of the outermost members, for which systems can plan. Rows of slots, bytes to other
+members and weights that move in a domain come from the sample. The exchange of counts and addresses, gathers of expert
+domains and memory come from the whole machine. A token leaves its member less often with fewer members; this is
+corrected. The sample stands for a machine whose parts are equally popular, and the worst of a thousand members may be
+worse.
 """
 
 from dataclasses import replace

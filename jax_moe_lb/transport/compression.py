@@ -1,11 +1,10 @@
-"""Experts in fewer bytes: a base that the receiver has, and the largest entries of the difference to it.
+"""Experts and rows in fewer bytes while they travel.
 
-HybridEP's parameter-efficient migration takes the mean of all experts for the base: where experts resemble each other,
-few entries of the difference carry most of it. From one step of training to the next an expert resembles itself far
-more; so the base may also be what the receiver last had of it: error feedback, as EF21 (arXiv 2106.05203) has it for
-gradients.
+`Codec` sends the largest entries of the difference between an expert and a base that the receiver has. HybridEP's
+parameter-efficient migration uses the mean of all experts as the base. An expert resembles its own earlier weights more
+closely, so the base may also be the last decoded weights, with error feedback as in EF21 (arXiv 2106.05203).
 
-Rows in one byte per number while they travel: scaled to fp8 or int8, block by block.
+`QuantizedTransfer` sends rows as fp8 or int8 with one scale per block.
 """
 
 import math

@@ -1,10 +1,8 @@
-"""An exchange moves token copies there, in rounds of as many rows as a rank can receive, and their outputs back.
+"""The interface of exchanges: token copies to the ranks that serve them, and outputs back.
 
-What exchanges share: the order in which a rank sends its copies, and moves of whole blocks of rows.
-
-Between the tokens of a rank and their copies in the sending order: gathers, and their transposes.
-
-All are gathers and sums along an axis: a scatter, which autodiff would write, adds in no fixed order.
+An exchange moves as many rows a round as a rank can receive. This module also has the sending order of a rank's copies,
+and the gathers between its tokens and their copies. All of these are gathers and sums along an axis: a scatter, which
+autodiff would generate, adds in no fixed order.
 """
 
 import abc

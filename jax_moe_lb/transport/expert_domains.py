@@ -1,11 +1,10 @@
-"""Expert domains are mesh axes.
+"""Expert domains of HybridEP as mesh axes, and the gather of experts inside them.
 
 Every level's axis is split in two: `dc` of size 8 with expert domains of 4 becomes `dc_domain` of size 2 and
-`dc_offset` of size 4. Members of an expert domain differ in their offset, and only experts travel between them; members
-of equal offset form an expert-parallel group of their own, and only tokens travel inside it. So HybridEP is plain
-expert parallelism of a smaller degree, several times side by side, with the experts gathered over the offset axes.
-
-Moving experts inside their expert domains, whole or encoded, before any token is known.
+`dc_offset` of size 4. Members of an expert domain differ in their offset, and only experts travel between them. Members
+of equal offset form an expert-parallel group, and only tokens travel inside it. HybridEP is therefore plain expert
+parallelism of a smaller degree, several times side by side, with experts gathered over the offset axes. The gather, of
+whole or encoded experts, does not depend on tokens.
 """
 
 import math

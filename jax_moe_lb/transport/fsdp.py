@@ -1,6 +1,6 @@
-"""Experts whose matrices are split over further mesh axes, and gathered for their layer.
+"""Fully sharded experts: matrices split over further mesh axes, gathered for their layer.
 
-Layers in a loop, with each one's experts on their way during the layer before.
+`scan_prefetched` runs layers in a loop and gathers the experts of each layer during the layer before.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,7 @@
-"""A replication fills slots with the weights of other ranks' experts, and brings their gradients home.
+"""Replications: they fill slots with weights of other ranks' experts and sum gradients at home.
 
-`Gather` copies weights into slots straight from their homes, by XLA's collectives; gradients return the same way.
-
-`PeerCopy` fills slots by copies that need no compute of the ranks they come from.
-
-`Relay` replicates expert weights along relays, so that the home of a hot expert sends few copies of it.
+`Gather` copies weights directly from their homes by XLA's collectives. `PeerCopy` copies them without compute of the
+source ranks. `Relay` copies along relays, so that the home of a hot expert sends few copies.
 """
 
 import abc

@@ -1,14 +1,12 @@
-"""`rows_of_hops` counts which rank sends how many rows to which in every hop over the rails, for the simulator.
+"""Dispatch of token copies over all rails of a node at once (RailS).
 
-Moving token copies over all rails of a node at once, and their outputs back.
+A copy for another node travels in three hops: inside its own node to the rank that has the rail, along the rail to the
+rank of equal offset in the other node, and from there to the rank that serves it. No byte between nodes leaves its
+rail. Copies inside a node travel directly.
 
-A copy for another node goes to the rank of its own node that has the rail, along this rail to the rank of equal
-offset in the other node, and from there to the rank that serves it. So no byte between nodes leaves its rail.
-Copies inside a node go straight there.
-
-Rounds are those of `Direct`: the same `A` copies of every rank's stream, in the same order, so that the outputs are
-the same to the bit. Rail ranks have buffers too. A round whose copies do not fit into them is done in several steps,
-each of as many copies of every stream as fit.
+Rounds are those of `Direct`: the same `A` copies of every rank's stream in the same order, so outputs are equal bit for
+bit. Rail ranks have receive buffers too. A round whose copies exceed them takes several steps. `rows_of_hops` counts
+the rows of every hop for the simulator.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""A `Stream` is tokens end to end, of which one chunk in every so many is held out.
+"""Training and validation data: text or token arrays, mixed by weight.
 
-`Corpus` is what a model learns from, and what it is tested on: text, or arrays of tokens, mixed by weight.
+A `Stream` is a sequence of tokens of which one chunk in every so many is held out.
 """
 
 import hashlib

@@ -1,7 +1,4 @@
-"""`read_streams` reads what a path holds: text, lines of JSON with a text in each, and arrays of tokens.
-
-`corpus_from` reads what a user names, `default_corpus` text that every machine with Python has.
-"""
+"""Readers of text files, JSON lines and token arrays, and the default corpus of Python's own text."""
 
 import itertools
 import json

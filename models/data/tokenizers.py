@@ -1,7 +1,4 @@
-"""`CheckpointTokenizer` turns text into the tokens of a checkpoint, and back.
-
-A tokenizer splits text into tokens: its bytes, or what a file says.
-"""
+"""Tokenizers: bytes, a tokenizer file, or the tokenizer of a checkpoint."""
 
 import abc
 from dataclasses import dataclass

@@ -1,10 +1,7 @@
-"""Causal attention that never holds the scores of all pairs of tokens: cuDNN's kernel, or blocks of queries.
+"""Grouped-query and latent attention, and fused or blockwise kernels without the scores of all pairs.
 
-`attend` computes attention with what `models.decoder.attention` has not: caches, sliding windows, sinks, other scales.
-
-`GroupedAttention` is causal attention in which several query heads share keys and values.
-
-`LatentAttention` makes keys and values of a narrow vector per token, which is what a cache holds.
+`attend` has caches, sliding windows, sinks and other scales. `LatentAttention` computes keys and values from a narrow
+vector per token, which the cache holds.
 """
 
 from functools import partial

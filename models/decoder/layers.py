@@ -1,7 +1,4 @@
-"""Weights that are split over all devices of a mesh, and gathered where they are used.
-
-`scanned` runs equal layers as one loop, which is compiled once, whatever their number; `one_by_one` does not.
-"""
+"""Layers as one compiled loop, and weights split over all devices and gathered on use."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,6 @@
-"""`MultiTokenPrediction` predicts the token after the one that the model predicts, from what the model made of the
-tokens so far.
+"""A decoder-only language model of attention and dense or mixture-of-experts blocks.
 
-`Decoder` is a decoder-only language model: blocks of attention and a dense network or a mixture of experts.
+`MultiTokenPrediction` predicts one token further ahead from the hidden states of the model.
 """
 
 import itertools

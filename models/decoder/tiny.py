@@ -1,7 +1,4 @@
-"""Parameters that lie split over the data axis, and are gathered where a product needs them.
-
-`LanguageModel` is a decoder-only language model whose feed-forward networks are mixtures of experts.
-"""
+"""A small decoder-only language model with MoE layers, and parameters split over the data axis."""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""`dry_run` compiles the training step for a machine that need not be there, and `show` prints what came out.
-
-A step of training of a published model, compiled for a machine that need not be there: what it needs there.
-"""
+"""Training steps compiled for absent clusters: presets of this project and published models."""
 
 import dataclasses
 import math

@@ -1,12 +1,12 @@
-"""`Store` has what processes tell each other before any device is up, and `agree` compares their options there.
+"""Agreement on options between processes, and prompt shutdown after one of them ends.
 
-`PeerMonitor` ends the processes of a training soon after one of them has ended, and all of them say which one it was.
+`Store` exchanges values before any device is initialized, and `agree` compares options there. `PeerMonitor` ends all
+processes soon after one has ended, and each names it.
 
-JAX's own coordination service also notices. It takes 60 to 100 s by default, and 10 s with the shortest sensible
-`heartbeat_timeout_seconds`; either way it aborts the process from C++ with some twenty lines, among them the number of
-the process. Here each process keeps a connection to process 0. The kernel closes it as soon as a process ends, however
-it ends, and looks after a machine that has vanished (`models.multi_process.rendezvous`). No thread of Python has to be
-in time for that, so a process that is busy is never taken for one that is gone.
+JAX's own coordination service also detects this. It takes 60 to 100 s by default, and 10 s with the shortest usable
+`heartbeat_timeout_seconds`, and it aborts the process from C++ with some twenty lines. Here each process keeps a
+connection to process 0, which the kernel closes as soon as a process ends. No Python thread has a deadline, so a busy
+process is never taken for a dead one.
 """
 
 import json

@@ -1,19 +1,11 @@
-"""A `Link` is a connection between two processes of a training, which the kernel ends when one of them ends.
+"""Rendezvous of the processes of a training run before JAX starts.
 
-`detect_process` says which of several processes this is, and where process 0 is; a wrong address is refused in one
-line.
-
-JAX ends with an IndexError at an address without a port.
-
-Processes meet at the port of the coordinator before JAX does, so that whoever does not come can be named.
-
-Process 0 listens there, each other process says which one it is, and when all are there, or time is up, process 0 tells
-all of them how to go on. Then the port is free for JAX's coordination service.
-
-`join` has JAX find the other processes of a training, and says what it waits for.
-
-JAX itself would try a wrong coordinator for 300 s, silently, and then abort the process from C++, which Python cannot
-catch. So the processes meet before it begins (`models.multi_process.rendezvous`).
+JAX tries a wrong coordinator silently for 300 s and then aborts the process from C++, which Python cannot catch; an
+address without a port raises IndexError. So the processes meet at the coordinator's port first. `detect_process` finds
+this process's index and the address of process 0 and refuses a wrong address in one line. Process 0 listens, the others
+connect, and process 0 answers all of them once everyone has arrived or time is up, with the names of missing processes.
+The port is then free for JAX's coordination service, which `join` starts. A `Link` is a connection that the kernel
+closes when one of its processes ends.
 """
 
 import contextlib

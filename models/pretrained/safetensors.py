@@ -1,6 +1,6 @@
-"""`read_header` reads what a safetensors file says of itself, and believes nothing that the file does not hold.
+"""Reader of safetensors checkpoints, in one file or in many with an index.
 
-`TensorFolder` finds the tensors of a checkpoint, in one file or in many with an index.
+`read_header` refuses a header that claims more than the file holds.
 """
 
 import json

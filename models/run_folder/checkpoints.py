@@ -1,10 +1,9 @@
-"""What Orbax and TensorStore say about errors, in the words of the system and once.
+"""Checkpoints of parameters, optimizer, balancer state and biases; replicas are not state.
 
-Checkpoints hold parameters, optimizer, balancer state and biases of a run, but no replica, which is no state.
-
-They are written beside the steps that follow. A checkpoint is four items, each of which another mesh or system may take
-over or leave: `state`, which fits any of them; `homes`, where experts are, of a run that relocates; `mesh`, what
-balancers remember of the ranks that they had; and `run`, JSON that says how the run was laid out and where its data is.
+They are written while the next steps run. A checkpoint has four items, each of which another mesh or system may restore
+or skip: `state`, which fits any of them; `homes`, the places of experts of a run that relocates; `mesh`, the balancer
+state of one mesh; and `run`, JSON with the layout of the run and the position of its data. Errors of Orbax and
+TensorStore are reported once, as the operating system words them.
 """
 
 import logging

@@ -1,7 +1,4 @@
-"""These functions write files that are whole or not there, and keep the files of one run from those of another.
-
-Checksums of a checkpoint's files say whether they are as they were written.
-"""
+"""Atomic writes, the lock of a run folder, and checksums of checkpoint files."""
 
 import fcntl
 import hashlib

@@ -1,10 +1,6 @@
-"""`layer_row` says of each layer what a step's line says of their mean: load, imbalance, rounds, what moved.
+"""Metrics of a run: rows of steps and layers, the routing trace, and the summary.
 
-`CountsTrace` collects the routing of steps, in the format that `jax-moe-lb replay` reads.
-
-The run folder has what is written while a model trains, and read back for its report.
-
-`summarise` takes the final numbers of a run from its folder.
+`CountsTrace` collects the routing of steps in the format of `jax-moe-lb replay`.
 """
 
 import io

@@ -1,8 +1,6 @@
-"""These functions draw the figures of a run, as PNG.
+"""The report of a run: one self-contained HTML file with figures.
 
-What other systems would have made of the loads of a run: their planners, on its last recorded steps.
-
-`write_report` shows a run as one HTML file that needs nothing else.
+It also replays other systems' planners on the last recorded loads.
 """
 
 import base64

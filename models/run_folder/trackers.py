@@ -1,7 +1,4 @@
-"""`StepLine` shows a run while it trains.
-
-`MetricLogger` shows a run to TensorBoard and to Weights & Biases while it trains, and traces some of its steps.
-"""
+"""Loggers of a run: a status line, TensorBoard, Weights & Biases and profiles of some steps."""
 
 import importlib
 import importlib.util

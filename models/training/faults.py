@@ -1,8 +1,7 @@
-"""`StepRunner` does the steps of a run, and those again for which the plan needs more rounds than the program has.
+"""Faults and interruptions of a run.
 
-What is wrong with a step ends the run: it is named, and no checkpoint is made of it.
-
-A `StopRequest` lets a training run end in order when it is interrupted or terminated.
+`StepRunner` repeats steps whose plan needs more rounds than the program has. A fault of a step ends the run before the
+next checkpoint. A `StopRequest` ends it in order after an interrupt or a termination signal.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""A layout is what a resumed run may change: the ranks, and the system that balances their load.
+"""Options that a resumed run may change, and relocation of experts during a run.
 
-Relocation moves experts to other ranks every so many steps of a run, by the loads of the steps before.
+A layout is the number of ranks and the system that balances their load.
 """
 
 import json

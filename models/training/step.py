@@ -1,10 +1,7 @@
-"""The optimizer of a run: AdamW under a schedule, with clipped gradients.
+"""The jitted parts of training: initial state, optimizer step and validation.
 
-`loss_and_gradients` is the forward and backward pass of a step, all at once or in microbatches.
-
-These are the jitted parts of training: initial state, optimizer step, validation.
-
-These are the jitted parts of training a `StackedDecoder`: initial state and optimizer step.
+The optimizer is AdamW under a schedule with clipped gradients. `loss_and_gradients` runs the forward and backward pass
+at once or in microbatches.
 """
 
 from collections.abc import Callable, Sequence

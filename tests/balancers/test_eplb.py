@@ -124,7 +124,11 @@ def test_state_is_carried_through_a_scan():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("balancer", "axis_type"), [(EPLB(every=1), AxisType.Explicit), (LPLB(every=1), AxisType.Auto)]
+    ("balancer", "axis_type"),
+    [
+        (EPLB(every=1), AxisType.Explicit),
+        pytest.param(LPLB(every=1), AxisType.Auto, marks=pytest.mark.thorough),
+    ],
 )
 def test_the_layer_keeps_the_state(balancer, axis_type):
     """Groups side by side, each with its own history; the outputs are those of plain expert parallelism."""

@@ -106,7 +106,7 @@ def test_a_planner_that_fails_on_one_device_stops_all(name, check_vma):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 8), (2, 4)])
+@pytest.mark.parametrize("sizes", [pytest.param((1, 8), marks=pytest.mark.thorough), (2, 4)])
 def test_a_layer_does_not_wait_for_the_device_that_failed(sizes):
     case, mesh = Case(), make_mesh(sizes, ("data", "expert"))
     layer = sharded_moe(mesh, Topology.from_mesh(mesh), System(HostCallback(Once(fails)), replica_slots=1))

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import benchmarks
 from benchmarks.html_report import write_report
+from benchmarks.render import RESULTS
 from benchmarks.reproduce import RUNS
-from benchmarks.results import Table, save
+from benchmarks.results import Table, read, save
 
 HERE = Path(benchmarks.__file__).parent
 PLAIN = argparse.Namespace(quick=False, loads=None, only=[])
@@ -22,6 +23,15 @@ def test_every_benchmark_is_in_the_list():
 def test_no_two_results_have_one_name():
     names = [one.name for one in RUNS]
     assert len(names) == len(set(names))
+
+
+def test_every_result_is_in_the_file_of_its_benchmark():
+    runs = {one.name: one for one in RUNS}
+    for path in RESULTS.glob("*.json"):
+        for name, record in read(path).items():
+            if one := runs.get(name):
+                assert one.file == path.stem
+                assert not set(one.unread) & record.tables.keys()
 
 
 def test_recorded_loads_are_asked_for():

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.results import Table, load, save, spread
+from benchmarks.render import RESULTS
+from benchmarks.results import Table, load, merge, read, save, spread
 
 
 def test_a_median_has_its_range_behind_it():
@@ -17,10 +18,70 @@ def test_what_was_kept_is_read_again(tmp_path):
     tables = {"steps": Table({"ranks": "d", "ms": ".1f"}, [[8, [2.0, 1.0, 3.0]], [16, [4.0, 3.5, 5.0]]])}
     save(tables, tmp_path / "found.json")
     assert str(load(tmp_path / "found.json")["steps"]) == str(tables["steps"])
-    kept = json.loads((tmp_path / "found.json").read_text())
+    kept = json.loads((tmp_path / "found.json").read_text())["found"]
     assert {"command", "commit", "date", "machine", "software"} < kept.keys()
 
 
 def test_a_row_of_another_length_is_refused():
     with pytest.raises(ValueError, match="a row has 1 values, expected 2"):
         Table({"a": "", "b": ""}, [[1]])
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "stored"),
+    [
+        (1.0790194996310496, ".2f", 1.079),
+        (0.12345678, ".1%", 0.1235),
+        (123456.7, ".0f", 123457.0),
+        (1234567.0, ".3g", 1234600.0),
+        (1.23496, ".2f", 1.23496),
+        (1.23456, "", 1.23456),
+        ([2.01234, 1.04999, 3.09], ".1f", [2.012, 1.04999, 3.09]),
+        (7, "d", 7),
+        (float("inf"), ".2f", float("inf")),
+    ],
+)
+def test_numbers_have_the_digits_that_are_shown(tmp_path, value, form, stored):
+    save({"one": Table({"a": form}, [[value]])}, tmp_path / "found.json")
+    table = load(tmp_path / "found.json")["one"]
+    assert table.rows == [[stored]]
+    assert table.cells() == Table({"a": form}, [[value]]).cells()
+
+
+def test_a_row_is_a_line(tmp_path):
+    rows = [[8, [2.0, 1.0, 3.0], "π"], [16, None, "b"]]
+    save({"steps": Table({"ranks": "d", "ms": ".1f", "": ""}, rows, notes=["one", "two"])}, tmp_path / "found.json")
+    lines = [line.strip() for line in (tmp_path / "found.json").read_text().splitlines()]
+    assert {'[8, [2.0, 1.0, 3.0], "π"],', '[16, null, "b"]', '"one",', '"two"'} < set(lines)
+    assert '"columns": {"ranks": "d", "ms": ".1f", "": ""},' in lines
+
+
+def test_runs_of_one_benchmark_share_a_file(tmp_path):
+    long, quick, both = (tmp_path / f"{name}.json" for name in ("long", "quick", "both"))
+    tables = {"a": Table({"n": "d"}, [[1]]), "b": Table({"n": "d"}, [[2]])}
+    save(tables, long)
+    save(tables, quick)
+    merge(long, both)
+    merge(quick, both, unread=("b",))
+    assert not long.exists()
+    assert {name: list(record.tables) for name, record in read(both).items()} == {"long": ["a", "b"], "quick": ["a"]}
+    save({"b": tables["b"]}, long)
+    with pytest.raises(ValueError, match="run long is in"):
+        read(tmp_path)
+    merge(long, both)
+    assert {name: list(record.tables) for name, record in read(tmp_path).items()} == {"long": ["b"], "quick": ["a"]}
+
+
+def test_a_digest_is_that_of_the_tables(tmp_path):
+    found = tmp_path / "found.json"
+    save({"a": Table({"n": ".1f"}, [[1.23456]])}, found)
+    first = read(found)["found"].digest
+    save({"a": Table({"n": ".1f"}, [[1.2349]])}, found)
+    assert read(found)["found"].digest == first
+    save({"a": Table({"n": ".1f"}, [[1.236]])}, found)
+    assert read(found)["found"].digest != first
+
+
+def test_all_results_are_small_enough_to_read():
+    assert sum(len(path.read_text().splitlines()) for path in RESULTS.glob("*.json")) < 4000
+    assert max(len(line) for path in RESULTS.glob("*.json") for line in path.read_text().splitlines()) < 2000

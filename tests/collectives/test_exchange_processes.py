@@ -82,8 +82,14 @@ RANK = textwrap.dedent(
         block = (rng.normal(size=(12, 5)) * 9).astype(jnp.dtype(dtype))
         upstream = (rng.normal(size=(4, 6, 5)) * 9).astype(np.float32)
         args = place(mesh, spec, block), place(mesh, spec, upstream)
-        text = step.lower(*args).as_text()
-        return step(*args), text.count("collective_permute"), "bf16" in text.split("collective_permute")[0][-80:]
+        lowered = step.lower(*args)
+        return lowered.compile()(*args), lowered.as_text().count("collective_permute")
+
+    def whole(mesh, layer):
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        arrays = jax.jit(lambda *arrays: arrays, out_shardings=everywhere)(*jax.tree.leaves(layer))
+        names = ("y", "rounds", *("gradient %d" % i for i in range(4)))
+        return [(name, np.asarray(array.addressable_data(0))) for name, array in zip(names, arrays)]
 
     def same(ours, theirs):
         pairs = zip(ours.addressable_shards, theirs.addressable_shards)
@@ -101,20 +107,18 @@ RANK = textwrap.dedent(
             pairs[:2] = [array.astype(jnp.dtype(dtype)) for array in pairs[:2]]
             for rank, rows in run(("expert",), (2, 2), ("expert", "data"), pairs):
                 results[f"pairs {dtype} {rank}"] = rows.astype(np.float32)
-            ours, num_permutes, _ = gathered(gather_tiles, dtype)
-            theirs, *_ = gathered(lambda block, axis: jax.lax.all_gather(block, axis, tiled=True), dtype)
+            ours, num_permutes = gathered(gather_tiles, dtype)
+            theirs, _ = gathered(lambda block, axis: jax.lax.all_gather(block, axis, tiled=True), dtype)
             results[f"gather {dtype} {process}"] = [same(*pair) for pair in zip(ours, theirs)] + [num_permutes]
         mesh = jax.make_mesh((2, 2), ("expert", "data"), axis_types=(AxisType.Auto,) * 2)
         layer = layer_step(mesh, lambda spec, array: place(mesh, spec, np.asarray(array)))
-        for name, array in zip(("y", "rounds", *("gradient %d" % i for i in range(4))), jax.tree.leaves(layer)):
-            whole = jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))(array)
-            results[f"layer {name} {process}"] = np.asarray(whole.addressable_data(0))
+        for name, array in whole(mesh, layer):
+            results[f"layer {name} {process}"] = array
         mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,))
         layer, text = domains_step(mesh, lambda spec, array: place(mesh, spec, np.asarray(array)))
         results[f"domains copies {process}"] = "moe_lb_copy_start" in text and "moe_lb_copy_sum" in text
-        for name, array in zip(("y", "rounds", *("gradient %d" % i for i in range(4))), jax.tree.leaves(layer)):
-            whole = jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))(array)
-            results[f"domains {name} {process}"] = np.asarray(whole.addressable_data(0))
+        for name, array in whole(mesh, layer):
+            results[f"domains {name} {process}"] = array
         np.savez(case_file.replace("cases", f"results{process}"), **results)
         jax.distributed.shutdown()
     except BaseException:

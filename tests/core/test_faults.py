@@ -1,5 +1,6 @@
 """Bad values under `checks="deferred"`: no program stops, nothing is lost silently, and the host is told the same."""
 
+import functools
 from dataclasses import dataclass, replace
 
 import jax
@@ -73,9 +74,9 @@ def message_of(layer, *args):
 @pytest.mark.parametrize(
     ("spoil", "replicate", "dispatch"),
     [
-        *((spoil, None, Direct()) for spoil in BROKEN),
+        *(pytest.param(spoil, None, Direct(), marks=pytest.mark.thorough) for spoil in BROKEN),
         (loses_a_token, PeerCopy(), TwoPhase()),
-        (relays_from_nowhere, PeerCopy(), Direct()),
+        pytest.param(relays_from_nowhere, PeerCopy(), Direct(), marks=pytest.mark.thorough),
         (sprays_rows_that_are_not_there, None, MultiRailDispatch()),
     ],
 )
@@ -95,6 +96,11 @@ def test_an_illegal_plan_gives_way_to_plain_expert_parallelism(spoil, replicate,
     assert str(deferred.value) == message_of(sharded_moe(mesh, topology, system), *args[:4])
 
 
+@functools.cache
+def deferred_layer(router):
+    return jax.jit(sharded_moe(*flat(), greedy(2), router, checks="deferred"))
+
+
 def out_of_range(logits, bias, info):
     routing = TopK(2)(logits, bias, info)
     bad = (jnp.arange(logits.shape[0]) + info.first == 30)[:, None]
@@ -111,11 +117,10 @@ def out_of_range(logits, bias, info):
     ids=["not finite", "out of range"],
 )
 def test_bad_routing_gets_no_expert_and_is_told(router, value, says):
-    mesh, topology = flat()
     x, mask, kernel, experts, _ = arguments()
     spoilt = x.at[30, 0].set(value)
-    good, _ = jax.jit(sharded_moe(mesh, topology, greedy(2), checks="deferred"))(x, mask, kernel, experts)
-    y, stats = jax.jit(sharded_moe(mesh, topology, greedy(2), router, checks="deferred"))(spoilt, mask, kernel, experts)
+    good, _ = deferred_layer(TopK(2))(x, mask, kernel, experts)
+    y, stats = deferred_layer(router)(spoilt, mask, kernel, experts)
     others = np.delete(np.arange(x.shape[0]), 30)
     np.testing.assert_allclose(np.asarray(y)[others], np.asarray(good)[others], atol=1e-6)
     # A token without an expert must not pass for one that was served, if its routing was not finite.
@@ -127,8 +132,15 @@ def test_bad_routing_gets_no_expert_and_is_told(router, value, says):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checks", ["callback", "deferred"])
-@pytest.mark.parametrize("system", [plain(), feplb(2)], ids=["plain", "feplb"])
+@pytest.mark.parametrize(
+    ("system", "checks"),
+    [
+        pytest.param(plain(), "callback", id="plain-callback"),
+        pytest.param(feplb(2), "deferred", id="feplb-deferred"),
+        pytest.param(plain(), "deferred", id="plain-deferred", marks=pytest.mark.thorough),
+        pytest.param(feplb(2), "callback", id="feplb-callback", marks=pytest.mark.thorough),
+    ],
+)
 def test_too_few_rounds_are_a_fault(system, checks):
     mesh, topology = flat()
     system = replace(system, dispatch=replace(system.dispatch, headroom=0.5, max_rounds=2))
@@ -163,7 +175,9 @@ def test_layers_behind_one_that_was_not_served_do_not_hide_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", [greedy(2), feplb(2)], ids=["greedy", "feplb"])
+@pytest.mark.parametrize(
+    "system", [pytest.param(greedy(2), marks=pytest.mark.thorough), feplb(2)], ids=["greedy", "feplb"]
+)
 def test_enough_rounds_need_no_loop(system):
     mesh, topology = flat()
     system = replace(system, dispatch=replace(system.dispatch, headroom=0.7, max_rounds=6))

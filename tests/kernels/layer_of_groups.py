@@ -46,5 +46,6 @@ def _step(mesh, place, system, topology):
         jax.tree.map(lambda leaf, spec=spec: place(spec, leaf), arg) for arg, spec in zip(args, specs, strict=True)
     ]
     step = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
-    gradients, out = step(*placed)
-    return (out, gradients), step.lower(*placed).as_text()
+    lowered = step.lower(*placed)
+    gradients, out = lowered.compile()(*placed)
+    return (out, gradients), lowered.as_text()

@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -35,24 +36,21 @@ def case(dtype, gated=True, fused=False, biased=False):
     return jnp.asarray(rows, dtype), experts, jnp.asarray(rng.normal(size=rows.shape), dtype)
 
 
-def reference(rows, experts, sizes, upstream):
-    """Group by group, each with its own expert, whose gate is apart, and autodiff."""
-    if experts.is_fused:
-        out, row_gradients, gradients = reference(rows, experts.apart(), sizes, upstream)
-        return out, row_gradients, gradients.fused()
-    out, row_gradients = jnp.zeros_like(rows), jnp.zeros_like(rows)
-    gradients = jax.tree.map(jnp.zeros_like, experts)
-    start = 0
-    for g, size in enumerate(sizes):
-        if size:
-            part = slice(start, start + size)
-            expert = jax.tree.map(lambda w, g=g: w[g], experts)
-            y, vjp = jax.vjp(op.dense_ffn, rows[part], expert)
-            dx, dw = vjp(upstream[part])
-            out, row_gradients = out.at[part].set(y), row_gradients.at[part].set(dx)
-            gradients = jax.tree.map(lambda a, d, g=g: a.at[g].set(d), gradients, dw)
-        start += size
-    return out, row_gradients, gradients
+@jax.jit
+def reference(rows, experts, group_sizes, upstream):
+    """Return outputs and gradients: every expert on every row, and a mask, so that one program serves all sizes."""
+    is_fused = experts.is_fused
+    experts = experts.apart() if is_fused else experts
+    ends, row = jnp.cumsum(group_sizes), jnp.arange(NUM_ROWS, dtype=group_sizes.dtype)
+    of_group = (row[None] < ends[:, None]) & (row[None] >= (ends - group_sizes)[:, None])
+
+    def forward(rows, experts):
+        every = jax.vmap(op.dense_ffn, (None, 0))(rows, experts)
+        return jnp.where(of_group[..., None], every, 0).sum(0)
+
+    y, vjp = jax.vjp(forward, rows, experts)
+    row_gradients, gradients = vjp(upstream)
+    return y, row_gradients, gradients.fused() if is_fused else gradients
 
 
 def relative_error(got, want):
@@ -81,38 +79,69 @@ FORMS = {
 }
 
 
+# gated, fused, biased
+KINDS = {
+    "swiglu": (True, False, False),
+    "fused": (True, True, False),
+    "gelu": (False, False, False),
+    "biases": (True, False, True),
+}
+RELATIVE = {"float32": 1e-5, "bfloat16": 3e-2}
+DEFAULT = {
+    *(("custom call, in windows", kind, "float32") for kind in KINDS),
+    *(("ragged", kind, "float32") for kind in ("swiglu", "fused", "biases")),
+    *(("blocks", kind, "float32") for kind in ("swiglu", "biases")),
+    ("custom call, in windows", "biases", "bfloat16"),
+    ("blocks", "fused", "bfloat16"),
+    ("ragged", "gelu", "bfloat16"),
+}
+"""Every form with every dtype, every form and every dtype with gates, and every kind."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize(
-    ("gated", "fused", "biased"),
-    [(True, False, False), (True, True, False), (False, False, False), (True, False, True)],
-    ids=["swiglu", "fused", "gelu", "biases"],
+    ("form", "kind", "dtype"),
+    [
+        pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.thorough)
+        for case in itertools.product(FORMS, KINDS, RELATIVE)
+    ],
 )
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("dtype", "relative"), [("float32", 1e-5), ("bfloat16", 3e-2)])
-def test_all_forms_equal_one_expert_at_a_time(form, sizes, gated, fused, biased, dtype, relative, monkeypatch):
+def test_all_forms_equal_one_expert_at_a_time(form, kind, dtype, monkeypatch):
     FORMS[form](monkeypatch)
-    rows, experts, upstream = case(dtype, gated, fused, biased)
+    rows, experts, upstream = case(dtype, *KINDS[kind])
     # Among them a weight of 0, whose own gradient is not 0.
     weights = (jnp.arange(NUM_ROWS, dtype=jnp.float32)[:, None] % 5) / 4
-    group_sizes, used = jnp.asarray(sizes, jnp.int32), sum(sizes)
     wide_rows, wide_experts, wide_upstream = jax.tree.map(lambda a: a.astype(jnp.float32), (rows, experts, upstream))
-    want_y, want_rows, want_experts = reference(wide_rows, wide_experts, sizes, wide_upstream * weights)
-    want_weights = (want_y * wide_upstream).sum(1, keepdims=True)
-    # Rows that nobody wrote: whatever they hold must reach nothing.
-    beyond = jnp.arange(NUM_ROWS)[:, None] >= used
-    rows, upstream, weights = (jnp.where(beyond, jnp.nan, array) for array in (rows, upstream, weights))
-    y = jax.jit(lambda *args: op.grouped_ffn(*args))(rows, experts, group_sizes)
-    of_rows, of_weights, of_experts = jax.jit(lambda *args: op.grouped_ffn_gradients(*args, jnp.float32))(
-        rows, weights, experts, group_sizes, upstream
-    )
-    got = (y[:used], of_rows[:used], of_weights[:used], of_experts)
-    want = (want_y[:used], want_rows[:used], want_weights[:used], want_experts)
-    for ours, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert ours.size == 0 or relative_error(ours, expected) <= relative
-    for gradient in jax.tree.leaves(of_experts):
-        assert gradient.dtype == jnp.float32
-        assert (gradient[group_sizes == 0] == 0).all()
+
+    @jax.jit
+    def run(rows, weights, experts, group_sizes, upstream):
+        y = op.grouped_ffn(rows, experts, group_sizes)
+        return y, *op.grouped_ffn_gradients(rows, weights, experts, group_sizes, upstream, jnp.float32)
+
+    for sizes in SIZES.values():
+        group_sizes, used = jnp.asarray(sizes, jnp.int32), sum(sizes)
+        want_y, want_rows, want_experts = reference(wide_rows, wide_experts, group_sizes, wide_upstream * weights)
+        want_weights = (want_y * wide_upstream).sum(1, keepdims=True)
+        # Rows that nobody wrote: whatever they hold must reach nothing.
+        beyond = jnp.arange(NUM_ROWS)[:, None] >= used
+        clean = (rows, upstream, weights)
+        dirty_rows, dirty_upstream, dirty_weights = (jnp.where(beyond, jnp.nan, array) for array in clean)
+        y, of_rows, of_weights, of_experts = run(dirty_rows, dirty_weights, experts, group_sizes, dirty_upstream)
+        got = (y[:used], of_rows[:used], of_weights[:used], of_experts)
+        want = (want_y[:used], want_rows[:used], want_weights[:used], want_experts)
+        for ours, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert ours.size == 0 or relative_error(ours, expected) <= RELATIVE[dtype]
+        for gradient in jax.tree.leaves(of_experts):
+            assert gradient.dtype == jnp.float32
+            assert (gradient[group_sizes == 0] == 0).all()
+    assert run._cache_size() == 1
+
+
+@jax.jit
+def differentiated(rows, experts, group_sizes, upstream):
+    """Return outputs and gradients of the op by JAX's transformations."""
+    y, vjp = jax.vjp(lambda rows, experts: op.grouped_ffn(rows, experts, group_sizes), rows, experts)
+    return y, *vjp(upstream)
 
 
 @pytest.mark.slow
@@ -129,11 +158,10 @@ def test_all_forms_equal_one_expert_at_a_time(form, sizes, gated, fused, biased,
 def test_other_activations_have_their_gradients(activation, gated, fused, biased):
     rows, experts, upstream = case("float32", gated, fused, biased)
     experts = replace(experts, activation=activation)
-    sizes = SIZES["uneven"]
+    sizes = jnp.asarray(SIZES["uneven"], jnp.int32)
     want = reference(rows, experts, sizes, upstream)
     assert not np.allclose(want[0], reference(rows, replace(experts, activation=None), sizes, upstream)[0], atol=1e-2)
-    y, vjp = jax.vjp(lambda r, e: op.grouped_ffn(r, e, jnp.asarray(sizes, jnp.int32)), rows, experts)
-    row_gradients, gradients = vjp(upstream)
+    y, row_gradients, gradients = differentiated(rows, experts, sizes, upstream)
     assert gradients.activation == activation
     got, want = (y[:403], row_gradients[:403], gradients), (want[0][:403], want[1][:403], want[2])
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -164,10 +192,9 @@ def test_last_products_take_weights_that_are_made_again(monkeypatch):
 @pytest.mark.slow
 def test_the_op_is_differentiable_and_float64_stays_float64(x64):
     rows, experts, upstream = case("float64")
-    sizes = SIZES["uneven"]
+    sizes = jnp.asarray(SIZES["uneven"], jnp.int32)
     want = reference(rows, experts, sizes, upstream)
-    y, vjp = jax.vjp(lambda r, e: op.grouped_ffn(r, e, jnp.asarray(sizes, jnp.int32)), rows, experts)
-    row_gradients, gradients = vjp(upstream)
+    y, row_gradients, gradients = differentiated(rows, experts, sizes, upstream)
     got, want = (y[:403], row_gradients[:403], gradients), (want[0][:403], want[1][:403], want[2])
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == jnp.float64

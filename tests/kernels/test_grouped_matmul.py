@@ -80,25 +80,42 @@ def without_others(operands):
     return operands[0], operands[2], operands[3]
 
 
+NARROW_BY_DEFAULT = ("uneven", "rows of no group", "no groups")
+"""Shapes whose bfloat16 products are compiled by default in forms other than the custom call."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(
-    ("form", "dtype"),
+    ("form", "dtype", "shape"),
     [
-        *(("op", dtype) for dtype in RELATIVE),
-        *((form, dtype) for form in ("blocks", "ragged") for dtype in ("float32", "bfloat16")),
+        pytest.param(
+            form,
+            dtype,
+            shape,
+            marks=() if form == "op" or dtype == "float32" or shape in NARROW_BY_DEFAULT else pytest.mark.thorough,
+        )
+        for form, dtype in [
+            *(("op", dtype) for dtype in RELATIVE),
+            *((form, dtype) for form in ("blocks", "ragged") for dtype in ("float32", "bfloat16")),
+        ]
+        for shape in SHAPES
     ],
 )
-def test_products_equal_one_group_at_a_time(form, shape, dtype, x64):
+def test_products_equal_one_group_at_a_time(form, dtype, shape, x64):
     matmul, outer = FORMS[form]
-    rows, others, weights, sizes = case(shape, dtype)
+    rows, others, weights, sizes = case(SHAPES[shape], dtype)
+
+    @jax.jit
+    def run(rows, others, weights, sizes):
+        return matmul(rows, weights, sizes), matmul(others, weights, sizes, True), outer(rows, others, sizes)
+
     product, back, sums = loops(rows, others, weights, sizes)
     used = int(sizes.sum())
-    assert_close(jax.jit(matmul)(rows, weights, sizes), product, RELATIVE[dtype], used)
-    assert_close(jax.jit(matmul, static_argnums=3)(others, weights, sizes, True), back, RELATIVE[dtype], used)
-    got = jax.jit(outer)(rows, others, sizes)
-    assert got.dtype == ("float64" if dtype == "float64" else "float32")
-    assert_close(got, sums, min(RELATIVE[dtype], 1e-5))
+    got_product, got_back, got_sums = run(rows, others, weights, sizes)
+    assert_close(got_product, product, RELATIVE[dtype], used)
+    assert_close(got_back, back, RELATIVE[dtype], used)
+    assert got_sums.dtype == ("float64" if dtype == "float64" else "float32")
+    assert_close(got_sums, sums, min(RELATIVE[dtype], 1e-5))
 
 
 @pytest.mark.parametrize("has_call", [True, False])

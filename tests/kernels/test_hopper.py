@@ -68,11 +68,30 @@ def by_group(rows, others, group_sizes):
     return np.stack([rows[e - n : e].T @ others[e - n : e] for n, e in zip(group_sizes, ends, strict=True)])
 
 
+def with_all_sizes_by_default(names, first, *others):
+    """Parametrize with options and sizes; by default only the first options have all sizes."""
+    return pytest.mark.parametrize(
+        (*names, "sizes"),
+        [
+            pytest.param(
+                *options,
+                sizes,
+                id=f"{name}-{'-'.join(getattr(option, '__name__', str(option)) for option in options)}",
+                marks=() if options == first or name == "uneven" else pytest.mark.thorough,
+            )
+            for options in (first, *others)
+            for name, sizes in SIZES.items()
+        ],
+    )
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_parts", "transposed", "dtype"), [(1, True, jnp.float16), (2, False, jnp.bfloat16), (2, True, jnp.bfloat16)]
+@with_all_sizes_by_default(
+    ("num_parts", "transposed", "dtype"),
+    (2, False, jnp.bfloat16),
+    (1, True, jnp.float16),
+    (2, True, jnp.bfloat16),
 )
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_products(sizes, num_parts, transposed, dtype):
     used, group_sizes = sum(sizes), jnp.array(sizes, jnp.int32)
     rows = unwritten_beyond(draw(NUM_ROWS, INNER, dtype=dtype), used)
@@ -87,8 +106,7 @@ def test_products(sizes, num_parts, transposed, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_parts", "dtype"), [(1, jnp.float16), (2, jnp.bfloat16)])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@with_all_sizes_by_default(("num_parts", "dtype"), (2, jnp.bfloat16), (1, jnp.float16))
 def test_sums_of_groups(sizes, num_parts, dtype):
     rows, others = draw(NUM_ROWS, INNER, dtype=dtype), draw(NUM_ROWS, OUTER, dtype=dtype, seed=1)
     want, used = by_group(rows, others, sizes), sum(sizes)
@@ -151,8 +169,15 @@ def test_each_row_is_of_one_tile(rows_and_ends):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("fused", "biased"),
+    [
+        (False, True),
+        (True, False),
+        pytest.param(False, False, marks=pytest.mark.thorough),
+        pytest.param(True, True, marks=pytest.mark.thorough),
+    ],
+)
 def test_experts_in_parts_equal_one_array(fused, biased, monkeypatch):
     """Home experts and replicas where they are, forward and backward, in sums that go on."""
     sizes = jnp.array(SIZES["uneven"], jnp.int32)
@@ -177,7 +202,7 @@ def test_experts_in_parts_equal_one_array(fused, biased, monkeypatch):
         )
         return y[:232], gradients[0][:232], gradients[1][:232], gradients[2]
 
-    *want, want_sums = both(experts, before)
+    *want, want_sums = jax.jit(both)(experts, before)
     monkeypatch.setattr(grouped_ffn, "grouped_matmul", hopper_matmul)
     monkeypatch.setattr(grouped_ffn, "grouped_outer", hopper_outer)
     *got, sums = both(parts, before_parts)

@@ -38,8 +38,19 @@ AS_EXACT = {"eplb", "eplb_plus", "fastermoe", "greedy", "two_tier"}
 """They plan otherwise and move weights and rows as `exact` does; `test_planners.py` maps the planners themselves."""
 
 
+EVERYDAY = {"feplb"}
+"""Weights and rows travel in waves of their own."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in system_names() if name not in AS_EXACT])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.thorough)
+        for name in system_names()
+        if name not in AS_EXACT
+    ],
+)
 def test_every_system_serves_one_microbatch_after_the_other(name):
     """Each has its own plan and number of rounds; outputs, and the gradients of each, are those of a dense layer."""
     mesh, system = make_mesh((2, 4), ("node", "gpu")), getattr(systems, name)(headroom=0.4)
@@ -65,7 +76,9 @@ def test_every_system_serves_one_microbatch_after_the_other(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", [plain(), feplb(2)], ids=["plain", "feplb"])
+@pytest.mark.parametrize(
+    "system", [plain(), pytest.param(feplb(2), marks=pytest.mark.thorough)], ids=["plain", "feplb"]
+)
 def test_weights_may_be_mapped_over_too(system):
     """An ensemble: layers of their own for the same tokens."""
     mesh = make_mesh((2, 4), ("data", "expert"))

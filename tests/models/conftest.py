@@ -1,6 +1,5 @@
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -14,17 +13,6 @@ from tests.models.small import CONFIG, CORPUS
 def all_devices():
     """Before a command line asks for fewer of them."""
     assert jax.device_count() == 8
-
-
-@pytest.fixture(scope="package", autouse=True)
-def compiled_once(tmp_path_factory):
-    """A resumed run is the program of the run before: it is compiled once."""
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-    # It is made once, and would outlive the folder.
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="package")

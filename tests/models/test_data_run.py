@@ -55,6 +55,7 @@ def losses(folder):
     return [row["loss"] for row in RunFolder(folder).rows("step")]
 
 
+@pytest.mark.thorough
 def test_it_goes_on_with_the_next_sequence(data, tmp_path):
     result = CliRunner().invoke(app, [*data, "--run-dir", "whole"])
     assert result.exit_code == 0, result.output

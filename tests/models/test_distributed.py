@@ -153,6 +153,7 @@ def test_the_kernel_looks_after_a_machine_that_vanished():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_process_that_does_not_come_ends_those_that_wait():
     port = free_port()
     waiting = [start("models.train", *place(port, 3, i), "--join-timeout-s", "3") for i in range(2)]
@@ -164,6 +165,24 @@ def test_a_process_that_does_not_come_ends_those_that_wait():
             errors.splitlines()[1],
         ]
         assert errors.splitlines()[1].startswith(line)
+
+
+def test_a_process_that_does_not_come_is_named_to_those_that_wait():
+    port, until, lines = free_port(), time.monotonic() + 2, []
+
+    def meet(place, how):
+        with pytest.raises(UserError) as refused:
+            how(place, until, 2)
+        lines.append(str(refused.value))
+
+    meetings = [(Place("127.0.0.1", port, 3, 0), gather), (Place("127.0.0.1", port, 3, 1), wait_for_processes)]
+    threads = [threading.Thread(target=meet, args=meeting) for meeting in meetings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    said = f"num_processes is 3, but process 2 did not come to 127.0.0.1:{port} within 2 s; expected "
+    assert [line[: len(said)] for line in lines] == [said] * 2
 
 
 def test_a_process_id_that_comes_twice_is_refused_by_all():
@@ -235,6 +254,7 @@ def test_a_process_that_is_killed_is_named_by_all_others():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_killed_coordinator_is_named_by_all_others():
     """JAX ends processes without a coordinator as well, a tenth of a second later, in more lines."""
     processes = joined(free_port(), "wait", "wait", "wait")
@@ -264,6 +284,7 @@ def train(folder, *options, of_each=((), ())):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_different_options_are_refused_by_all(tmp_path):
     for code, output, errors in end(train(tmp_path, of_each=[("--steps", "8"), ("--steps", "9")]), MAX_WAIT_S):
         assert (code, output) == (2, "")
@@ -273,6 +294,7 @@ def test_different_options_are_refused_by_all(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_of_two_processes_is_killed_resumed_and_stopped(tmp_path):
     """Neither names a folder, of which the first is taken."""
     (tmp_path / "runs" / "tiny").mkdir(parents=True)

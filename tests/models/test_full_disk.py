@@ -110,6 +110,7 @@ def train(run_dir, *arguments, program=("-m", "tests.models.tiny_training"), std
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_that_finds_no_room_goes_on_later(tmp_path):
     run_dir = tmp_path / "run"
     stopped = train(run_dir, program=("-c", FULL_AT_STEP_4))

@@ -31,7 +31,7 @@ def mesh():
     return make_mesh(ParallelConfig(2, 4))
 
 
-@pytest.fixture(scope="module", params=["glm4_moe", "deepseek_v3"])
+@pytest.fixture(scope="module", params=["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.thorough)])
 def checkpoint(request, tmp_path_factory, all_devices):
     """A checkpoint whose norms and biases are no ones and zeros."""
     folder = tmp_path_factory.mktemp(request.param) / "tiny"
@@ -89,6 +89,7 @@ def test_logits_and_loss_are_those_of_plain_numpy(checkpoint):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpoint", ["deepseek_v3"], indirect=True)
 def test_tuning_moves_what_predicts_further(checkpoint, tmp_path):
     (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 200)

@@ -39,7 +39,9 @@ def losses(folder):
     return [row["loss"] for row in RunFolder(folder).rows("step")]
 
 
-@pytest.mark.parametrize("mesh", [(1, 4), (2, 4), (4, 2), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [(1, 4), (2, 4), *(pytest.param(m, marks=pytest.mark.thorough) for m in ((4, 2), (1, 1)))], ids=str
+)
 def test_a_checkpoint_fits_any_mesh(trained_run, mesh, all_devices):
     config, lines = on(*mesh, system="eplb"), []
     made, layout = programs(config), layout_of(config.parallel)
@@ -60,6 +62,7 @@ def test_a_checkpoint_fits_any_mesh(trained_run, mesh, all_devices):
     assert up.sharding.mesh.shape == {"data": mesh[0], "expert": mesh[1]}
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_with_half_the_ranks_and_eplb(trained_run, command_line, tmp_path, monkeypatch):
     folder = RunFolder(shutil.copytree(trained_run, tmp_path / "run"))
     straight = shutil.copytree(trained_run, tmp_path / "straight")

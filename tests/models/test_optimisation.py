@@ -60,7 +60,11 @@ def test_balancers_that_remember_see_each_microbatch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"scan_layers": True, "remat": "moe_plan,attention"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.thorough), {"scan_layers": True, "remat": "moe_plan,attention"}],
+    ids=str,
+)
 def test_split_parameters_learn_the_same(usual, changes):
     model = dataclasses.replace(LAYER, **changes)
     split = trained(dataclasses.replace(SMALL, model=model, parallel=dataclasses.replace(ON_8, fsdp=True)))

@@ -20,7 +20,11 @@ def of_one_process(all_devices):
 
 
 # Each program is compiled by each process.
-@pytest.mark.parametrize(("num_processes", "systems"), [(2, ["hybridep"]), (4, ["exact"])], ids=["2x4", "4x2"])
+@pytest.mark.parametrize(
+    ("num_processes", "systems"),
+    [(2, ["hybridep"]), pytest.param(4, ["exact"], marks=pytest.mark.thorough)],
+    ids=["2x4", "4x2"],
+)
 def test_losses_are_those_of_one_process(of_one_process, num_processes, systems):
     port, program = str(free_port()), "tests.models.tiny_systems"
     ids = map(str, range(num_processes))

@@ -48,7 +48,7 @@ def trained(config):
 @pytest.mark.parametrize(
     "config",
     [
-        limited("plain", HEADROOM),
+        pytest.param(limited("plain", HEADROOM), marks=pytest.mark.thorough),
         # What a balancer remembers, biases and loads are as they were, too.
         limited("eplb", 1.7, accumulate=2, model=dataclasses.replace(CONFIG.model, bias_rate=1e-3)),
     ],

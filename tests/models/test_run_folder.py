@@ -159,7 +159,7 @@ def cut_without_checksums(checkpoint):
 
 # Orbax leaves a coroutine behind when it fails to read.
 @pytest.mark.filterwarnings("ignore:Exception ignored:pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("damage", [flip, cut, cut_without_checksums])
+@pytest.mark.parametrize("damage", [flip, pytest.param(cut, marks=pytest.mark.thorough), cut_without_checksums])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(copied, damage):
     folder, lines = RunFolder(copied), []
     damage(folder.checkpoints / "8")
@@ -203,6 +203,24 @@ def test_a_finished_run_without_readable_counts_is_resumed_with_a_line(copied, c
     assert "report.html is not written" in result.stdout
 
 
+def test_a_run_that_is_stopped_has_a_checkpoint_of_its_last_step(tmp_path):
+    class StoppedAfterThreeSteps:
+        name = "SIGTERM"
+        times_asked = 0
+
+        def requested(self):
+            self.times_asked += 1
+            return self.times_asked > 3
+
+    assert execute(prepare(CONFIG, CORPUS, tmp_path), Console(quiet=True), StoppedAfterThreeSteps()) == {}
+    folder = RunFolder(tmp_path)
+    last = folder.rows("step")[-1]["step"]
+    assert 0 < last < CONFIG.steps
+    assert steps_in(folder.checkpoints)[0] == last
+    assert len(folder.read_counts()["steps"]) == last
+    assert (folder.checkpoints / str(last) / CHECKSUMS).exists()
+
+
 def test_a_run_that_is_stopped_before_its_first_step_can_be_resumed(tmp_path):
     class Stopped:
         name = "SIGTERM"
@@ -217,6 +235,7 @@ def test_a_run_that_is_stopped_before_its_first_step_can_be_resumed(tmp_path):
     assert jax.tree.leaves(run.state)
 
 
+@pytest.mark.thorough
 def test_a_signal_ends_with_a_checkpoint_a_line_and_an_exit_code(tmp_path):
     """`test_files` has the code of an interruption."""
     process = start(tmp_path, "--steps", "100000")
@@ -235,6 +254,7 @@ def test_a_signal_ends_with_a_checkpoint_a_line_and_an_exit_code(tmp_path):
     assert "validation loss" in finish(start(tmp_path, "--steps", str(last + 1), "--resume"))
 
 
+@pytest.mark.thorough
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
     rows = kill_and_compare(tmp_path, kills=3, seed=0)
     assert len(rows) > 2

@@ -70,7 +70,17 @@ def plain_losses(params):
     return losses("plain", params)
 
 
-@pytest.mark.parametrize("system", sorted(set(system_names()) - {"plain", *AS_EXACT}))
+EVERYDAY = {"eplb", "feplb"}
+"""One that remembers loads, and one whose weights and rows travel in waves."""
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.thorough)
+        for name in sorted(set(system_names()) - {"plain", *AS_EXACT})
+    ],
+)
 def test_losses_of_fifty_steps_are_those_of_plain(plain_losses, params, system):
     want, before, _ = plain_losses
     got, _, after = losses(system, params)

@@ -18,6 +18,9 @@ OPTIONS = {
     "homes": {"relocatable": True},
     "no gate": {"gated": False},
 }
+EVERYDAY = {"eplb", "two_tier", "biases", "homes"}
+"""Systems that keep a state, and parameters with axes of their own."""
+
 CASES = {name: {"system": name} for name in system_names()} | OPTIONS
 
 
@@ -50,7 +53,9 @@ def carry_over(layer, other, folder):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the system cannot balance")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in EVERYDAY else pytest.param(case, marks=pytest.mark.thorough) for case in CASES]
+)
 def test_a_layer_is_restored_on_other_ranks(case, tmp_path):
     layer, other = make(8, **CASES[case]), make(4, **CASES[case])
     if jax.tree.leaves(other.state):

@@ -1,3 +1,4 @@
+import functools
 import inspect
 
 import jax
@@ -46,6 +47,7 @@ def tokens(mesh=None, spec=None):
     return x if mesh is None else jax.device_put(x, NamedSharding(mesh, spec))
 
 
+@nnx.jit
 def dense_layer(layer, x):
     """The layer by the oracle, shared expert and all."""
     flat = x.reshape(-1, WIDTH)
@@ -58,8 +60,29 @@ def dense_layer(layer, x):
     return y.reshape(x.shape)
 
 
+def forward(layer, x):
+    return layer(x)[0]
+
+
+@functools.cache
+def gradients_of(call):
+    return nnx.jit(nnx.grad(lambda layer, x: jnp.square(call(layer, x)).mean()))
+
+
 def gradients(call, layer, x):
-    return nnx.jit(nnx.grad(lambda layer: jnp.square(call(layer, x)).mean()))(layer)
+    """Gradients of the parameters; programs of the same functions and layers are compiled once."""
+    return gradients_of(call)(layer, x)
+
+
+def values_and_gradients(layer, x):
+    """Outputs, statistics and the gradients of the mean square, in one program."""
+
+    def loss(layer):
+        y, stats = layer(x)
+        return jnp.square(y).mean(), (y, stats)
+
+    gradient, (y, stats) = nnx.jit(nnx.grad(loss, has_aux=True))(layer)
+    return y, stats, nnx.to_pure_dict(gradient)
 
 
 @pytest.mark.slow
@@ -68,8 +91,8 @@ def gradients(call, layer, x):
     [
         (AxisType.Auto, (2, 4), ("data", "expert"), "expert"),
         (AxisType.Explicit, (2, 4), ("data", "expert"), "expert"),
-        (AxisType.Auto, (2, 2, 2), ("data", "node", "gpu"), ("node", "gpu")),
-        (AxisType.Explicit, (8,), ("expert",), "expert"),
+        pytest.param(AxisType.Auto, (2, 2, 2), ("data", "node", "gpu"), ("node", "gpu"), marks=pytest.mark.thorough),
+        pytest.param(AxisType.Explicit, (8,), ("expert",), "expert", marks=pytest.mark.thorough),
     ],
     ids=str,
 )
@@ -78,12 +101,10 @@ def test_the_layer_equals_a_dense_one(axis_type, sizes, names, expert_axis):
     layer = make(mesh, expert_axis=expert_axis, shared_mlp_dim=12, use_bias=True)
     reference = make(make_mesh((1,), ("expert",)), shared_mlp_dim=12, use_bias=True)
     x = tokens(mesh, PartitionSpec(names))
-    y, stats = nnx.jit(lambda layer, x: layer(x))(layer, x)
+    y, stats, got = values_and_gradients(layer, x)
     assert_close(y, dense_layer(reference, tokens()), 1e-5)
     assert stats.counts.shape[0] == (2 if "data" in names else 1)
-    got = gradients(lambda layer, x: layer(x)[0], layer, x)
-    want = gradients(dense_layer, reference, tokens())
-    assert_close(nnx.to_pure_dict(got), nnx.to_pure_dict(want), 1e-5)
+    assert_close(got, nnx.to_pure_dict(gradients(dense_layer, reference, tokens())), 1e-5)
 
 
 @pytest.mark.slow
@@ -91,9 +112,8 @@ def test_a_fused_layer_equals_one_whose_gate_is_apart():
     """Values, and the gradients of both parameters, which keep their names."""
     mesh, system, x = make_mesh((8,), ("expert",)), greedy(2), tokens()
     apart, fused = make(mesh, system=system), make(mesh, system=system, fused=True)
-    call = nnx.jit(lambda layer, x: layer(x)[0])
-    assert_close(call(fused, x), call(apart, x), 1e-6)
-    got, want = (nnx.to_pure_dict(gradients(lambda layer, x: layer(x)[0], layer, x)) for layer in (fused, apart))
+    (y, _, got), (want_y, _, want) = (values_and_gradients(layer, x) for layer in (fused, apart))
+    assert_close(y, want_y, 1e-6)
     assert sorted(got) == ["down", "gate", "kernel", "up"]
     assert_close(got, want, 1e-6)
     with pytest.raises(ValueError, match="fused is True; expected False without a gate"):
@@ -101,7 +121,9 @@ def test_a_fused_layer_equals_one_whose_gate_is_apart():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "axis_type"), [((1,), AxisType.Auto), ((3, 5), AxisType.Explicit)])
+@pytest.mark.parametrize(
+    ("shape", "axis_type"), [pytest.param((1,), AxisType.Auto, marks=pytest.mark.thorough), ((3, 5), AxisType.Explicit)]
+)
 def test_any_number_of_tokens_is_served(shape, axis_type):
     """One token, an uneven prefill: outputs and gradients are those of the dense layer, with a mask and without."""
     mesh = make_mesh((2, 4), ("data", "expert"), axis_type)
@@ -111,23 +133,21 @@ def test_any_number_of_tokens_is_served(shape, axis_type):
     masked, stats = nnx.jit(lambda layer, x: layer(x, mask))(layer, x)
     assert_close(masked, jnp.where(mask[..., None], dense_layer(reference, x), 0), 1e-5)
     assert int(stats.counts.sum()) == 2 * int(mask.sum())
-    got, want = gradients(lambda layer, x: layer(x)[0], layer, x), gradients(dense_layer, reference, x)
+    got, want = gradients(forward, layer, x), gradients(dense_layer, reference, x)
     assert_close(nnx.to_pure_dict(got), nnx.to_pure_dict(want), 1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", ["greedy", "feplb"])
+@pytest.mark.parametrize("system", [pytest.param("greedy", marks=pytest.mark.thorough), "feplb"])
 def test_axes_that_are_neither_the_groups_nor_the_datas_do_the_same(system):
     mesh = make_mesh((2, 2, 2), ("data", "expert", "tensor"))
     topology = Topology.from_mesh(mesh, data_axes="data")
     layer = MoE(WIDTH, INNER, NUM_EXPERTS, TopK(2), mesh=mesh, topology=topology, system=system, rngs=nnx.Rngs(0))
     reference = make(make_mesh((1,), ("expert",)))
-    y, stats = nnx.jit(lambda layer, x: layer(x))(layer, tokens())
+    y, stats, got = values_and_gradients(layer, tokens())
     assert_close(y, dense_layer(reference, tokens()), 1e-5)
     assert stats.counts.shape == (2, 2, NUM_EXPERTS)
-    got = gradients(lambda layer, x: layer(x)[0], layer, tokens())
-    want = gradients(dense_layer, reference, tokens())
-    assert_close(nnx.to_pure_dict(got), nnx.to_pure_dict(want), 1e-5)
+    assert_close(got, nnx.to_pure_dict(gradients(dense_layer, reference, tokens())), 1e-5)
 
 
 @pytest.mark.slow
@@ -180,7 +200,10 @@ def test_a_decode_step_needs_no_buffers_of_training():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("activation", "gated"), [(ClampedSwiGLU(limit=1.0), True), (relu_squared, False)])
+@pytest.mark.parametrize(
+    ("activation", "gated"),
+    [pytest.param(ClampedSwiGLU(limit=1.0), True, marks=pytest.mark.thorough), (relu_squared, False)],
+)
 def test_experts_have_other_activations(activation, gated):
     """The shared expert, too; by the formula, over all experts."""
     layer = make(make_mesh((8,), ("expert",)), activation=activation, gated=gated, shared_mlp_dim=12)
@@ -199,9 +222,9 @@ def test_experts_have_other_activations(activation, gated):
         return ((chosen * routing.weights[..., None]).sum(1) + shared).reshape(x.shape)
 
     x = tokens()
-    assert_close(nnx.jit(lambda layer, x: layer(x)[0])(layer, x), dense(layer, x), 1e-5)
-    got, want = (nnx.to_pure_dict(gradients(f, layer, x)) for f in (lambda layer, x: layer(x)[0], dense))
-    assert_close(got, want, 1e-5)
+    y, _, got = values_and_gradients(layer, x)
+    assert_close(y, nnx.jit(dense)(layer, x), 1e-5)
+    assert_close(got, nnx.to_pure_dict(gradients(dense, layer, x)), 1e-5)
 
 
 @pytest.mark.slow
@@ -215,7 +238,9 @@ def test_parameters_carry_logical_axes_and_are_placed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.thorough), AxisType.Explicit], ids=["auto", "explicit"]
+)
 def test_rules_can_shard_weights_further(axis_type):
     mesh = make_mesh((2, 4), ("data", "expert"), axis_type)
     rules = (("embed", "data"), *(rule for rule in logical_axis_rules(Topology.from_mesh(mesh)) if rule[0] != "embed"))
@@ -242,7 +267,7 @@ class CountingSteps(Balancer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 4), (1, 8)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 4), pytest.param((1, 8), marks=pytest.mark.thorough)], ids=str)
 def test_balancer_state_lives_outside_the_parameters(sizes):
     layer = make(make_mesh(sizes, ("data", "expert")), System(CountingSteps()), use_bias=True)
     state = nnx.state(layer)
@@ -333,7 +358,7 @@ def test_scan_over_stacked_layers_with_remat():
 @pytest.mark.slow
 def test_computing_in_bfloat16_keeps_float32_parameters():
     layer = make(make_mesh((8,), ("expert",)), dtype=jnp.bfloat16)
-    y, stats = layer(tokens())
+    y, stats = nnx.jit(lambda layer, x: layer(x))(layer, tokens())
     assert y.dtype == jnp.bfloat16
     assert layer.up[...].dtype == jnp.float32
     assert_close(y, dense_layer(make(make_mesh((1,), ("expert",))), tokens()), 5e-2)
@@ -345,7 +370,7 @@ def test_computing_in_bfloat16_keeps_float32_parameters():
 def test_masked_tokens_get_zero():
     layer, x = make(make_mesh((8,), ("expert",))), tokens()
     mask = jnp.arange(64).reshape(16, 4) % 3 > 0
-    y, stats = layer(x, mask)
+    y, stats = nnx.jit(lambda layer, x, mask: layer(x, mask))(layer, x, mask)
     assert (y[~mask] == 0).all()
     assert int(stats.counts.sum()) == 2 * int(mask.sum())
 
@@ -428,6 +453,7 @@ def test_a_narrow_dtype_is_refused_when_the_layer_is_made():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_explicit_axes_may_both_split_the_sequence_in_a_scan_with_remat():
     """Two layers with a state that is carried from step to step, beside the same ones on Auto axes."""
     x, names = tokens(), ("data", "expert")

@@ -60,7 +60,12 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "system"), [("tensor", feplb(2)), ("fsdp and tensor", exact(2)), ("context", exact(2))]
+    ("case", "system"),
+    [
+        pytest.param("tensor", feplb(2), marks=pytest.mark.thorough),
+        ("fsdp and tensor", exact(2)),
+        pytest.param("context", exact(2), marks=pytest.mark.thorough),
+    ],
 )
 def test_experts_that_are_split_equal_whole_ones(case, system, x64):
     sizes, names, table, spec = CASES[case]
@@ -103,7 +108,7 @@ def check_collectives(text, axes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gather_again", [False, True])
+@pytest.mark.parametrize("gather_again", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_split_experts_are_gathered_a_layer_ahead(gather_again):
     mesh = make_mesh((2,), ("fsdp",))
     shards = FsdpExperts(embed_axes=("fsdp",))

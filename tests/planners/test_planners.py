@@ -22,12 +22,34 @@ EACH_WITH_REFERENCE = pytest.mark.parametrize("planner", WITH_REFERENCE.values()
 EACH_IN_JAX = pytest.mark.parametrize(
     ("planner", "plan"),
     [
-        pytest.param(planner, plan, id=f"{name}-{implementation}")
+        pytest.param(
+            planner, plan, id=f"{name}-{implementation}", marks=() if implementation == "op" else pytest.mark.thorough
+        )
         for name, planner in PLANNERS.items()
         for implementation, plan in (("op", planner.op), ("reference", planner.reference))
         if plan is not None
     ],
 )
+
+
+def each_in_jax_on_meshes(of_references=()):
+    """Parametrize with implementations and axis types; by default references have only the axis types named here."""
+    return pytest.mark.parametrize(
+        ("planner", "plan", "axis_type"),
+        [
+            pytest.param(
+                planner,
+                plan,
+                axis_type,
+                id=f"{name}-{implementation}-{axis_type.name}",
+                marks=() if implementation == "op" or axis_type in of_references else pytest.mark.thorough,
+            )
+            for name, planner in PLANNERS.items()
+            for implementation, plan in (("op", planner.op), ("reference", planner.reference))
+            if plan is not None
+            for axis_type in (AxisType.Auto, AxisType.Explicit)
+        ],
+    )
 
 
 def stacked(planner, number, seed=0):
@@ -46,12 +68,26 @@ def test_these_tests_run_the_custom_calls():
 @EACH_WITH_REFERENCE
 def test_three_implementations_agree(planner):
     rng = np.random.default_rng(1)
-    native, reference = jax.jit(planner.op), jax.jit(planner.reference)
+    both = jax.jit(lambda *case: (planner.op(*case), planner.reference(*case)))
     for _ in range(200):
         case = planner.draw(rng)
-        want = reference(*case)
-        assert_same(native(*case), want)
+        native, want = both(*case)
+        assert_same(native, want)
         assert_same(planner.module(*case), want)
+
+
+@pytest.mark.slow
+@EACH_WITH_REFERENCE
+def test_a_reference_under_vmap_inside_remat_inside_scan_plans_each_for_itself(planner):
+    cases, want = stacked(planner, 4)
+
+    def step(carry, case):
+        return carry, jax.checkpoint(jax.vmap(planner.reference))(*case)
+
+    split, whole = (
+        jax.tree.map(lambda array: array.reshape(2, 2, *array.shape[1:]), arrays) for arrays in (cases, want)
+    )
+    assert_same(jax.jit(lambda *cases: jax.lax.scan(step, 0, cases)[1])(*split), whole)
 
 
 @pytest.mark.slow
@@ -77,8 +113,7 @@ def test_vmap_over_one_operand_keeps_the_others(planner):
 
 
 @pytest.mark.slow
-@EACH_IN_JAX
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@each_in_jax_on_meshes()
 def test_shard_map_with_a_case_for_each_shard(planner, plan, axis_type):
     mesh, cases, want = make_mesh((8,), ("x",), axis_type), *stacked(planner, 8)
 
@@ -92,8 +127,7 @@ def test_shard_map_with_a_case_for_each_shard(planner, plan, axis_type):
 
 
 @pytest.mark.slow
-@EACH_IN_JAX
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@each_in_jax_on_meshes(of_references=[AxisType.Explicit])
 def test_a_result_varies_over_the_axes_of_any_operand(planner, plan, axis_type):
     """The last operand differs between shards, the others are the same on all."""
     mesh = make_mesh((8,), ("x",), axis_type)

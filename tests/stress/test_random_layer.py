@@ -21,6 +21,7 @@ from tests.stress.programs import (
     ROUTERS,
     SYSTEMS,
     TRANSFORMATIONS,
+    Program,
     draw_programs,
 )
 
@@ -30,7 +31,28 @@ def pytest_generate_tests(metafunc):
         only = metafunc.config.getoption("layer_case")
         cases = metafunc.config.getoption("layer_cases")
         numbers = range(-(-cases // INPUTS)) if only is None else [int(only.split(".")[0])]
-        metafunc.parametrize("number", numbers)
+        everyday = set(numbers if only else spread(draw_programs(len(numbers))))
+        thorough = pytest.mark.thorough
+        metafunc.parametrize(
+            "number", [number if number in everyday else pytest.param(number, marks=thorough) for number in numbers]
+        )
+
+
+EVERYDAY = 6
+"""The programs that run every day; the others are thorough cases."""
+
+CHOICES = ("system", "layout", "router", "losses", "dtype", "transformation", "headroom", "max_rounds", "checks")
+CHOICES += ("explicit", "gated", "masked", "homes", "check_vma")
+
+
+def spread(programs: list[Program]) -> list[int]:
+    """Return the numbers of few programs that make many different choices, each with the most that are new."""
+    found, seen = [], set()
+    for _ in range(min(EVERYDAY, len(programs))):
+        made = [{(name, getattr(program, name)) for name in CHOICES} for program in programs]
+        found.append(max(range(len(programs)), key=lambda i, made=made: len(made[i] - seen)))
+        seen |= made[found[-1]]
+    return found
 
 
 def test_the_default_programs_cover_every_choice():

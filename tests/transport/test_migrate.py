@@ -64,7 +64,7 @@ def with_gradients(layers):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
 
 
-@pytest.mark.parametrize("gather_again", [False, True])
+@pytest.mark.parametrize("gather_again", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_prefetched_layers_equal_dense_ones_and_gathers_do_not_wait(gather_again):
     mesh, domains, *args = setting()
     program = training_step(mesh, domains, gather_again).lower(*args).compile()

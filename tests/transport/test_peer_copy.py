@@ -82,6 +82,7 @@ def test_without_replica_slots_the_home_experts_are_the_slots():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_layer_with_it_equals_one_with_gather():
     """Forward and backward, replicas and all."""
     case, workload = Case(), next(w for w in WORKLOADS if "zipf" in w.name.lower())

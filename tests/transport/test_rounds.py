@@ -1,6 +1,7 @@
 """Rounds under random plans: whatever the plan and the routing, nothing is lost and nothing is counted twice."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -35,7 +36,9 @@ def compiled(per_tok, headroom, domain):
     return with_gradients(sharded_moe(mesh, topology, system, router)), dense_with_gradients(router)
 
 
-@pytest.mark.parametrize(("per_tok", "headroom", "domain"), [(1, 0.15, 8), (3, 0.6, 4)])
+@pytest.mark.parametrize(
+    ("per_tok", "headroom", "domain"), [pytest.param(1, 0.15, 8, marks=pytest.mark.thorough), (3, 0.6, 4)]
+)
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(seed=1048576, skew=30.0, idle=254)  # the router's gradient nearly cancels
 @given(seed=st.integers(0, 2**32 - 1), skew=st.sampled_from([0.0, 1.0, 30.0]), idle=st.integers(0, 255))
@@ -63,20 +66,39 @@ def test_random_plans_and_routings_equal_dense(per_tok, headroom, domain, seed, 
     assert layer._cache_size() == 1
 
 
+FORM_SYSTEMS = {"home": plain(), "gathered": greedy(2), "relayed": ultraep(2), "two_phase": feplb(2)}
+# platform, max_rounds, own_kernels
+FORMS = {
+    "gpu": ("gpu", None, False),
+    "gpu in 4 rounds": ("gpu", 4, False),
+    "gpu with own kernels": ("gpu", None, True),
+    "tpu": ("tpu", None, False),
+}
+DEFAULT_FORMS = {
+    ("home", "gpu"),
+    ("gathered", "gpu in 4 rounds"),
+    ("relayed", "tpu"),
+    ("relayed", "gpu with own kernels"),
+    ("two_phase", "gpu with own kernels"),
+}
+"""Every system and every form, and copied experts as one array and in parts."""
+
+
 @pytest.mark.parametrize(
-    ("platform", "max_rounds", "own_kernels"),
-    [("gpu", None, False), ("gpu", 4, False), ("gpu", None, True), ("tpu", None, False)],
+    ("system", "form"),
+    [
+        pytest.param(*case, marks=() if case in DEFAULT_FORMS else pytest.mark.thorough)
+        for case in itertools.product(FORM_SYSTEMS, FORMS)
+    ],
 )
-@pytest.mark.parametrize(
-    "system", [plain(), greedy(2), ultraep(2), feplb(2)], ids=["home", "gathered", "relayed", "two_phase"]
-)
-def test_forms_of_accelerators_equal_dense(system, platform, max_rounds, own_kernels, monkeypatch, x64):
+def test_forms_of_accelerators_equal_dense(system, form, monkeypatch, x64):
     """Gate and up are side by side in the backward pass, experts in parts for kernels of our own; biases go along."""
+    platform, max_rounds, own_kernels = FORMS[form]
     monkeypatch.setattr(rounds, "_platform", lambda: platform)
     monkeypatch.setattr(rounds, "has_hopper_kernels", lambda: own_kernels)
     monkeypatch.setattr(grouped_ffn, "products_are_by_group", lambda: False)
     mesh, case, router = make_mesh((8,), ("expert",)), Case(), TopK(2)
-    system = system.with_rounds(max_rounds)
+    system = FORM_SYSTEMS[system].with_rounds(max_rounds)
     system = system.with_own_kernels() if own_kernels else system
     rng = np.random.default_rng(3)
     kernel, experts = case.params("float64")

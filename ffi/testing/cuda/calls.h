@@ -1,4 +1,4 @@
-// What every function of the stand-in does first.
+// Entry and checks shared by all functions of the stand-in.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,16 +8,16 @@
 
 namespace moe_lb::testing {
 
-// Counts a call, and fails it where a test wants that.
+// Counts a call, and returns the error that a test has set for it.
 cudaError_t Enter(const char* name);
 
-// Whether an ordering call from there is to be left out.
+// True if an ordering call from this place is to be ignored.
 bool IsIgnored(const char* function, const void* returns_to);
 
-// Notes what CUDA forbids.
+// Records a violation of CUDA's rules.
 cudaError_t Forbidden(cudaError_t error, const std::string& what);
 
-// Memory of the host's that the device reaches. `memory` stays the caller's.
+// Registers host memory that the device can access. The caller keeps ownership of `memory`.
 void AddPinned(void* memory, size_t size);
 bool IsPinned(const void* memory);
 

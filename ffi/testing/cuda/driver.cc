@@ -1,4 +1,4 @@
-// The functions of the driver, and of the runtime what is about memory of several processes.
+// Functions of the driver, and those of the runtime for memory of several processes.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
@@ -37,7 +37,7 @@ Memory& TheMemory() {
 
 std::atomic<int64_t> num_mapped{0};
 
-// What a classic handle says: a file of another process.
+// Contents of a classic handle: a file of another process.
 struct ClassicHandle {
   pid_t process;
   int descriptor;
@@ -72,7 +72,7 @@ CUresult WaitValue(CUstream stream, CUdeviceptr address, cuuint32_t value, unsig
     return AsResult(Forbidden(cudaErrorInvalidValue, "cuStreamWaitValue32 for memory not pinned, or not for >="));
   }
   Launch(stream, [word, value] {
-    // Another process rings no bell here.
+    // Other processes do not ring the bell.
     while (static_cast<int32_t>(__atomic_load_n(word, __ATOMIC_ACQUIRE) - value) < 0) {
       std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
@@ -99,7 +99,7 @@ CUresult PointerAttribute(void* data, CUpointer_attribute attribute, CUdeviceptr
   return CUDA_SUCCESS;
 }
 
-// A handle is a file of this process's, plus one as 0 is no handle.
+// A handle is a file of this process, plus one because 0 is no handle.
 CUresult Retain(CUmemGenericAllocationHandle* handle, void* address) {
   MOE_LB_DRIVER_ENTER("cuMemRetainAllocationHandle");
   const Allocation found = AllocationOf(address);
@@ -146,7 +146,7 @@ CUresult FreeAddress(CUdeviceptr address, size_t size) {
   return CUDA_SUCCESS;
 }
 
-// Nobody can use it before SetAccess.
+// The memory is inaccessible before SetAccess.
 CUresult Map(CUdeviceptr address, size_t size, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long) {
   MOE_LB_DRIVER_ENTER("cuMemMap");
   void* const mapped = mmap(reinterpret_cast<void*>(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, FileOf(handle),
@@ -171,7 +171,7 @@ CUresult SetAccess(CUdeviceptr address, size_t size, const CUmemAccessDesc*, siz
 
 // ---- batches of copies -------------------------------------------------------------
 
-// The attributes of a batch, as CUDA lays them out.
+// Attributes of a batch, in CUDA's layout.
 struct Attributes {
   int source_order;
   int hints[4];
@@ -200,7 +200,7 @@ CUresult MemcpyBatch(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t c
     if (sizes[i] == 0) return AsResult(Forbidden(cudaErrorInvalidValue, "cuMemcpyBatchAsync with a copy of no bytes"));
     copies.push_back({reinterpret_cast<void*>(to[i]), reinterpret_cast<const void*>(from[i]), sizes[i]});
   }
-  // A batch has no order inside, so this is one that nobody expects.
+  // A batch is unordered, so use an unexpected order.
   std::reverse(copies.begin(), copies.end());
   Launch(stream, [copies = std::move(copies), us = TheStandIn().copy_us] {
     if (us > 0) std::this_thread::sleep_for(std::chrono::microseconds(us));
@@ -306,7 +306,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
   const int known = std::min(static_cast<int>(version), TheStandIn().driver_version);
   for (const EntryPoint& one : EntryPoints()) {
     if (std::strcmp(one.name, name) != 0) continue;
-    // The newest that both know; asked for a version that the driver lacks, CUDA says so.
+    // Return the newest version that both support; CUDA returns a failure for a version that the driver lacks.
     *how = cudaDriverEntryPointVersionNotSufficent;
     if (one.since > known || static_cast<int>(version) > TheStandIn().driver_version) continue;
     *function = one.function;

@@ -74,7 +74,7 @@ void* Gpu::Allocate(size_t size) {
   }
   char* const at = shared_.begin + used_;
   used_ += (size + 63) / 64 * 64;
-  if (used_ > shared_.size) std::abort();  // more than tests need
+  if (used_ > shared_.size) std::abort();  // larger than any test needs
   return at;
 }
 
@@ -86,7 +86,7 @@ void Gpu::ReallocateShared() {
 
 DeviceArray Gpu::New(XLA_FFI_DataType dtype, std::vector<int64_t> dims) {
   DeviceArray array = {dtype, std::move(dims), nullptr};
-  // XLA gives a null pointer for an array of no bytes.
+  // XLA passes a null pointer for an empty array.
   if (array.size_bytes() == 0) return array;
   std::vector<void*>& free = free_[array.size_bytes()];
   if (free.empty()) {
@@ -102,7 +102,7 @@ void Gpu::Free(const DeviceArray& array) {
 }
 
 Program::Program(Gpu& gpu, int64_t run_id) : gpu_(gpu), run_id_(run_id) {
-  // XLA makes the device's context that of its thread.
+  // XLA sets the device's context on its thread.
   static_cast<void>(cudaSetDevice(gpu.cuda_device()));
 }
 

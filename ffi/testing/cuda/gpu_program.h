@@ -1,4 +1,4 @@
-// Programs on GPUs that the stand-in plays: memory, XLA's stream, and the calls of one execution on one device.
+// Programs on stand-in GPUs: memory, XLA's stream, and the calls of one execution on one device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,15 +13,16 @@
 
 #include "ffi/testing/cuda/memory.h"
 #include "ffi/testing/fake_xla.h"
+#include "ffi/testing/handler_calls.h"
 
 namespace moe_lb::testing {
 
-// A device as XLA has it. Memory is freed by the host at once and given out again at once, for work that XLA's stream
-// does later: what other streams still do with it must be over when XLA's stream comes to its next user.
+// A device as in XLA. The host frees and reuses memory at once, for later work on XLA's stream. Uses by other streams
+// must end before XLA's stream reaches the next user.
 class Gpu {
  public:
-  // ordinal: XLA's number of the device; cuda_device: CUDA's, the same for logical devices that share a GPU.
-  // With memory that other processes can map, if `shared` says so.
+  // ordinal: XLA's number of the device; cuda_device: CUDA's, equal for logical devices that share a GPU. shared: kind
+  // of memory that other processes can map; none by default.
   Gpu(int32_t ordinal, int cuda_device, std::optional<MemoryKind> shared = std::nullopt);
   ~Gpu();
   Gpu(const Gpu&) = delete;
@@ -30,7 +31,7 @@ class Gpu {
   DeviceArray New(XLA_FFI_DataType dtype, std::vector<int64_t> dims);
   void Free(const DeviceArray& array);
 
-  // Gives all shared memory back and takes as much at the same addresses. No program may run.
+  // Frees all shared memory and allocates it again at the same addresses. No program may run.
   void ReallocateShared();
 
   int32_t ordinal() const { return ordinal_; }
@@ -44,14 +45,15 @@ class Gpu {
   void* Allocate(size_t size);
 
   const std::optional<MemoryKind> kind_;
-  Allocation shared_;  // arrays are cut out of it, as XLA does
+  Allocation shared_;  // contains the arrays, as in XLA
   size_t used_ = 0;
   std::vector<void*> all_;
-  std::map<size_t, std::vector<void*>> free_;  // by size, which is exact: sanitizers see every byte beyond
+  std::map<size_t, std::vector<void*>> free_;  // by exact size, so that sanitizers detect overruns
 };
 
-// One execution of a program on one device, on the thread that launches it. `Add` makes every call's initialize stage,
-// all before the first `Execute`, as XLA does. Its end ends what they made, and frees the program's memory.
+// One execution of a program on one device, on the launching thread. `Add` runs the initialize stage of a call; make
+// all calls of `Add` before the first `Execute`, as XLA does. The destructor destroys their states and frees the
+// program's memory.
 class Program {
  public:
   Program(Gpu& gpu, int64_t run_id);
@@ -59,18 +61,18 @@ class Program {
   Program(const Program&) = delete;
   Program& operator=(const Program&) = delete;
 
-  // Memory that lives until the program's end.
+  // Allocates memory that lives until the program's end.
   DeviceArray New(XLA_FFI_DataType dtype, std::vector<int64_t> dims);
 
   Invocation& Add(CallSite& site, DeviceArrays args, DeviceArrays rets);
 
-  // Calls the handler; after an error nothing is called any more, as in XLA.
+  // Calls the handler, unless an earlier call failed, as in XLA.
   void Execute(Invocation& invocation);
   void Launch(std::function<void()> kernel);
-  // XLA waits so for the predicate of each round of a loop.
+  // Blocks the host until the stream is idle, as XLA does for the predicate of each loop iteration.
   void BlockHost();
 
-  // The first error of a handler; empty: there was none.
+  // The first error of a handler; ok if there was none.
   const Ending& ending() const { return ending_; }
   Gpu& gpu() { return gpu_; }
 
@@ -82,14 +84,14 @@ class Program {
   Ending ending_;
 };
 
-// Registered once for the process, with all parts of the CUDA handlers.
+// The process-wide runtime with all CUDA handlers registered.
 FakeXla& CudaXla();
 HandlerRegistration CudaHandler(const std::string& name);
 
-// Calls `on_device(i)` for all devices, each on a thread of its own, and waits for them.
+// Calls `on_device(i)` for all devices, each on its own thread, and waits for them.
 void OnAll(int64_t num_devices, const std::function<void(int64_t device)>& on_device);
 
-// As many devices, and their GPUs.
+// Makes `count` devices and their GPUs.
 std::vector<std::unique_ptr<Gpu>> Gpus(int64_t count);
 
 inline int32_t* Int32s(const DeviceArray& array) { return static_cast<int32_t*>(array.data); }

@@ -1,9 +1,9 @@
-// Every wait and record of copies between processes is needed: without it values are wrong, or somebody waits for ever,
-// or does not hear of a failure.
+// Every wait and record of copies between processes is necessary: without it values are wrong, a wait hangs, or a
+// failure is not reported.
 //
-// A group of processes runs each case, and all of them leave out one place of the code. Which places there are is asked
-// of the stand-in after a run of everything; those that devices of one process come to as well are in `left_out_test`.
-// ThreadSanitizer sees one process alone, so values decide here.
+// A group of processes runs each case, and all of them ignore one place in the code. The list of places comes from the
+// stand-in after a run of everything; places that devices of one process reach too are in `left_out_test`.
+// ThreadSanitizer sees only one process, so the values decide here.
 #include <unistd.h>
 
 #include <cstddef>
@@ -15,7 +15,9 @@
 #include <vector>
 
 #include "ffi/common/testing.h"
-#include "ffi/testing/cuda/layers.h"
+#include "ffi/testing/cuda/copy_layer.h"
+#include "ffi/testing/cuda/layer_weights.h"
+#include "ffi/testing/cuda/planned_layer.h"
 #include "ffi/testing/cuda/processes.h"
 #include "ffi/testing/cuda/stand_in.h"
 #include "ffi/transport/neighbours_cuda.h"
@@ -40,7 +42,7 @@ LayerShape Shape(std::vector<int64_t> widths) {
 
 void ExpectOk(const Ending& ending) { EXPECT_EQ(ending.message, std::string()); }
 
-// Where calls have been made that order things. Places in the code are the same in every process.
+// Places of ordering calls, equal in every process.
 std::set<std::string> Places() {
   std::set<std::string> places;
   for (const CallPlace& place : OrderingCalls()) {
@@ -50,7 +52,7 @@ std::set<std::string> Places() {
   return places;
 }
 
-// One rank after the other is late: its copies, or what its GPU does before.
+// Delays one rank after the other: its copies, or the GPU work before them.
 void CopyWithLateRanks(Gpu& gpu, int64_t rank) {
   CopyLayer relays(Shape({96, 24}), true);
   PlannedLayer planned(Shape({96, 24}));
@@ -82,7 +84,7 @@ void BeginMany(Gpu& gpu, int64_t rank) {
 
 void FailInTheMiddle(Gpu& gpu, int64_t rank) {
   CopyLayer relays(Shape({960, 240}), true);
-  // Whether the others have gone on by then is chance.
+  // The progress of the others by then is random.
   for (int64_t run = 30; run < 50; ++run) {
     if (rank == 1) FailCalls("cuMemcpyBatchAsync", 20, cudaErrorIllegalAddress);
     const Ending ending = relays.Run(gpu, rank, run);
@@ -92,9 +94,9 @@ void FailInTheMiddle(Gpu& gpu, int64_t rank) {
   }
 }
 
-// left_out: "", a kind of host's wait, or a place.
+// left_out: "", a kind of host wait, or a place.
 int RunAll(int64_t rank, const std::string& left_out) {
-  // A wait for what never comes is a failure too.
+  // A hang is a failure too.
   alarm(12);
   MeetOthers(rank, kCount);
   const std::set<std::string> host_waits = {"ring", "all", "queued"};
@@ -116,7 +118,7 @@ int RunAll(int64_t rank, const std::string& left_out) {
   return 0;
 }
 
-// As devices of this process.
+// The same with devices of this process.
 std::set<std::string> PlacesInside() {
   LayerShape shape = Shape({96, 24});
   shape.processes.clear();
@@ -165,5 +167,5 @@ int TryAll(const std::string& program) {
 
 }  // namespace
 
-// No argument: tries them all. Else as StartProcesses calls it.
+// Without arguments, try all places; else run as started by StartProcesses.
 int main(int argc, char** argv) { return argc < 5 ? TryAll(argv[0]) : RunAll(std::stoll(argv[2]), argv[4]); }

@@ -1,9 +1,9 @@
-// Every wait, record and question in the CUDA handlers is needed: without it ThreadSanitizer sees a data race, or
-// values are wrong, or somebody waits for ever.
+// Every wait, record and query in the CUDA handlers is necessary: without it ThreadSanitizer reports a data race,
+// values are wrong, or a wait hangs.
 //
-// A process of its own runs each case: it leaves out one place of the code that makes such a call, runs all handlers
-// and must fail. Which places there are is asked of the stand-in after a run of everything, so that a new call needs a
-// reason to be there as soon as it is written. Calls that only matter after an error are in `stand_in_faults_test`.
+// A separate process runs each case: it ignores one place of such a call, runs all handlers and must fail. The list of
+// places comes from the stand-in after a run of everything, so every new call is tested. Calls that matter only after
+// an error are in `stand_in_faults_test`.
 #include <unistd.h>
 
 #include <atomic>
@@ -19,7 +19,10 @@
 #include <vector>
 
 #include "ffi/common/testing.h"
-#include "ffi/testing/cuda/layers.h"
+#include "ffi/testing/cuda/copy_layer.h"
+#include "ffi/testing/cuda/layer_weights.h"
+#include "ffi/testing/cuda/planned_layer.h"
+#include "ffi/testing/cuda/rows_layer.h"
 #include "ffi/testing/cuda/stand_in.h"
 
 // The first report ends a process.
@@ -46,7 +49,7 @@ void Repeat(int64_t runs, const Run& run_on) {
   const auto gpus = Gpus(kDevices);
   for (int64_t run = 1; run <= runs; ++run) {
     OnAll(kDevices, [&](int64_t device) { run_on(*gpus[static_cast<size_t>(device)], device, run); });
-    // Some executions follow each other on the device, and some find it idle.
+    // Some executions follow each other at once, and some find the device idle.
     if (run % 3 == 0) {
       for (const auto& gpu : gpus) Synchronize(gpu->stream());
     }
@@ -57,14 +60,13 @@ void Block(const Gpu& gpu, int64_t ms) {
   Launch(gpu.stream(), [ms] { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); });
 }
 
-// More calls than planners have slots are queued behind work that takes long, and their executable is gone before they
-// are done.
+// Queues more calls than planners have slots behind slow work; their executable is destroyed before they complete.
 void QueueManyPlans() {
   Gpu gpu(0, 0);
   std::shared_ptr<std::atomic<int64_t>> wrong;
   {
     LayerShape shape = Shape();
-    shape.home = 5;  // a size that no other executable has, which would keep the memory
+    shape.home = 5;  // a unique size, so that no other executable keeps the memory
     HostPlan plan(shape);
     wrong = plan.wrong();
     ExpectOk(plan.Run(gpu, 1));
@@ -75,7 +77,7 @@ void QueueManyPlans() {
   EXPECT_EQ(wrong->load(), 0);
 }
 
-// Plans that one stream has not read yet, while programs on another stream of the same GPU post all the time.
+// Keeps unread plans on one stream, while programs on another stream of the same GPU post.
 void ReuseMemoryOfAnotherStream() {
   LayerShape shape = Shape();
   shape.ranks = 1;
@@ -90,7 +92,7 @@ void ReuseMemoryOfAnotherStream() {
   EXPECT_EQ(planned.num_wrong(), 0);
 }
 
-// Everything that the handlers do where nothing fails, and programs that fail between two calls.
+// Runs all handlers without failures, and programs that fail between two calls.
 void RunAll() {
   TheStandIn().longest_delay_us = 200;
   QueueManyPlans();
@@ -120,12 +122,12 @@ void RunAll() {
   EXPECT(Violations().empty());
 }
 
-// A place in the code, the same in every process.
+// A place in the code, equal in every process.
 std::ptrdiff_t OffsetOf(const CallPlace& place) {
   return static_cast<const char*>(place.returns_to) - &__executable_start;
 }
 
-// Runs this program again, with an argument; what it wrote to its standard output, and whether it succeeded.
+// Runs this program with an argument; returns its standard output and its success.
 bool RunAgain(const std::string& program, const std::string& arguments, std::string* output) {
   const std::string command = "'" + program + "' " + arguments + " 2>/dev/null";
   FILE* const pipe = popen(command.c_str(), "r");
@@ -142,7 +144,7 @@ int ListPlaces() {
 }
 
 int RunWithout(const std::string& offset) {
-  // A wait for what never comes is a failure too.
+  // A hang is a failure too.
   alarm(20);
   Ignore({"", &__executable_start + std::stoll(offset)});
   RunAll();
@@ -158,13 +160,13 @@ int TryAll(const std::string& program) {
   int count = 0;
   bool all_needed = true;
   while (lines >> function >> offset) {
-    // Whether an order is missed depends on the threads, so that a case may need some attempts.
+    // Missing order shows only in some thread schedules, so a case may need several attempts.
     bool fails = false;
     std::string ignored;
     for (int attempt = 0; attempt < 3 && !fails; ++attempt) {
       fails = !RunAgain(program, std::to_string(offset), &ignored);
     }
-    // The number is for addr2line.
+    // The offset for addr2line.
     std::cerr << function << " returning to 0x" << std::hex << offset << (fails ? ": needed" : ": NOT NEEDED")
               << std::endl;
     all_needed = all_needed && fails;
@@ -176,7 +178,7 @@ int TryAll(const std::string& program) {
 
 }  // namespace
 
-// No argument: tries them all. "list": the places. A number: without that place.
+// Without arguments, try all places. "list": print the places. A number: run without that place.
 int main(int argc, char** argv) {
   if (argc < 2) return TryAll(argv[0]);
   return std::string(argv[1]) == "list" ? ListPlaces() : RunWithout(argv[1]);

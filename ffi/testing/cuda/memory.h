@@ -1,4 +1,4 @@
-// Memory of played GPUs that processes can share.
+// Stand-in GPU memory that processes can share.
 #pragma once
 
 #include <cstddef>
@@ -8,26 +8,26 @@
 namespace moe_lb::testing {
 
 enum class MemoryKind {
-  kClassic,  // as cudaMalloc gives it: shared by cudaIpcMemHandle_t
-  kMapped,   // as the driver's cuMemCreate and cuMemMap give it: shared by file descriptors
+  kClassic,  // from cudaMalloc; shared by cudaIpcMemHandle_t
+  kMapped,   // from the driver's cuMemCreate and cuMemMap; shared by file descriptors
 };
 
 struct Allocation {
   char* begin = nullptr;
   size_t size = 0;
-  uint64_t id = 0;  // never the same again
+  uint64_t id = 0;  // unique
   MemoryKind kind = MemoryKind::kClassic;
   int descriptor = -1;
 };
 
-// At that address, or, by default, anywhere.
+// Allocates at that address, or anywhere (default).
 Allocation NewAllocation(size_t size, MemoryKind kind, char* at = nullptr);
 void FreeAllocation(const Allocation& allocation);
 
-// The one that holds an address; without one, of size 0.
+// Returns the allocation that contains an address; of size 0 if there is none.
 Allocation AllocationOf(const void* address);
 
-// Of this process: allocations of others that are mapped here.
+// Number of allocations of other processes mapped in this one.
 int64_t NumMapped();
 
 }  // namespace moe_lb::testing

@@ -16,7 +16,7 @@ namespace moe_lb::testing {
 
 ChildProcess::ChildProcess(const std::string& program, const std::vector<std::string>& arguments) {
   int in[2], out[2];
-  // Closed by those that are started later, so that the end of one is seen.
+  // Closed in later children, so that the end of a process is detected.
   EXPECT(pipe2(in, O_CLOEXEC) == 0 && pipe2(out, O_CLOEXEC) == 0);
   std::vector<char*> words = {const_cast<char*>(program.c_str())};
   for (const std::string& argument : arguments) words.push_back(const_cast<char*>(argument.c_str()));

@@ -1,4 +1,4 @@
-// Processes of a test: this program, run again, as often as there are ranks.
+// Child processes of a test: one run of this program per rank.
 #pragma once
 
 #include <sys/types.h>
@@ -11,7 +11,7 @@
 
 namespace moe_lb::testing {
 
-// What the test does with one of them. It is killed, if it still runs, and forgotten at the end.
+// One child process. The destructor kills it if it still runs.
 class ChildProcess {
  public:
   ChildProcess(const std::string& program, const std::vector<std::string>& arguments);
@@ -20,7 +20,7 @@ class ChildProcess {
   ChildProcess& operator=(const ChildProcess&) = delete;
 
   void WriteLine(const std::string& line);
-  std::string ReadLine();  // without its end; empty where there is none any more
+  std::string ReadLine();  // without its end; empty at the end of the output
   void Kill();
   bool Succeeded();  // after its end
 
@@ -30,13 +30,13 @@ class ChildProcess {
   FILE* from_ = nullptr;
 };
 
-// Starts a process per rank and lets them know each other, as jax.distributed would: each is called with the test's
-// name, its rank and their number, says where it listens, and hears where the others do. What it writes after that is
-// the test's.
+// Starts a process per rank and connects them, as jax.distributed would. Each runs with the test's name, its rank and
+// their number as arguments, prints its address, and reads the addresses of the others. All later output belongs to the
+// test.
 std::vector<std::unique_ptr<ChildProcess>> StartProcesses(const std::string& program, const std::string& test,
                                                           int64_t count, const std::string& option = "");
 
-// In such a process.
+// Child side of StartProcesses.
 void MeetOthers(int64_t rank, int64_t count);
 std::vector<int64_t> ProcessesUpTo(int64_t count);  // 0, 1, ...
 

@@ -1,5 +1,5 @@
-// Peer copies between processes, one played GPU each, whose memory the others map: values, messages, memory that is
-// allocated anew, processes that fail, end or never come.
+// Peer copies between processes, one stand-in GPU each, whose memory the others map: values, messages, reallocated
+// memory, and processes that fail, end or never arrive.
 #include "ffi/testing/cuda/processes.h"
 
 #include <dirent.h>
@@ -17,11 +17,14 @@
 #include <vector>
 
 #include "ffi/common/testing.h"
-#include "ffi/testing/cuda/layers.h"
+#include "ffi/testing/cuda/copy_layer.h"
+#include "ffi/testing/cuda/layer_weights.h"
+#include "ffi/testing/cuda/planned_layer.h"
+#include "ffi/testing/cuda/rows_layer.h"
 #include "ffi/testing/cuda/stand_in.h"
 #include "ffi/transport/neighbours_cuda.h"
 
-// It would wait a second before the end of each process.
+// Without the option it waits a second before the end of each process.
 extern "C" __attribute__((visibility("default"))) const char* __tsan_default_options() { return "atexit_sleep_ms=0"; }
 
 namespace {
@@ -48,9 +51,9 @@ void ExpectNoViolations() {
 
 int64_t NumSent() { return moe_lb::Neighbours::OfProcess().num_sent(); }
 
-// ---- what each process does --------------------------------------------------------
+// ---- parts of each process ---------------------------------------------------------
 
-// All kinds of calls. In later runs the arrays lie elsewhere in the same memory, and nobody sends anything.
+// All kinds of calls. In later runs the arrays are elsewhere in the same memory, and no notes are sent.
 void CopyAll(int64_t rank, int64_t count, MemoryKind kind) {
   CopyLayer copies(ShapeOf(count), false), relays(ShapeOf(count), true);
   PlannedLayer planned(ShapeOf(count));
@@ -68,7 +71,7 @@ void CopyAll(int64_t rank, int64_t count, MemoryKind kind) {
   };
   run_all(1);
   const int64_t sent = NumSent();
-  // Twice as many calls as the page holds, some of them queued ahead.
+  // Twice as many calls as the page has entries, some of them queued ahead.
   for (int64_t run = 2; run <= 12; ++run) {
     run_all(run);
     if (run % 4 == 0) Synchronize(gpu.stream());
@@ -84,8 +87,8 @@ void CopyAll(int64_t rank, int64_t count, MemoryKind kind) {
 void CopyClassic(int64_t rank, int64_t count) { CopyAll(rank, count, MemoryKind::kClassic); }
 void CopyMapped(int64_t rank, int64_t count) { CopyAll(rank, count, MemoryKind::kMapped); }
 
-// More copies under way than the pages hold, the first of them in many more chunks than the last, and a rank whose
-// stream is late.
+// More copies in flight than the pages have entries, the first in many more chunks than the last, and one rank with a
+// slow stream.
 void BeginMany(int64_t rank, int64_t count) {
   LayerShape wide = ShapeOf(count), narrow = ShapeOf(count);
   wide.widths = {400, 400};
@@ -100,7 +103,7 @@ void BeginMany(int64_t rank, int64_t count) {
   EXPECT_EQ(many_chunks.num_wrong() + few_chunks.num_wrong(), 0);
 }
 
-// Other memory at the same addresses: who still read the old one would get what it held.
+// New memory at the same addresses: a stale mapping would read the old contents.
 void Reallocate(int64_t rank, int64_t count) {
   CopyLayer copies(ShapeOf(count), true);
   Gpu gpu(0, 0, rank % 2 == 0 ? MemoryKind::kClassic : MemoryKind::kMapped);
@@ -108,13 +111,13 @@ void Reallocate(int64_t rank, int64_t count) {
     ExpectOk(copies.Run(gpu, rank, run));
     Synchronize(gpu.stream());
     EXPECT_EQ(copies.num_wrong(), 0);
-    // What was freed is given up before anything else of that process is mapped.
+    // Freed memory is unmapped before other memory of that process is mapped.
     EXPECT(NumMapped() <= count - 1);
     if (run % 2 == rank % 2) gpu.ReallocateShared();
   }
 }
 
-// Until it fails; says why. A process that is told to stop stops itself, in the middle.
+// Runs until a failure and prints it. On command, a process stops itself in the middle.
 void RunUntilFailure(int64_t rank, int64_t count) {
   CopyLayer copies(ShapeOf(count), true);
   PlannedLayer planned(ShapeOf(count));
@@ -125,14 +128,14 @@ void RunUntilFailure(int64_t rank, int64_t count) {
     if (ending.ok) ending = planned.Run(gpu, rank, run);
     if (run == 5) std::cout << "running" << std::endl;
     if (ending.ok) continue;
-    // The device is not held up by what will not come.
+    // The device does not wait for the missing rank.
     Synchronize(gpu.stream());
     std::cout << ending.code << " " << ending.message << std::endl;
     return;
   }
 }
 
-// The last rank never calls.
+// The last rank makes no call.
 void NeverCome(int64_t rank, int64_t count) {
   LayerShape shape = ShapeOf(count);
   shape.timeout_s = 1;
@@ -146,7 +149,7 @@ void NeverCome(int64_t rank, int64_t count) {
                "rank " + std::to_string(count - 1) + " of " + std::to_string(count) + " did not arrive within 1 s"));
   } else {
     std::this_thread::sleep_for(std::chrono::milliseconds(1500));
-    // Who comes late hears of it.
+    // A late rank gets the failure too.
     const Ending ending = copies.Run(gpu, rank, 2);
     EXPECT_EQ(ending.code, XLA_FFI_Error_Code_DEADLINE_EXCEEDED);
   }
@@ -156,7 +159,7 @@ void NeverCome(int64_t rank, int64_t count) {
   EXPECT_EQ(copies.num_wrong(), 0);
 }
 
-// A call of the runtime fails in one process: all hear of it, and can go on.
+// A runtime call fails in one process: all get the failure and can continue.
 void OneFails(int64_t rank, int64_t count) {
   CopyLayer copies(ShapeOf(count), true);
   Gpu gpu(0, 0, MemoryKind::kClassic);
@@ -173,7 +176,7 @@ void OneFails(int64_t rank, int64_t count) {
     Synchronize(gpu.stream());
     ExpectOk(copies.Run(gpu, rank, run++));
   }
-  // Part of the copies is queued by then. Who copies on from this rank hears of it, and the others may be done.
+  // Part of the copies is queued by then. Ranks that copy from this one get the failure; others may be complete.
   if (rank == 1) FailCalls("cuMemcpyBatchAsync", 0, cudaErrorIllegalAddress);
   const Ending ending = copies.Run(gpu, rank, run++);
   FailCalls("", 0, cudaSuccess);
@@ -190,7 +193,7 @@ void AskForOther(int64_t rank, int64_t count) {
   Gpu gpu(0, 0, MemoryKind::kClassic);
   const Ending ending = (rank == 0 ? direct : copies).Run(gpu, rank, 1);
   EXPECT_EQ(ending.code, XLA_FFI_Error_Code_INVALID_ARGUMENT);
-  EXPECT(Has(ending.message, "asks for other copies than rank"));
+  EXPECT(Has(ending.message, "requests other copies than rank"));
   Synchronize(gpu.stream());
   ExpectOk(copies.Run(gpu, rank, 2));
   Synchronize(gpu.stream());
@@ -203,7 +206,7 @@ const std::map<std::string, Part> kParts = {
     {"never", NeverCome},     {"one_fails", OneFails}, {"other", AskForOther},     {"many", BeginMany},
 };
 
-// ---- what the test does with them --------------------------------------------------
+// ---- the test ----------------------------------------------------------------------
 
 void ExpectAllSucceed(const std::string& program, const std::string& part, int64_t count) {
   const Clock::time_point begin = Clock::now();
@@ -212,7 +215,7 @@ void ExpectAllSucceed(const std::string& program, const std::string& part, int64
             << std::endl;
 }
 
-// kill -9 leaves a process no time for anything. The others end soon, and say who it was.
+// kill -9 allows no cleanup. The others end soon, with an error that names the process.
 void OneIsKilled(const std::string& program, int64_t count, int64_t victim) {
   const auto children = StartProcesses(program, "end", count);
   for (const auto& child : children) EXPECT_EQ(child->ReadLine(), std::string("running"));
@@ -222,7 +225,7 @@ void OneIsKilled(const std::string& program, int64_t count, int64_t victim) {
   for (int64_t rank = 0; rank < count; ++rank) {
     if (rank == victim) continue;
     const std::string said = children[static_cast<size_t>(rank)]->ReadLine();
-    // One that has heard of it ends too, and the last of them may hear of that first.
+    // A process that has detected the end ends too, and the last ones may detect that end first.
     EXPECT(said.rfind(code, 0) == 0 && Has(said, " has ended (process "));
     EXPECT(rank > 0 || Has(said, "rank " + std::to_string(victim) + " of " + std::to_string(count)));
     EXPECT(children[static_cast<size_t>(rank)]->Succeeded());
@@ -244,16 +247,16 @@ std::set<std::string> FilesIn(const char* directory) {
 
 }  // namespace
 
-// No argument: the test. Else the part, the rank and the number of processes.
+// Without arguments, run the test. Else: the part, the rank and the number of processes.
 int main(int argc, char** argv) {
   if (argc >= 4) {
-    // A wait for what never comes is a failure too.
+    // A hang is a failure too.
     alarm(120);
     const int64_t rank = std::stoll(argv[2]), count = std::stoll(argv[3]);
     MeetOthers(rank, count);
     kParts.at(argv[1])(rank, count);
     ExpectNoViolations();
-    // Others may not be done with what this process shows.
+    // Other processes may still read this process's page.
     std::cout << "done" << std::endl;
     return 0;
   }

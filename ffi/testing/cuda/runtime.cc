@@ -15,8 +15,8 @@
 #include "ffi/testing/cuda/stand_in.h"
 #include "ffi/testing/cuda/streams.h"
 
-// Nothing here may order host threads unless CUDA does: the counts are relaxed atomics in tables of fixed size, and
-// locks are taken only where something is wrong, allocated or asked by a test.
+// The stand-in must not order host threads unless CUDA does: counts are relaxed atomics in tables of fixed size, and
+// locks are taken only for violations, allocations and queries of tests.
 namespace moe_lb::testing {
 namespace {
 
@@ -81,7 +81,7 @@ cudaError_t Fail(cudaError_t error) {
   return error;
 }
 
-// Nothing is launched while memory is given or taken and all devices are awaited for it.
+// Excludes launches while pinned memory is (de)allocated and all devices are synchronized for it.
 class DriverLock {
  public:
   explicit DriverLock(bool waits) {
@@ -150,7 +150,7 @@ void AddPinned(void* memory, size_t size) {
 
 namespace {
 
-// CUDA may let all devices finish first, and they may be waiting for this thread.
+// CUDA may synchronize all devices first, and they may be waiting for this thread.
 void NoteAllocation(const char* name) {
   if (is_executing) static_cast<void>(Forbidden(cudaSuccess, std::string(name) + " while a program runs"));
 }
@@ -220,7 +220,7 @@ using namespace moe_lb::testing;
 
 #define MOE_LB_ENTER(name) \
   if (const cudaError_t bad = Enter(name); bad != cudaSuccess) return bad
-// For calls that order things.
+// Entry of ordering calls.
 #define MOE_LB_ENTER_ORDERING(name) \
   MOE_LB_ENTER(name);               \
   if (IsIgnored(name, __builtin_return_address(0))) return cudaSuccess
@@ -298,7 +298,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   MOE_LB_ENTER_ORDERING("cudaStreamWaitEvent");
   const uint64_t ticket = TicketOf(*event);
-  // CUDA takes it for a wait that is over. No handler means that.
+  // CUDA treats it as a completed wait, which is an error in a handler.
   if (ticket == 0) return Forbidden(cudaSuccess, "cudaStreamWaitEvent for an event that was never recorded");
   stream->Push([event, ticket] { Progress().Until([=] { return IsReached(*event, ticket); }); });
   return cudaSuccess;
@@ -343,7 +343,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind kind, cudaStream_t stream) {
   MOE_LB_ENTER("cudaMemcpyAsync");
-  // CUDA would do it, and make the host wait for the stream.
+  // CUDA would block the host until the stream completes it.
   if (kind == cudaMemcpyDeviceToHost && !IsPinned(to)) return Forbidden(cudaSuccess, "copy to memory not pinned");
   if (kind == cudaMemcpyHostToDevice && !IsPinned(from)) return Forbidden(cudaSuccess, "copy from memory not pinned");
   const int64_t us = kind == cudaMemcpyDefault ? TheStandIn().copy_us : 0;

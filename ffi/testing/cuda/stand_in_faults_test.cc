@@ -1,5 +1,5 @@
-// What goes wrong on the stand-in: calls of the runtime that fail, programs that fail between two calls, and devices
-// that wait for each other.
+// Failures on the stand-in: failed calls of the runtime, programs that fail between two calls, and devices that wait
+// for each other.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -13,7 +13,10 @@
 #include "ffi/common/driver_calls_cuda.h"
 #include "ffi/common/driver_cuda.h"
 #include "ffi/common/testing.h"
-#include "ffi/testing/cuda/layers.h"
+#include "ffi/testing/cuda/copy_layer.h"
+#include "ffi/testing/cuda/layer_weights.h"
+#include "ffi/testing/cuda/planned_layer.h"
+#include "ffi/testing/cuda/rows_layer.h"
 #include "ffi/testing/cuda/stand_in.h"
 
 namespace {
@@ -25,7 +28,7 @@ bool Has(const std::string& text, const std::string& part) { return text.find(pa
 
 double SecondsSince(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
-// One execution of a layer on all devices; how it ended on each.
+// Runs one execution of a layer on all devices; returns the ending on each.
 template <typename Layer>
 std::vector<Ending> RunOnce(Layer& layer, const std::vector<std::unique_ptr<Gpu>>& gpus, int64_t run,
                             const Between& between = {}) {
@@ -44,9 +47,9 @@ void ExpectGoodRun(Layer& layer, const std::vector<std::unique_ptr<Gpu>>& gpus, 
   EXPECT_EQ(layer.num_wrong(), 0);
 }
 
-// XLA gives the buffers to others when a program fails between two calls. `UseMemoryAgain` finds copies that still run.
+// XLA reuses the buffers if a program fails between two calls. `UseMemoryAgain` detects copies that still run.
 template <typename Layer>
-void NothingIsWrittenAfterAFailure(Layer& layer) {
+void NoWritesAfterAFailure(Layer& layer) {
   const auto gpus = Gpus(4);
   TheStandIn().copy_us = 4000;
   Between between;
@@ -59,7 +62,7 @@ void NothingIsWrittenAfterAFailure(Layer& layer) {
   ExpectGoodRun(layer, gpus, 6);
 }
 
-// XLA may compute weights again instead of keeping them: then the copies have not waited for them.
+// XLA may rematerialize weights: the copies have then not waited for them.
 void AnotherHomeIsRefused() {
   const auto gpus = Gpus(4);
   PlannedLayer layer{LayerShape()};
@@ -72,8 +75,8 @@ void AnotherHomeIsRefused() {
   ExpectGoodRun(layer, gpus, 2);
 }
 
-// One call of the runtime fails on one device: all devices fail soon, with its message, as an internal error, and the
-// next execution is right.
+// One runtime call fails on one device: all devices fail soon, with its message, as an internal error, and the next
+// execution is correct.
 template <typename Layer>
 void OneFailureEndsAll(Layer& layer, const std::string& function, int64_t after) {
   const auto gpus = Gpus(4);
@@ -89,7 +92,7 @@ void OneFailureEndsAll(Layer& layer, const std::string& function, int64_t after)
   ExpectGoodRun(layer, gpus, 1002);
 }
 
-// The device never brings its tables: the wait has an end, and the others hear of it.
+// The tables of one device never reach the host: the wait ends by its time-out, and the others fail too.
 template <typename Layer>
 void ADeviceThatIsStuckIsNamed() {
   LayerShape shape;
@@ -117,25 +120,25 @@ void ADeviceThatIsStuckIsNamed() {
     const auto at = static_cast<size_t>(device);
     endings[at] = layer.Run(*gpus[at], device, 2);
   });
-  // No host thread has waited for the device to go on.
+  // No host thread waits for the stuck device.
   EXPECT(stuck);
   EXPECT(SecondsSince(begin) < 10);
   release.join();
   for (const auto& gpu : gpus) Synchronize(gpu->stream());
   for (const Ending& ending : endings) {
     EXPECT_EQ(ending.code, XLA_FFI_Error_Code_DEADLINE_EXCEEDED);
-    // Who waited as long as the stuck device may have given up first.
+    // A device that waited as long as the stuck one may time out first.
     EXPECT(Has(ending.message, "device 2 did not bring its tables") || Has(ending.message, "missing ranks: 2"));
   }
   ExpectGoodRun(layer, gpus, 3);
 }
 
-// The first execution too: the stand-in notes an allocation while a handler executes.
-void NothingIsAllocatedWhileAProgramRuns() {
+// Also in the first execution: the stand-in records an allocation while a handler executes.
+void NoAllocationWhileAProgramRuns() {
   const auto gpus = Gpus(2);
   LayerShape shape;
   shape.ranks = 2;
-  shape.home = 37;  // a size that no other test has prepared
+  shape.home = 37;  // a size unique to this test
   CopyLayer copies(shape, false);
   PlannedLayer planned(shape);
   HostPlan plan(shape);
@@ -151,7 +154,7 @@ void NothingIsAllocatedWhileAProgramRuns() {
   for (const std::string& violation : Violations()) EXPECT_EQ(violation, std::string());
 }
 
-// The first execution allocates, in the initialize stage: XLA launches nothing before all devices have passed it.
+// The first execution allocates in the initialize stage: XLA launches no handler before all devices have passed it.
 void AllocationDoesNotStopACollective() {
   const auto gpus = Gpus(2);
   LayerShape shape;
@@ -163,7 +166,7 @@ void AllocationDoesNotStopACollective() {
   plan.before_execute = [&](Program& program) {
     ++initialized;
     while (initialized < 2) std::this_thread::yield();
-    // The other device's program goes on later: its part of the collective is not queued when this one's handler runs.
+    // The other device's program continues later: its part of the collective is not queued when this handler runs.
     if (program.gpu().ordinal() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(50));
     program.Launch([&] {
       ++here;
@@ -185,7 +188,7 @@ void AllocationDoesNotStopACollective() {
   TheStandIn().allocation_waits = false;
 }
 
-// Neither streams nor pinned memory grow with the number of layers of an executable.
+// The numbers of streams and pinned bytes do not grow with the number of layers of an executable.
 void CallSitesShareStreams() {
   const auto gpus = Gpus(4);
   std::vector<std::unique_ptr<CopyLayer>> layers;
@@ -200,11 +203,11 @@ void CallSitesShareStreams() {
   run_layers(60);
   EXPECT_EQ(NumStreams(), streams);
   EXPECT_EQ(PinnedBytes(), pinned);
-  // A turn makes the events of its relays when it is first used, and there are 8 turns on each of 4 devices.
+  // Launch resources create their relay events at the first use; each of 4 devices has 8 of them.
   EXPECT(NumEvents() - events <= 4 * 8 * 10);
 }
 
-// Two threads of a program's launch the same executable on one device, as two threads of Python may.
+// Two threads launch the same executable on one device, as two Python threads may.
 void TwoThreadsLaunchOnOneDevice() {
   LayerShape shape;
   shape.ranks = 1;
@@ -222,7 +225,7 @@ void TwoThreadsLaunchOnOneDevice() {
   EXPECT_EQ(copies.num_wrong() + planned.num_wrong(), 0);
 }
 
-// XLA can make several devices of one GPU: CUDA then has one number for them.
+// XLA can create several devices of one GPU: CUDA then has one number for them.
 void LogicalDevicesShareAGpu() {
   LayerShape shape;
   shape.ranks = 2;
@@ -237,7 +240,7 @@ void LogicalDevicesShareAGpu() {
   }
 }
 
-// Weights of no bytes have no address.
+// Empty weights have no address.
 void WeightsMayHaveNoBytes() {
   for (const std::vector<int64_t>& widths : std::vector<std::vector<int64_t>>{{0, 0}, {0, 24}, {96, 0}}) {
     LayerShape shape;
@@ -253,8 +256,7 @@ void WeightsMayHaveNoBytes() {
   }
 }
 
-// XLA waits on the host for every round of a loop, and the static wave is one. The copies must run beside it all the
-// same.
+// XLA blocks the host for every loop iteration, and the static wave is a loop. The copies must overlap it all the same.
 template <typename Layer>
 void CopiesOverlapAWaveThatTheHostWaitsFor(Layer& layer) {
   const auto gpus = Gpus(4);
@@ -262,7 +264,8 @@ void CopiesOverlapAWaveThatTheHostWaitsFor(Layer& layer) {
   TheStandIn().copy_us = 30000;
   Between between;
   between.wave_us = 60000;
-  // The shortest of some executions: the machine may be busy, and without overlap none takes less than 90 ms.
+  // Use the shortest of several executions, because the machine may be busy; without overlap none takes less than 90
+  // ms.
   const auto seconds = [&](bool blocks_host) {
     between.blocks_host = blocks_host;
     double shortest = 1;
@@ -283,7 +286,7 @@ void CopiesOverlapAWaveThatTheHostWaitsFor(Layer& layer) {
   TheStandIn().copy_us = 0;
 }
 
-// The runtime is linked in, and an older driver does not know it.
+// The runtime is linked statically, and an older driver does not support it.
 void AnOldDriverIsNamed() {
   constexpr int kMajor = CUDART_VERSION / 1000;
   for (const int version : {0, CUDART_VERSION, kMajor * 1000, (kMajor + 1) * 1000}) {
@@ -296,7 +299,7 @@ void AnOldDriverIsNamed() {
   TheStandIn().driver_version = CUDART_VERSION;
 }
 
-// What a driver has is asked when the first copy is made, so in a process that has asked nothing yet.
+// The functions of a driver are looked up at the first copy, so this runs in a new process.
 void ADriverWithoutBatchesIsNamed() {
   TheStandIn().driver_version = 12040;
   EXPECT(Has(*moe_lb::DriverCalls::Get().CheckBatches(), "has no cuMemcpyBatchAsync"));
@@ -308,7 +311,7 @@ void ADriverWithoutBatchesIsNamed() {
 
 }  // namespace
 
-// "old_driver": that part alone.
+// "old_driver": only that part.
 int main(int argc, char** argv) {
   if (argc > 1) {
     ADriverWithoutBatchesIsNamed();
@@ -318,11 +321,11 @@ int main(int argc, char** argv) {
   AnOldDriverIsNamed();
   {
     CopyLayer copies(LayerShape(), true);
-    NothingIsWrittenAfterAFailure(copies);
+    NoWritesAfterAFailure(copies);
     PlannedLayer planned{LayerShape()};
-    NothingIsWrittenAfterAFailure(planned);
+    NoWritesAfterAFailure(planned);
     RowsLayer rows(LayerShape(), true);
-    NothingIsWrittenAfterAFailure(rows);
+    NoWritesAfterAFailure(rows);
   }
   AnotherHomeIsRefused();
   CopyLayer copies(LayerShape(), true);
@@ -340,7 +343,7 @@ int main(int argc, char** argv) {
   OneFailureEndsAll(rows, "cudaMemcpyAsync", 1);
   ADeviceThatIsStuckIsNamed<CopyLayer>();
   ADeviceThatIsStuckIsNamed<PlannedLayer>();
-  NothingIsAllocatedWhileAProgramRuns();
+  NoAllocationWhileAProgramRuns();
   AllocationDoesNotStopACollective();
   CallSitesShareStreams();
   TwoThreadsLaunchOnOneDevice();

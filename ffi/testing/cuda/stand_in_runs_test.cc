@@ -1,5 +1,5 @@
-// Every CUDA handler on the stand-in: values, many devices, threads in any order, programs at once, and nothing that
-// grows.
+// Every CUDA handler on the stand-in: values, many devices, threads in any order, concurrent programs, and constant
+// resource use.
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -10,7 +10,10 @@
 
 #include "ffi/common/testing.h"
 #include "ffi/planning/handlers.h"
-#include "ffi/testing/cuda/layers.h"
+#include "ffi/testing/cuda/copy_layer.h"
+#include "ffi/testing/cuda/layer_weights.h"
+#include "ffi/testing/cuda/planned_layer.h"
+#include "ffi/testing/cuda/rows_layer.h"
 #include "ffi/testing/cuda/stand_in.h"
 #include "ffi/testing/valid_calls.h"
 
@@ -32,7 +35,7 @@ void ExpectNoViolations() {
   for (const std::string& violation : Violations()) EXPECT_EQ(violation, std::string());
 }
 
-// Runs are queued up to some ahead of the device, as XLA does, and the devices start each in another order.
+// Several runs are queued ahead of the device, as in XLA, and the devices start each in another order.
 template <typename Run>
 void Repeat(int64_t devices, int64_t runs, const Run& run_on) {
   const auto gpus = Gpus(devices);
@@ -93,7 +96,7 @@ void HostPlansAreRight() {
   EXPECT_EQ(plan.num_wrong(), 0);
 }
 
-// Random calls of every planner, with the judges of the fuzz.
+// Random calls of every planner, with the verifiers of the fuzz.
 void EveryPlannerPlans() {
   Gpu gpu(0, 0);
   Random random(1);
@@ -122,15 +125,15 @@ void EveryPlannerPlans() {
           if (!rets[i].bytes.empty()) std::memcpy(rets[i].bytes.data(), results[i].data, rets[i].bytes.size());
         }
       }
-      // The status: 0 is a plan.
+      // Status 0 is success.
       EXPECT_EQ(rets.back().bytes[0], 0);
-      if (valid.judge) EXPECT_EQ(valid.judge(call.attributes, call.devices[0], rets), std::string());
+      if (valid.verify) EXPECT_EQ(valid.verify(call.attributes, call.devices[0], rets), std::string());
     }
   }
   ExpectNoViolations();
 }
 
-void ABatchThatTheDriverDoesNotKnowIsCopiedOneByOne() {
+void AnUnsupportedBatchIsCopiedOneByOne() {
   TheStandIn().batches_are_supported = false;
   CopyLayer layer(LayerShape(), true);
   Repeat(4, 10, [&](Gpu& gpu, int64_t rank, int64_t run) { return layer.Run(gpu, rank, run); });
@@ -138,7 +141,7 @@ void ABatchThatTheDriverDoesNotKnowIsCopiedOneByOne() {
   TheStandIn().batches_are_supported = true;
 }
 
-void ALateDeviceChangesNothing() {
+void ALateDeviceHasNoEffect() {
   TheStandIn().longest_delay_us = 300;
   CopyLayer layer(LayerShape(), true);
   PlannedLayer planned{LayerShape()};
@@ -150,7 +153,7 @@ void ALateDeviceChangesNothing() {
   TheStandIn().longest_delay_us = 0;
 }
 
-// Two programs on the same four devices, each launched by threads of its own.
+// Two programs on the same four devices, launched by separate threads.
 void ProgramsRunAtOnce() {
   CopyLayer copies(LayerShape(), true);
   PlannedLayer planned{LayerShape()};
@@ -169,7 +172,7 @@ struct Held {
   int64_t pinned = PinnedBytes();
 };
 
-void NothingGrows() {
+void ResourcesStayConstant() {
   CopyLayer copies(LayerShape(), true);
   PlannedLayer planned{LayerShape()};
   RowsLayer rows(LayerShape(), true);
@@ -198,8 +201,8 @@ int main() {
   RowsAreRight();
   HostPlansAreRight();
   EveryPlannerPlans();
-  ABatchThatTheDriverDoesNotKnowIsCopiedOneByOne();
-  ALateDeviceChangesNothing();
+  AnUnsupportedBatchIsCopiedOneByOne();
+  ALateDeviceHasNoEffect();
   ProgramsRunAtOnce();
-  NothingGrows();
+  ResourcesStayConstant();
 }

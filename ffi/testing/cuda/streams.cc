@@ -30,7 +30,7 @@ Bell& Progress() {
   return *bell;
 }
 
-// Relaxed: that one host thread recorded an event orders nothing for another one that waits for it.
+// Relaxed: a record by one host thread does not order a wait by another.
 uint64_t TicketOf(const CUevent_st& event) { return event.recorded.load(std::memory_order_relaxed); }
 
 bool IsReached(const CUevent_st& event, uint64_t ticket) {

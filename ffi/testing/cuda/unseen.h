@@ -1,5 +1,5 @@
-// What the stand-in needs to hand work from thread to thread without ThreadSanitizer taking it for an order: CUDA
-// promises none of these orders, so a program that relies on them has a race.
+// Communication between threads that is invisible to ThreadSanitizer. CUDA does not guarantee these orders, so a
+// program that relies on them must be reported as a race.
 #pragma once
 
 #include <linux/futex.h>
@@ -10,22 +10,22 @@
 #include <cstdint>
 #include <ctime>
 
-// For functions whose atomics must make no order that the sanitizer sees. They use builtins: the functions of
-// std::atomic would be instrumented wherever they are not inlined.
+// For functions whose atomics must create no order for the sanitizer. They use builtins, because std::atomic functions
+// are instrumented if they are not inlined.
 #define MOE_LB_UNSEEN __attribute__((no_sanitize("thread"), noinline))
 
 namespace moe_lb::testing {
 
-// Wakes threads that wait for something to change. System calls are nothing to the sanitizer.
+// Wakes waiting threads. The sanitizer does not track the system calls.
 class Bell {
  public:
-  // Before the condition is looked at.
+  // Call before the test of the condition.
   MOE_LB_UNSEEN uint32_t Listen() {
     __atomic_fetch_add(&listening_, 1, __ATOMIC_SEQ_CST);
     return __atomic_load_n(&rings_, __ATOMIC_SEQ_CST);
   }
 
-  // Until it rings after `heard`, or some milliseconds, since a stream may be held up by what rings no bell.
+  // Waits for a ring after `heard`, or 5 ms, because a stream may wait for an event that does not ring.
   MOE_LB_UNSEEN void Wait(uint32_t heard) {
     const timespec limit = {0, 5000000};
     syscall(SYS_futex, &rings_, FUTEX_WAIT_PRIVATE, heard, &limit, nullptr, 0);
@@ -39,7 +39,7 @@ class Bell {
     syscall(SYS_futex, &rings_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
   }
 
-  // Returns when `is_so()`, which is asked after every ring.
+  // Returns when `is_so()` is true; tested after every ring.
   template <typename Condition>
   void Until(const Condition& is_so) {
     while (!is_so()) {

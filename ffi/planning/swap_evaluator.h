@@ -1,0 +1,46 @@
+// Evaluates swaps of a placement: the excess of its loads above a limit, and the ranks that cause it.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+namespace moe_lb {
+
+using RankSet = uint64_t;  // bit r is rank r
+
+inline RankSet Bit(uint32_t rank) { return RankSet{1} << rank; }
+
+// One slot of `rank` loses the expert `dropped`, if it had one, and gets `added`.
+struct Swap {
+  static constexpr uint32_t kNoExpert = UINT32_MAX;
+  uint32_t rank;
+  uint32_t dropped;
+  uint32_t added;
+};
+
+// The excess of a set of ranks is the number of tokens that no rank outside of it can serve, minus its
+// size times the limit. By max-flow and min-cut, some quota keeps the limit if and only if no set has
+// an excess above 0, and the largest excess is the number of tokens that cannot be served within it.
+class SwapEvaluator {
+ public:
+  virtual ~SwapEvaluator() = default;
+
+  // True if no excess is above `threshold` (at least 0) after the swap.
+  virtual bool Keeps(const Swap& swap, int32_t threshold) = 0;
+  virtual void Commit(const Swap& swap) = 0;
+  virtual void SetLimit(int32_t limit) = 0;
+
+  // Returns the lowest limit that the placement keeps.
+  virtual int32_t MaxLoad() = 0;
+
+  // The largest excess, 0 if none is above 0. If it is above 0, cut() is the smallest set that has it:
+  // the one that is contained in all others.
+  int32_t worst() const { return worst_; }
+  RankSet cut() const { return cut_; }
+
+ protected:
+  int32_t worst_ = 0;
+  RankSet cut_ = 0;
+};
+
+}  // namespace moe_lb

@@ -1,0 +1,28 @@
+// Invariants of plans, verified after each successful call. A verifier takes the planner's attributes, arguments and
+// results, and returns an error message, empty if the results are valid.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "ffi/testing/handler_calls.h"
+
+namespace moe_lb::testing {
+
+// Of placement [R, S] and quota [E, R]: filled slots stay; new experts are of the rank's domain and on it once; the
+// tokens of each expert are conserved and served by ranks that hold it; the maximum load of each domain does not rise.
+std::string VerifyEdit(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets);
+
+// The same of tokens [E] and placement, for a planner that splits the tokens itself.
+std::string VerifyFill(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets);
+
+// The same of counts [R, E], for a planner that also makes the placement.
+std::string VerifyExact(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets);
+
+// Of placement [R, S]: a replica copies from home, or from a rank that does and that holds the expert.
+std::string VerifyRelay(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets);
+
+// Of rows [R, R] and ticks [N]: each row is on one rail, and none between domains on a dead one.
+std::string VerifySpray(const Attributes& attributes, const Operands& call, const std::vector<Array>& rets);
+
+}  // namespace moe_lb::testing
