@@ -203,7 +203,7 @@ def _implementation(op: OperationForms, backend: str) -> Implementation:
 
 
 def _choose(kind: Kind, platform: str, *, in_parts: bool = False) -> Choice:
-    # Sizes that every kernel takes, so that only the installation and the device decide.
+    # All kernels take these sizes, so only the installation and the device decide.
     dtypes = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.bfloat16)
     return choose_backend(Product(kind, 1024, (256, 512), (6, 2) if in_parts else 8, dtypes, dtypes[0]), platform)
 
