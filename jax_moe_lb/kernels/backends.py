@@ -186,30 +186,17 @@ def _name(device: Any) -> str:
     return f"{device.platform} {getattr(device, 'compute_capability', '')}".rstrip()
 
 
-def _no_custom_call(product: Product) -> str | None:
-    del product
-    return None if is_built("cpu") else NOT_INSTALLED
-
-
 def _no_hopper(product: Product) -> str | None:
     if isinstance(product.num_groups, int):
         return "weights are in one array; System.with_own_kernels() passes them in parts"
-    return (
-        _no_hopper_device()
-        or _no_tiles(product, jnp.bfloat16, jnp.float16)
-        or _no_row_tiles(product)
-        or _empty(product.num_rows, *product.widths, *product.num_groups)
-    )
+    sizes = (product.num_rows, *product.widths, *product.num_groups)
+    return _no_hopper_device() or _misfit(product, (jnp.bfloat16, jnp.float16), TILE, sizes)
 
 
 def _no_tokamax(product: Product) -> str | None:
     if not has_tokamax():
         return NOT_INSTALLED
-    if (
-        reason := _no_tiles(product, jnp.bfloat16)
-        or _no_row_tiles(product)
-        or _empty(product.num_rows, product.widths[0])
-    ):
+    if reason := _misfit(product, (jnp.bfloat16,), TILE, (product.num_rows, product.widths[0])):
         return reason
     try:
         # Only tracing shows whether tokamax has a kernel for the default device, a CPU on a machine without GPU.
@@ -225,24 +212,18 @@ def _no_triton(product: Product) -> str | None:
     (rows, inner), outer, groups = (product.num_rows, product.widths[0]), product.widths[1], product.all_groups
     if max(rows * inner, rows * outer, groups * inner * outer) >= 2**31:
         return "an operand has 2**31 entries or more; the kernel indexes in int32"
-    return _no_tiles(product, jnp.bfloat16, jnp.float16) or _empty(rows, inner, outer, groups)
+    return _misfit(product, (jnp.bfloat16, jnp.float16), 1, (rows, inner, outer, groups))
 
 
-def _no_tiles(product: Product, *dtypes: Any) -> str | None:
+def _misfit(product: Product, dtypes: tuple[Any, ...], row_tile: int, sizes: tuple[int, ...]) -> str | None:
     # The kernels would round products of float32 to fewer bits.
     left, right = map(jnp.dtype, product.dtypes)
     if left != right or left not in dtypes:
         return f"operands are {left} and {right}; expected {' or '.join(jnp.dtype(dtype).name for dtype in dtypes)}"
     if any(width % TILE for width in product.widths):
         return f"widths are {product.widths[0]} and {product.widths[1]}; expected multiples of {TILE}"
-    return None
-
-
-def _no_row_tiles(product: Product) -> str | None:
-    return f"{product.num_rows} rows; expected a multiple of {TILE}" if product.num_rows % TILE else None
-
-
-def _empty(*sizes: int) -> str | None:
+    if product.num_rows % row_tile:
+        return f"{product.num_rows} rows; expected a multiple of {row_tile}"
     return "an operand is empty" if 0 in sizes else None
 
 
@@ -318,9 +299,7 @@ def _tokamax(product: Product, left: Array, right: Array, group_sizes: GroupSize
         return _tokamax(replace(product, kind="product"), left, right.mT, group_sizes)
 
 
-def ragged(product: Product, left: Array, right: Array, group_sizes: GroupSizes) -> Array:
-    """Compute a product by `jax.lax.ragged_dot_general`."""
-
+def _ragged(product: Product, left: Array, right: Array, group_sizes: GroupSizes) -> Array:
     # Without a rule of its own it cannot be mapped over some operands only.
     @jax.custom_batching.sequential_vmap
     def multiply(left: Array, right: Array, group_sizes: GroupSizes) -> Array:
@@ -346,31 +325,55 @@ def _clear_empty(sums: Float[Array, "S I O"], group_sizes: GroupSizes) -> Float[
     return jax.lax.fori_loop(0, so_far[-1], clear_one, sums)
 
 
-def _by_blocks(product: Product, rows: Array, weights: Array, group_sizes: GroupSizes) -> Array:
-    return matmul_by_blocks(rows, weights, group_sizes, transposed=product.is_transposed)
-
-
 BACKENDS = (
-    Backend("custom call", "cpu", "built for cpu", _no_custom_call, _call_matmul, _call_outer),
+    Backend(
+        "custom call",
+        "cpu",
+        why="built for cpu",
+        why_not=lambda _: None if is_built("cpu") else NOT_INSTALLED,
+        matmul=_call_matmul,
+        outer=_call_outer,
+    ),
     Backend(
         "Hopper kernel",
         "cuda",
-        "it reads weights in parts in place",
-        _no_hopper,
-        _hopper_matmul,
-        _then_add(_hopper_outer),
+        why="it reads weights in parts in place",
+        why_not=_no_hopper,
+        matmul=_hopper_matmul,
+        outer=_then_add(_hopper_outer),
         takes_parts=True,
     ),
-    Backend("tokamax.ragged_dot", "cuda", "tokamax is installed", _no_tokamax, _tokamax, _then_add(_tokamax)),
-    Backend("Triton kernel", "cuda", "a GPU is the default device", _no_triton, None, _then_add(_triton_outer)),
-    Backend("lax.ragged_dot", "tpu", "XLA has a kernel for tpu", lambda _: None, ragged, _then_add(ragged)),
+    Backend(
+        "tokamax.ragged_dot",
+        "cuda",
+        why="tokamax is installed",
+        why_not=_no_tokamax,
+        matmul=_tokamax,
+        outer=_then_add(_tokamax),
+    ),
+    Backend(
+        "Triton kernel",
+        "cuda",
+        why="a GPU is the default device",
+        why_not=_no_triton,
+        matmul=None,
+        outer=_then_add(_triton_outer),
+    ),
+    Backend(
+        "lax.ragged_dot",
+        "tpu",
+        why="XLA has a kernel for tpu",
+        why_not=lambda _: None,
+        matmul=_ragged,
+        outer=_then_add(_ragged),
+    ),
     Backend(
         "blocks of rows",
         None,
-        "lax.ragged_dot multiplies every row with every expert on CPUs and GPUs",
-        lambda _: None,
-        _by_blocks,
-        _then_add(lambda _, *operands: outer_by_blocks(*operands)),
+        why="lax.ragged_dot multiplies every row with every expert on CPUs and GPUs",
+        why_not=lambda _: None,
+        matmul=lambda product, *operands: matmul_by_blocks(*operands, transposed=product.is_transposed),
+        outer=_then_add(lambda _, *operands: outer_by_blocks(*operands)),
     ),
 )
 """Backends, the preferred ones first. The last one computes every product on every platform."""
