@@ -265,6 +265,8 @@ def _hopper_matmul(product: Product, rows: Array, parts: Any, group_sizes: Group
 def _hopper_outer(product: Product, rows: Array, others: Array, group_sizes: GroupSizes) -> tuple[Array, ...]:
     from jax_moe_lb.kernels import hopper
 
+    # `_no_hopper` rejects sums in one array.
+    assert isinstance(product.num_groups, tuple)
     multiply = partial(hopper.outer, parts=product.num_groups, dtype=product.dtype)
     return unvarying_call(multiply, *vary_alike((rows, others, group_sizes)))
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jax_moe_lb.core.manual_axes import vary_alike
 from jax_moe_lb.core.types import DType, GroupSizes, wide_dtype
-from jax_moe_lb.kernels.backends import PLATFORMS, Kind, Product, choose_backend
+from jax_moe_lb.kernels.backends import PLATFORMS, Product, choose_backend
 from jax_moe_lb.kernels.operands import clear_tail
 
 Inputs = Float[Array, "A I"]
@@ -68,8 +68,8 @@ def matmul_product(rows: Inputs, weights: Weights | Parts, transposed: bool) -> 
     """Describe the product that `grouped_matmul` computes of these operands."""
     first = jax.tree.leaves(weights)[0]
     widths, dtypes = (rows.shape[1], first.shape[1 if transposed else 2]), (rows.dtype, first.dtype)
-    kind: Kind = "transposed" if transposed else "product"
-    return Product(kind, rows.shape[0], widths, _groups_of(weights), dtypes, rows.dtype)
+    num_groups = tuple(part.shape[0] for part in weights) if isinstance(weights, tuple) else weights.shape[0]
+    return Product("transposed" if transposed else "product", rows.shape[0], widths, num_groups, dtypes, rows.dtype)
 
 
 def outer_product(rows: Inputs, others: Outputs, num_groups: int | tuple[int, ...], dtype: DType) -> Product:
@@ -97,13 +97,9 @@ def _backward(transposed: bool, saved: tuple[Any, ...], upstream: Outputs) -> tu
     # The gradient has the shape of the weights, so the factors swap if these are transposed.
     pair = (upstream, rows) if transposed else (rows, upstream)
     # Rounded once, to the dtype of the weights.
-    parts = _groups_of(weights) if isinstance(weights, tuple) else None
+    parts = tuple(part.shape[0] for part in weights) if isinstance(weights, tuple) else None
     sums = grouped_outer(*pair, group_sizes, jax.tree.leaves(weights)[0].dtype, parts=parts)
     return _matmul(not transposed, upstream, weights, group_sizes), sums, None
-
-
-def _groups_of(weights: Weights | Parts) -> int | tuple[int, ...]:
-    return tuple(part.shape[0] for part in weights) if isinstance(weights, tuple) else weights.shape[0]
 
 
 _matmul.defvjp(_save, _backward)
