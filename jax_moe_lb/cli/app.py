@@ -16,7 +16,7 @@ from jax_moe_lb.balancers.base import LayerCost
 from jax_moe_lb.cli.advise import advise
 from jax_moe_lb.cli.compile import compile_command
 from jax_moe_lb.cli.convert import convert, drift
-from jax_moe_lb.cli.doctor import diagnosis, facts_table, ops_table, version
+from jax_moe_lb.cli.doctor import diagnosis, facts_table, ops_table, products_table, version
 from jax_moe_lb.cli.output import (
     BAD_INPUT,
     BalancerOption,
@@ -137,6 +137,7 @@ def doctor(as_json: Json = False) -> None:
         else:
             print_table(facts_table(found))
             print_table(ops_table(found))
+            print_table(products_table(found))
 
 
 for command in (convert, simulate, advise, calibrate, drift):

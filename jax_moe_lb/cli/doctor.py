@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from rich.box import SIMPLE_HEAD
@@ -19,7 +20,7 @@ from rich.table import Table
 from jax_moe_lb.aot.compiler_options import compiler_options
 from jax_moe_lb.aot.targets import EXTRAS, has_compiler
 from jax_moe_lb.core import custom_calls as _custom_calls
-from jax_moe_lb.kernels.backends import has_tokamax
+from jax_moe_lb.kernels.backends import KINDS, NOT_INSTALLED, PLATFORMS, Choice, Kind, Product, choose_backend
 
 IN_A_CHECKOUT = "in a checkout, `pip install .` where there is a C++17 compiler"
 HOW_TO_BUILD = {"cpu": IN_A_CHECKOUT, "cuda": f"{IN_A_CHECKOUT} and the CUDA toolkit"}
@@ -85,6 +86,10 @@ def _dotted(number: tuple[int, int]) -> str:
 PACKAGES = ("jax_moe_lb", "jax", "jaxlib", "flax", "numpy")
 CUSTOM_CALL_PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
 """Custom calls exist on these platforms, by JAX's name of the backend."""
+LOWERING_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+"""Platforms that programs are lowered for, by JAX's name of the backend."""
+HOW_TO_MULTIPLY = {"custom call": HOW_TO_BUILD["cpu"], "tokamax.ragged_dot": "pip install tokamax"}
+"""Ways to get the backends of grouped products that may be missing."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +135,7 @@ def _planner(name: str) -> OperationForms:
 
 
 NO_RAGGED = "XLA:CPU cannot run lax.ragged_all_to_all"
-DENSE = "lax.ragged_dot multiplies every row with every expert on CPUs and GPUs"
-GROUPED_PRODUCTS = "grouped products"
+GROUPED_FFN = "grouped_ffn"
 OPERATIONS = (
     _planner("greedy"),
     _planner("eplb_plus"),
@@ -144,7 +148,7 @@ OPERATIONS = (
     OperationForms(
         "ragged_all_to_all", "padded all_to_all", NO_RAGGED, "lax.ragged_all_to_all", "ragged_exchange", ("cpu",)
     ),
-    OperationForms("grouped_ffn", "blocks of rows", DENSE, GROUPED_PRODUCTS, "grouped_matmul", ("cpu",)),
+    OperationForms(GROUPED_FFN, "", "", None, "grouped_matmul", ("cpu",)),
     OperationForms("gather", "ring of ppermute", NO_RAGGED, "lax.ragged_all_to_all", "ragged_exchange", ("cpu",)),
     OperationForms(
         "copy_expert_weights", "ring of ppermute", NO_RAGGED, "lax.ragged_all_to_all", "copy_start", ("cpu", "gpu")
@@ -185,29 +189,40 @@ def _implementation(op: OperationForms, backend: str) -> Implementation:
     platform = CUSTOM_CALL_PLATFORMS[backend] if backend in op.backends else None
     if platform and _custom_calls.is_built(platform):
         return Implementation(op.name, f"custom call moe_lb_{op.target}", f"built for {platform}", None)
+    if op.name == GROUPED_FFN:
+        choice = _choose("product", LOWERING_PLATFORMS[backend])
+        faster = (how for name, how in HOW_TO_MULTIPLY.items() if choice.rejected.get(name) == NOT_INSTALLED)
+        return Implementation(op.name, choice.backend.name, choice.why, next(faster, None))
     # XLA has CPU forms of these names, which are slower than this package's or do not run.
     if op.on_accelerators and backend != "cpu":
-        return _on_accelerators(op, backend, HOW_TO_BUILD[platform] if platform else None)
+        why = f"XLA has it for {backend}, and only what is needed travels"
+        return Implementation(op.name, op.on_accelerators, why, HOW_TO_BUILD[platform] if platform else None)
     if platform:
         return Implementation(op.name, op.plain, f"{op.why}; no custom call was built", HOW_TO_BUILD[platform])
     return Implementation(op.name, op.plain, op.why, None)
 
 
-def _on_accelerators(op: OperationForms, backend: str, faster: str | None) -> Implementation:
-    if op.on_accelerators == GROUPED_PRODUCTS:
-        return _grouped_products(op, backend)
-    why = f"XLA has it for {backend}, and only what is needed travels"
-    return Implementation(op.name, str(op.on_accelerators), why, faster)
+def _choose(kind: Kind, platform: str, *, in_parts: bool = False) -> Choice:
+    # All kernels take these sizes, so only the installation and the device decide.
+    dtypes = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.bfloat16)
+    return choose_backend(Product(kind, 1024, (256, 512), (6, 2) if in_parts else 8, dtypes, dtypes[0]), platform)
 
 
-def _grouped_products(op: OperationForms, backend: str) -> Implementation:
-    if backend == "tpu":
-        return Implementation(op.name, "lax.ragged_dot", "XLA has a kernel for tpu", None)
-    if backend == "gpu" and has_tokamax():
-        return Implementation(
-            op.name, "tokamax.ragged_dot", "tokamax is installed; other dtypes than bfloat16 take blocks", None
-        )
-    return Implementation(op.name, op.plain, f"{op.why}; tokamax is not installed", "pip install tokamax")
+def grouped_products() -> list[dict[str, str]]:
+    """Return the backend of each grouped product of bfloat16 on each platform, and the reasons for it, as JSON."""
+    cases = [(platform, False) for platform in PLATFORMS] + [("cuda", True)]
+    return [
+        {
+            "platform": platform,
+            "weights": "in parts (own kernels)" if in_parts else "in one array",
+            "product": kind,
+            "backend": choice.backend.name,
+            "why": choice.why,
+        }
+        for platform, in_parts in cases
+        for kind in KINDS
+        for choice in [_choose(kind, platform, in_parts=in_parts)]
+    ]
 
 
 def diagnosis() -> dict:
@@ -224,6 +239,7 @@ def diagnosis() -> dict:
         "devices": [f"{device} ({device.device_kind})" for device in jax.devices()],
         "compiler_options": compiler_options(Mesh(np.array(jax.devices()), ("devices",))),
         "ops": [asdict(implementation) for implementation in implementations(backend)],
+        "grouped_products": grouped_products(),
     }
 
 
@@ -259,4 +275,18 @@ def ops_table(found: dict) -> Table:
         table.add_column(header, overflow="fold", no_wrap=header == "op")
     for op in found["ops"]:
         table.add_row(*map(escape, (op["op"], op["implementation"], op["why"], op["faster"] or "this is the fastest")))
+    return table
+
+
+def products_table(found: dict) -> Table:
+    """Make a table with one row per platform, form of the weights and backend of grouped products."""
+    table = Table(title="grouped products of bfloat16", title_justify="left", box=SIMPLE_HEAD, show_lines=True)
+    for header in ("platform", "weights", "product", "backend", "why"):
+        table.add_column(header, overflow="fold")
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for row in found["grouped_products"]:
+        key = (row["platform"], row["weights"], row["backend"], row["why"])
+        kinds.setdefault(key, []).append(row["product"])
+    for (platform_name, weights, backend, why), products in kinds.items():
+        table.add_row(*map(escape, (platform_name, weights, ", ".join(products), backend, why)))
     return table

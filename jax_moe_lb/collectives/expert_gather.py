@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_moe_lb.collectives.ragged_all_to_all import as_words, empty_buffer_after, moves_in_process, ragged_all_to_all
 from jax_moe_lb.core.manual_axes import vary_alike, vary_like
 from jax_moe_lb.core.types import iota, wide_dtype
-from jax_moe_lb.kernels.backends import usual_layout
+from jax_moe_lb.kernels.operands import usual_layout
 
 Weights = Float[Array, "..."]
 """One kind of weights of `G` experts, `[G, ...]`."""

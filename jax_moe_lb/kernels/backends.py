@@ -1,248 +1,320 @@
-"""Grouped products by kernels: tokamax's on NVIDIA GPUs, our own where it has none or these are wanted, XLA's on TPUs.
+"""Backends of grouped products: one table, and the function that chooses from it.
 
-XLA's `ragged_dot` is no choice on GPUs: there it becomes a dense product of every row with every matrix.
+`lax.ragged_dot` is not a backend on GPUs: XLA compiles it there to a dense product of every row with every matrix.
 """
 
 import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
+import numpy as np
 from jax.extend.backend import get_default_device
 from jaxtyping import Array, Float
 
-from jax_moe_lb.core.manual_axes import unvarying_call, vary_alike
-from jax_moe_lb.core.types import DType, GroupSizes, Rows, iota
+from jax_moe_lb.core.custom_calls import call, is_built, like
+from jax_moe_lb.core.manual_axes import unvarying_call, vary_alike, vary_like
+from jax_moe_lb.core.types import DType, GroupSizes, wide_dtype
+from jax_moe_lb.kernels.blocks import matmul_by_blocks, outer_by_blocks
 
-TILE_ROWS = 128
-"""Kernels take numbers of rows that this divides, and read beyond the last group up to such a number."""
+Kind = Literal["product", "transposed", "outer"]
+"""Rows times matrices, rows times transposed matrices, and the outer sums that are gradients of matrices."""
 
-TILE_COLUMNS = 128
-"""They take widths that this divides."""
+KINDS: tuple[Kind, ...] = ("product", "transposed", "outer")
 
-CLEARED_ROWS = 1024
-"""So many rows at a time are cleared on TPUs, where all rows beyond the last group are."""
+PLATFORMS = ("cpu", "cuda", "tpu")
+"""Lowering platforms with a backend of their own; all others multiply blocks of rows."""
+
+TILE = 128
+"""Kernels on GPUs require widths, and most of them numbers of rows, that are multiples of this."""
 
 FIRST_WITH_HOPPER_KERNELS = (0, 12)
-"""Our own were written for the Pallas of this JAX."""
+"""First JAX version whose Pallas compiles `hopper.py`."""
+
+NOT_INSTALLED = "not installed"
 
 _Dimensions = jax.lax.RaggedDotDimensionNumbers
-PRODUCT = _Dimensions((([1], [1]), ([], [])), [0], [0])
-TRANSPOSED = _Dimensions((([1], [2]), ([], [])), [0], [0])
-OUTER = _Dimensions((([0], [0]), ([], [])), [0], [])
+DIMENSIONS = {
+    "product": _Dimensions((([1], [1]), ([], [])), [0], [0]),
+    "transposed": _Dimensions((([1], [2]), ([], [])), [0], [0]),
+    "outer": _Dimensions((([0], [0]), ([], [])), [0], []),
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """Static description of one grouped product.
+
+    Args:
+        kind: the product; see `Kind`.
+        num_rows: `A`.
+        widths: `I` and `O`, the widths of the left operand and of the result or, for "outer", of both operands.
+        num_groups: `S`; for matrices or sums in several arrays, a tuple of the groups of each.
+        dtypes: of both operands.
+        dtype: of the result. Products accumulate in float32 at least.
+    """
+
+    kind: Kind
+    num_rows: int
+    widths: tuple[int, int]
+    num_groups: int | tuple[int, ...]
+    dtypes: tuple[DType, DType]
+    dtype: DType
+
+    @property
+    def all_groups(self) -> int:
+        """Number of groups of all arrays."""
+        return self.num_groups if isinstance(self.num_groups, int) else sum(self.num_groups)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether rows are multiplied with the transposes of the matrices."""
+        return self.kind == "transposed"
+
+    def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the shapes of the operands, with matrices in one array."""
+        inner, outer = self.widths
+        right = {
+            "product": (self.all_groups, inner, outer),
+            "transposed": (self.all_groups, outer, inner),
+            "outer": (self.num_rows, outer),
+        }[self.kind]
+        return (
+            jax.ShapeDtypeStruct((self.num_rows, inner), self.dtypes[0]),
+            jax.ShapeDtypeStruct(right, self.dtypes[1]),
+            jax.ShapeDtypeStruct((self.all_groups,), jnp.int32),
+        )
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Row of the table of backends.
+
+    Args:
+        name: the name that `jax-moe-lb doctor` prints.
+        platform: the lowering platform; `None` for every platform.
+        why: the reason to prefer it to the rows below.
+        why_not: returns the reason why it cannot compute a product, or `None`.
+        matmul: computes "product" and "transposed" from `(product, rows, weights, group_sizes)`; `None` if it cannot.
+        outer: computes "outer" from the same and `sums`, to which it adds; they may be `None`.
+        takes_parts: if True, matrices and sums may be in several arrays.
+    """
+
+    name: str
+    platform: str | None
+    why: str
+    why_not: Callable[[Product], str | None]
+    matmul: Callable[..., Any] | None
+    outer: Callable[..., Any]
+    takes_parts: bool = False
+
+    def __call__(self, product: Product, left: Array, right: Any, group_sizes: GroupSizes, sums: Any) -> Any:
+        """Compute the product; matrices in several arrays are concatenated first if the backend requires it."""
+        in_one = isinstance(product.num_groups, int) or self.takes_parts
+        if self.matmul is not None and product.kind != "outer":
+            return self.matmul(product, left, right if in_one else jnp.concatenate(right), group_sizes)
+        if in_one:
+            return self.outer(product, left, right, group_sizes, sums)
+        whole = self.outer(product, left, right, group_sizes, None)
+        parts = tuple(jnp.split(whole, np.cumsum(product.num_groups)[:-1]))
+        return parts if sums is None else jax.tree.map(jnp.add, sums, parts)
+
+
+class Choice(NamedTuple):
+    """Backend of a product on one platform.
+
+    Args:
+        backend: the first row of the table without a reason against it.
+        rejected: names of the rows above it on this platform, with the reasons against them.
+    """
+
+    backend: Backend
+    rejected: dict[str, str]
+
+    @property
+    def why(self) -> str:
+        """The reason for the backend and those against the rejected ones, on one line."""
+        return "; ".join([self.backend.why, *(f"not {name} ({reason})" for name, reason in self.rejected.items())])
+
+
+def choose_backend(product: Product, platform: str) -> Choice:
+    """Choose the backend of a product: the first row of `BACKENDS` that can compute it.
+
+    Args:
+        product: the shapes and dtypes.
+        platform: the platform that a program is lowered for; the name that `jax.lax.platform_dependent` has.
+    """
+    rejected: dict[str, str] = {}
+    for backend in BACKENDS:
+        if backend.platform in (platform, None):
+            has_kernel = product.kind == "outer" or backend.matmul is not None
+            reason = backend.why_not(product) if has_kernel else "it has no such kernel"
+            if reason is None:
+                return Choice(backend, rejected)
+            rejected[backend.name] = reason
+    raise AssertionError("the last backend computes every product")
 
 
 def has_tokamax() -> bool:
-    """Says whether products on NVIDIA GPUs are tokamax's, that is, whether it is installed."""
+    """Return whether tokamax is installed."""
     return importlib.util.find_spec("tokamax") is not None
 
 
 def has_hopper_kernels() -> bool:
-    """Says whether our own kernels run on the default device."""
+    """Return whether the kernels of `hopper.py` run on the default device."""
+    return _no_hopper_device() is None
+
+
+def products_are_by_group() -> bool:
+    """Return whether CPU windows hold rows of one group each: without the custom call blocks are faster so."""
+    return not is_built("cpu")
+
+
+def _no_hopper_device() -> str | None:
     device = get_default_device()
-    is_hopper = device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
-    return is_hopper and jax.__version_info__ >= FIRST_WITH_HOPPER_KERNELS
+    if device.platform != "gpu" or getattr(device, "compute_capability", "") != "9.0":
+        return f"the default device is {_name(device)}; expected compute capability 9.0"
+    if jax.__version_info__ < FIRST_WITH_HOPPER_KERNELS:
+        return f"JAX is {jax.__version__}; expected {'.'.join(map(str, FIRST_WITH_HOPPER_KERNELS))} or later"
+    return None
 
 
-def tokamax_matmul(
-    rows: Float[Array, "A I"], weights: Float[Array, "S _ _"], group_sizes: GroupSizes, *, transposed: bool
-) -> Float[Array, "A O"] | None:
-    """Computes `grouped_matmul` with tokamax's kernel for the default device, or returns `None` where it has none.
-
-    Rows beyond the last group are not written.
-
-    Args:
-        rows: `[A, I]`, sorted by group.
-        weights: `[S, I, O]`, or `[S, O, I]` where `transposed`.
-        group_sizes: `[S]` int32.
-        transposed: whether rows are multiplied with the transposes.
-    """
-    if not _fits(rows, weights):
-        return None
-    out = _tokamax(rows, weights, group_sizes, TRANSPOSED if transposed else PRODUCT, rows.dtype)
-    if out is None and transposed:
-        # The kernels of some architectures know no transposes: they get a transposed copy.
-        out = _tokamax(rows, weights.mT, group_sizes, PRODUCT, rows.dtype)
-    return out
+def _name(device: Any) -> str:
+    return f"{device.platform} {getattr(device, 'compute_capability', '')}".rstrip()
 
 
-def tokamax_outer(
-    rows: Float[Array, "A I"], others: Float[Array, "A O"], group_sizes: GroupSizes, *, dtype: DType
-) -> Float[Array, "S I O"] | None:
-    """Computes `grouped_outer` with tokamax's kernel for the default device, or returns `None` where it has none.
-
-    Args:
-        rows: `[A, I]`, sorted by group, after `clear_tail`.
-        others: `[A, O]`, likewise.
-        group_sizes: `[S]` int32.
-        dtype: that of the result; kernels sum in float32 in any case.
-    """
-    if not _fits(rows, others):
-        return None
-    return _tokamax(rows, others, group_sizes, OUTER, dtype)
+def _no_hopper(product: Product) -> str | None:
+    if isinstance(product.num_groups, int):
+        return "weights are in one array; System.with_own_kernels() passes them in parts"
+    sizes = (product.num_rows, *product.widths, *product.num_groups)
+    return _no_hopper_device() or _misfit(product, (jnp.bfloat16, jnp.float16), TILE, sizes)
 
 
-def triton_outer(
-    rows: Float[Array, "A I"], others: Float[Array, "A O"], group_sizes: GroupSizes, *, dtype: DType
-) -> Float[Array, "S I O"] | None:
-    """Computes `grouped_outer` with our own kernel, or returns `None` where it does not fit or there is no GPU.
-
-    Use it after `tokamax_outer`, which has one for Hopper alone.
-
-    Args:
-        rows: `[A, I]`, sorted by group; rows beyond the last group are never read.
-        others: `[A, O]`, in the same order.
-        group_sizes: `[S]` int32.
-        dtype: that of the result; the kernel sums in float32 in any case.
-    """
-    if get_default_device().platform != "gpu":
-        return None
-    # Pallas takes a while to import, and programs for CPUs and TPUs have no use for it.
-    from jax_moe_lb.kernels.triton_outer import fits, outer
-
-    if not fits(rows, others, group_sizes.shape[0]):
-        return None
-    return unvarying_call(partial(outer, dtype=dtype), *vary_alike((rows, others, group_sizes)))
+def _no_tokamax(product: Product) -> str | None:
+    if not has_tokamax():
+        return NOT_INSTALLED
+    if reason := _misfit(product, (jnp.bfloat16,), TILE, (product.num_rows, product.widths[0])):
+        return reason
+    try:
+        # Only tracing shows whether tokamax has a kernel for the default device, a CPU on a machine without GPU.
+        jax.eval_shape(partial(_tokamax, product), *product.operands())
+    except NotImplementedError:
+        return f"no such kernel for the default device, {_name(get_default_device())}"
+    return None
 
 
-def hopper_matmul(
-    rows: Float[Array, "A I"], parts: tuple[Float[Array, "_ _ _"], ...], group_sizes: GroupSizes, *, transposed: bool
-) -> Float[Array, "A O"] | None:
-    """Computes `grouped_matmul` with our own kernel, or returns `None` where it does not fit or the GPU is no Hopper.
+def _no_triton(product: Product) -> str | None:
+    if (device := get_default_device()).platform != "gpu":
+        return f"the default device is {_name(device)}; expected a GPU"
+    (rows, inner), outer, groups = (product.num_rows, product.widths[0]), product.widths[1], product.all_groups
+    if max(rows * inner, rows * outer, groups * inner * outer) >= 2**31:
+        return "an operand has 2**31 entries or more; the kernel indexes in int32"
+    return _misfit(product, (jnp.bfloat16, jnp.float16), 1, (rows, inner, outer, groups))
 
-    Args:
-        rows: `[A, I]`, sorted by group; rows beyond the last group reach nothing.
-        parts: `[G, I, O]` each, or `[G, O, I]` where `transposed`: the matrices of the groups, part after part.
-        group_sizes: `[S]` int32.
-        transposed: whether rows are multiplied with the transposes.
-    """
-    if not has_hopper_kernels():
-        return None
-    from jax_moe_lb.kernels.hopper import fits, product
 
-    if not all(fits(rows, part) for part in parts):
-        return None
+def _misfit(product: Product, dtypes: tuple[Any, ...], row_tile: int, sizes: tuple[int, ...]) -> str | None:
+    # The kernels would round products of float32 to fewer bits.
+    left, right = map(jnp.dtype, product.dtypes)
+    if left != right or left not in dtypes:
+        return f"operands are {left} and {right}; expected {' or '.join(jnp.dtype(dtype).name for dtype in dtypes)}"
+    if any(width % TILE for width in product.widths):
+        return f"widths are {product.widths[0]} and {product.widths[1]}; expected multiples of {TILE}"
+    if product.num_rows % row_tile:
+        return f"{product.num_rows} rows; expected a multiple of {row_tile}"
+    return "an operand is empty" if 0 in sizes else None
+
+
+def _then_add(multiply: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the sums to a product that is computed without them."""
+
+    def multiply_then_add(product: Product, left: Array, right: Array, group_sizes: GroupSizes, sums: Any) -> Any:
+        products = multiply(product, left, right, group_sizes)
+        if sums is not None:
+            products = jax.tree.map(jnp.add, sums, products)
+        return jax.tree.map(lambda array: array.astype(product.dtype), products)
+
+    return multiply_then_add
+
+
+def _call_matmul(product: Product, rows: Array, weights: Array, group_sizes: GroupSizes) -> Array:
+    out = like(rows, (product.num_rows, product.widths[1]))
+    return call("grouped_matmul", out, rows, weights, group_sizes, transposed=int(product.is_transposed))
+
+
+def _call_outer(product: Product, rows: Array, others: Array, group_sizes: GroupSizes, sums: Array | None) -> Array:
+    shape, wide = (product.all_groups, *product.widths), wide_dtype(rows)
+    # The call adds in place to its last operand, block by block of rows.
+    operands = rows, others, group_sizes
+    before = vary_like(jnp.zeros(shape, wide), *operands) if sums is None else sums.astype(wide)
+    return call("grouped_outer", like(rows, shape, wide), *operands, before, aliases={3: 0}).astype(product.dtype)
+
+
+def _hopper_matmul(product: Product, rows: Array, parts: Any, group_sizes: GroupSizes) -> Array:
+    # Pallas takes a while to import, and programs for CPUs and TPUs do not use it.
+    from jax_moe_lb.kernels import hopper
 
     def multiply(rows: Array, group_sizes: Array, *parts: Array) -> Array:
-        return product(rows, *parts, group_sizes=group_sizes, transposed=transposed)
+        return hopper.product(rows, *parts, group_sizes=group_sizes, transposed=product.is_transposed)
 
     return unvarying_call(multiply, *vary_alike((rows, group_sizes, *parts)))
 
 
-def hopper_outer(
-    rows: Float[Array, "A I"],
-    others: Float[Array, "A O"],
-    group_sizes: GroupSizes,
-    *,
-    parts: tuple[int, ...],
-    dtype: DType,
-) -> tuple[Float[Array, "_ I O"], ...] | None:
-    """Computes `grouped_outer` with our own kernel, or returns `None` where it does not fit or the GPU is no Hopper.
+def _hopper_outer(product: Product, rows: Array, others: Array, group_sizes: GroupSizes) -> tuple[Array, ...]:
+    from jax_moe_lb.kernels import hopper
 
-    Args:
-        rows: `[A, I]`, sorted by group; rows beyond the last group count as 0, whatever they hold.
-        others: `[A, O]`, in the same order.
-        group_sizes: `[S]` int32.
-        parts: in how many groups each array of the result has.
-        dtype: that of the result; the kernel sums in float32 in any case.
-    """
-    if not has_hopper_kernels():
-        return None
-    from jax_moe_lb.kernels.hopper import fits, outer
-
-    if not fits(rows, others) or 0 in parts:
-        return None
-    return unvarying_call(partial(outer, parts=parts, dtype=dtype), *vary_alike((rows, others, group_sizes)))
+    # `_no_hopper` rejects sums in one array.
+    assert isinstance(product.num_groups, tuple)
+    multiply = partial(hopper.outer, parts=product.num_groups, dtype=product.dtype)
+    return unvarying_call(multiply, *vary_alike((rows, others, group_sizes)))
 
 
-def ragged_matmul(
-    rows: Float[Array, "A I"], weights: Float[Array, "S _ _"], group_sizes: GroupSizes, *, transposed: bool
-) -> Float[Array, "A O"]:
-    """Computes `grouped_matmul` with XLA's ragged product; see `tokamax_matmul`."""
-    return _ragged(rows, weights, group_sizes, TRANSPOSED if transposed else PRODUCT, rows.dtype)
+def _triton_outer(product: Product, rows: Array, others: Array, group_sizes: GroupSizes) -> Array:
+    from jax_moe_lb.kernels import triton_outer
+
+    multiply = partial(triton_outer.outer, dtype=product.dtype)
+    return unvarying_call(multiply, *vary_alike((rows, others, group_sizes)))
 
 
-def ragged_outer(
-    rows: Float[Array, "A I"], others: Float[Array, "A O"], group_sizes: GroupSizes, *, dtype: DType
-) -> Float[Array, "S I O"]:
-    """Computes `grouped_outer` with XLA's ragged product; see `tokamax_outer`."""
-    sums = _ragged(rows, others, group_sizes, OUTER, dtype)
-    return _clear_empty(sums, group_sizes)
+def _tokamax(product: Product, left: Array, right: Array, group_sizes: GroupSizes) -> Array:
+    # The package is optional.
+    import tokamax
+
+    def multiply(left: Array, right: Array, group_sizes: Array) -> Array:
+        return tokamax.ragged_dot_general(
+            left,
+            right,
+            group_sizes=group_sizes,
+            ragged_dot_dimension_numbers=DIMENSIONS[product.kind],
+            preferred_element_type=product.dtype,
+            implementation="mosaic_gpu",
+        )
+
+    try:
+        return unvarying_call(multiply, *vary_alike((left, right, group_sizes)))
+    except NotImplementedError:
+        if product.kind != "transposed":
+            raise
+        # The kernels of some architectures do not transpose: they get a transposed copy.
+        return _tokamax(replace(product, kind="product"), left, right.mT, group_sizes)
 
 
-def clear_tail(rows: Rows, group_sizes: GroupSizes, *, are_results: bool = False) -> Rows:
-    """Returns the rows with zeros where `grouped_outer` reads beyond the last group.
+def _ragged(product: Product, left: Array, right: Array, group_sizes: GroupSizes) -> Array:
+    # Without a rule of its own it cannot be mapped over some operands only.
+    @jax.custom_batching.sequential_vmap
+    def multiply(left: Array, right: Array, group_sizes: GroupSizes) -> Array:
+        dimensions = DIMENSIONS[product.kind]
+        return jax.lax.ragged_dot_general(left, right, group_sizes, dimensions, preferred_element_type=product.dtype)
 
-    Kernels mask what they read there by multiplying with 0, which leaves the NaN of a row that nobody wrote.
-
-    Args:
-        rows: `[A, ...]`, sorted by group; give up what is passed here, so that it is changed in place.
-        group_sizes: `[S]` int32.
-        are_results: whether they are computed element by element right before, so that a mask is a part of that.
-    """
-    on_tpu = _clear_all if are_results else _clear_rest
-    return jax.lax.platform_dependent(
-        *vary_alike((rows, group_sizes)),
-        cuda=_clear_tile,
-        tpu=on_tpu,
-        default=lambda rows, group_sizes: rows,
-    )
-
-
-def usual_layout(weights: Float[Array, "S ..."]) -> Float[Array, "S ..."]:
-    """Holds a GPU's compiler to the usual layout of weights before it turns them around for a product.
-
-    Free to choose, it gives them the layout of the transposed product and carries that out of all loops around: a scan
-    over layers then turned the weights of all of them around, and every layer its own back.
-
-    Args:
-        weights: `[S, ...]`, the weights of groups, or a bias.
-    """
-
-    def pinned(weights: Array) -> Array:
-        return with_layout_constraint(weights, Layout(tuple(range(weights.ndim))))
-
-    return jax.lax.platform_dependent(weights, cuda=pinned, default=lambda weights: weights)
-
-
-def _clear_tile(rows: Rows, group_sizes: GroupSizes) -> Rows:
-    # One tile, whatever the number of rows: a mask over all of them would read and write them once more.
-    rows = with_layout_constraint(rows, Layout((0, 1)))
-    size = min(TILE_ROWS, rows.shape[0])
-    used = group_sizes.sum(dtype=jnp.int32)
-    start = jnp.minimum(used, rows.shape[0] - size)
-    tile = jax.lax.dynamic_slice_in_dim(rows, start, size, 0)
-    tile = jnp.where((start + iota(size) < used)[:, None], tile, 0)
-    return with_layout_constraint(jax.lax.dynamic_update_slice_in_dim(rows, tile, start, 0), Layout((0, 1)))
-
-
-def _clear_all(rows: Rows, group_sizes: GroupSizes) -> Rows:
-    return jnp.where((iota(rows.shape[0]) < group_sizes.sum(dtype=jnp.int32))[:, None], rows, 0)
-
-
-def _clear_rest(rows: Rows, group_sizes: GroupSizes) -> Rows:
-    # All rows beyond the last group, but block by block from there on: a mask over all rows would read and write those
-    # once more that are served.
-    if not rows.size:
-        return rows
-    used = group_sizes.sum(dtype=jnp.int32)
-    size = min(CLEARED_ROWS, rows.shape[0])
-
-    def clear_block(i: Array, rows: Array) -> Array:
-        # The last block begins earlier where rows are no multiple of blocks.
-        start = jnp.minimum(i * size, rows.shape[0] - size)
-        block = jax.lax.dynamic_slice_in_dim(rows, start, size, 0)
-        block = jnp.where((start + iota(size) < used)[:, None], block, 0)
-        return jax.lax.dynamic_update_slice_in_dim(rows, block, start, 0)
-
-    return jax.lax.fori_loop(used // size, -(-rows.shape[0] // size), clear_block, rows)
+    out = multiply(left, right, group_sizes)
+    return _clear_empty(out, group_sizes) if product.kind == "outer" else out
 
 
 def _clear_empty(sums: Float[Array, "S I O"], group_sizes: GroupSizes) -> Float[Array, "S I O"]:
-    # Nothing is promised of a group without rows. Few have none, so they are cleared one by one: a mask over all would
-    # read and write all of them.
+    # `ragged_dot_general` leaves sums of groups without rows undefined. Few groups have none, so they are cleared one
+    # by one: a mask over all sums would read and write all of them.
     if not group_sizes.size:
         return sums
     is_empty = (group_sizes == 0).astype(jnp.int32)
@@ -255,42 +327,55 @@ def _clear_empty(sums: Float[Array, "S I O"], group_sizes: GroupSizes) -> Float[
     return jax.lax.fori_loop(0, so_far[-1], clear_one, sums)
 
 
-def _fits(rows: Array, others: Array) -> bool:
-    widths = (rows.shape[1], *others.shape[1:])
-    return (
-        has_tokamax()
-        and rows.dtype == others.dtype == jnp.bfloat16
-        and rows.shape[0] % TILE_ROWS == 0
-        and rows.size > 0
-        and all(width % TILE_COLUMNS == 0 for width in widths)
-    )
-
-
-def _ragged(rows: Array, others: Array, group_sizes: GroupSizes, dimensions: _Dimensions, dtype: Any) -> Array:
-    # Of its own it cannot be mapped where only some operands are.
-    @jax.custom_batching.sequential_vmap
-    def product(rows: Array, others: Array, group_sizes: GroupSizes) -> Array:
-        return jax.lax.ragged_dot_general(rows, others, group_sizes, dimensions, preferred_element_type=dtype)
-
-    return product(rows, others, group_sizes)
-
-
-def _tokamax(rows: Array, others: Array, group_sizes: GroupSizes, dimensions: _Dimensions, dtype: Any) -> Array | None:
-    # The package is optional, so only who multiplies with it imports it.
-    import tokamax
-
-    def product(rows: Array, others: Array, group_sizes: Array) -> Array:
-        return tokamax.ragged_dot_general(
-            rows,
-            others,
-            group_sizes=group_sizes,
-            ragged_dot_dimension_numbers=dimensions,
-            preferred_element_type=dtype,
-            implementation="mosaic_gpu",
-        )
-
-    try:
-        return unvarying_call(product, *vary_alike((rows, others, group_sizes)))
-    except NotImplementedError:
-        # It knows no such kernel for the default device, which on a machine without a GPU is a CPU.
-        return None
+BACKENDS = (
+    Backend(
+        "custom call",
+        "cpu",
+        why="built for cpu",
+        why_not=lambda _: None if is_built("cpu") else NOT_INSTALLED,
+        matmul=_call_matmul,
+        outer=_call_outer,
+    ),
+    Backend(
+        "Hopper kernel",
+        "cuda",
+        why="it reads weights in parts in place",
+        why_not=_no_hopper,
+        matmul=_hopper_matmul,
+        outer=_then_add(_hopper_outer),
+        takes_parts=True,
+    ),
+    Backend(
+        "tokamax.ragged_dot",
+        "cuda",
+        why="tokamax is installed",
+        why_not=_no_tokamax,
+        matmul=_tokamax,
+        outer=_then_add(_tokamax),
+    ),
+    Backend(
+        "Triton kernel",
+        "cuda",
+        why="a GPU is the default device",
+        why_not=_no_triton,
+        matmul=None,
+        outer=_then_add(_triton_outer),
+    ),
+    Backend(
+        "lax.ragged_dot",
+        "tpu",
+        why="XLA has a kernel for tpu",
+        why_not=lambda _: None,
+        matmul=_ragged,
+        outer=_then_add(_ragged),
+    ),
+    Backend(
+        "blocks of rows",
+        None,
+        why="lax.ragged_dot multiplies every row with every expert on CPUs and GPUs",
+        why_not=lambda _: None,
+        matmul=lambda product, *operands: matmul_by_blocks(*operands, transposed=product.is_transposed),
+        outer=_then_add(lambda _, *operands: outer_by_blocks(*operands)),
+    ),
+)
+"""Backends, the preferred ones first. The last one computes every product on every platform."""

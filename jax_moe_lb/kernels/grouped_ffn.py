@@ -22,9 +22,10 @@ from jaxtyping import Array, Bool, Float
 
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.types import DType, GroupSizes, Rows, iota, wide_dtype
-from jax_moe_lb.kernels.backends import clear_tail, usual_layout
+from jax_moe_lb.kernels.backends import products_are_by_group
 from jax_moe_lb.kernels.experts import Experts, swiglu
-from jax_moe_lb.kernels.grouped_matmul import grouped_matmul, grouped_outer, products_are_by_group
+from jax_moe_lb.kernels.grouped_matmul import grouped_matmul, grouped_outer
+from jax_moe_lb.kernels.operands import clear_tail, usual_layout
 from jax_moe_lb.kernels.row_windows import Window, each_window, num_windows
 
 

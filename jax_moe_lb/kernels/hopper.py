@@ -1,8 +1,7 @@
-"""Products of groups of rows by kernels of our own, for NVIDIA's Hopper.
+"""Pallas kernels of grouped products for NVIDIA Hopper, compiled by Mosaic.
 
-They are for what the kernels of tokamax do not take: matrices in two arrays, of home experts and of replicas, and
-operands that are not turned around before. They are written in Pallas, and Mosaic compiles them. **They have run in
-Pallas's interpreter, which looks for races, and on no GPU.**
+Unlike tokamax's they take matrices in several arrays, such as home experts and replicas, and operands that are not
+transposed before. **They have run in Pallas's interpreter with race detection, and on no GPU.**
 """
 
 from functools import partial
@@ -17,50 +16,31 @@ from jaxtyping import Array, Float, Int
 from jax_moe_lb.core.types import DType, GroupSizes, iota
 
 TILE = 128
-"""A block of threads computes so many rows and columns; its 64 KB of sums are in the registers of a warpgroup."""
+"""Rows and columns of a thread block; its 64 KB of accumulators are in the registers of a warpgroup."""
 
 DEPTH = 64
-"""It takes so many at a time of what it sums over: rows of 128 bytes, the widest that shared memory is swizzled for."""
+"""Depth of a pipeline step: rows of 128 bytes, the widest swizzle of shared memory."""
 
 STAGES = 3
-"""So many times that are there or on their way. At 32 KB each two blocks fit a multiprocessor, and one multiplies while
-the other writes."""
+"""Pipeline stages. At 32 KB each, two blocks fit a multiprocessor, and one multiplies while the other writes."""
 
 ALIGNED_ROWS = 8
-"""Tiles in shared memory begin at multiples of so many rows."""
+"""Tiles in shared memory begin at multiples of this number of rows."""
 
 AXES = ("of_inner", "of_outer", "of_groups")
-"""The dimensions of a grid. None of them may be called like an axis of a mesh."""
+"""Dimensions of a grid; their names must differ from those of mesh axes."""
 
 _PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
 
-def fits(rows: Float[Array, "A _"], others: Float[Array, "..."]) -> bool:
-    """Says whether the kernels take these operands.
-
-    Args:
-        rows: `[A, I]`.
-        others: `[A, O]`, or the matrices of groups, `[G, I, O]` or `[G, O, I]`.
-    """
-    widths = (rows.shape[1], *others.shape[1:])
-    return (
-        # Products of float32 would be rounded to fewer bits.
-        rows.dtype in (jnp.bfloat16, jnp.float16)
-        and rows.dtype == others.dtype
-        and min(rows.size, others.size) > 0
-        and rows.shape[0] % TILE == 0
-        and all(width % TILE == 0 for width in widths)
-    )
-
-
 class RowTiles(NamedTuple):
-    """Says which rows each tile of a product has, all of one group; some tiles have none.
+    """Rows of each tile of a product, all of one group; some tiles are empty.
 
     Args:
         group: `[N]` int32, the group.
         first: `[N]` int32, the first row that is read, a multiple of `ALIGNED_ROWS`.
-        skipped: `[N]` int32, how many rows from there on are of the group before.
-        size: `[N]` int32, how many rows behind these are the tile's.
+        skipped: `[N]` int32, number of rows from there on that belong to the group before.
+        size: `[N]` int32, number of rows after these that belong to the tile.
     """
 
     group: Int[Array, "N"]
@@ -70,7 +50,7 @@ class RowTiles(NamedTuple):
 
     @classmethod
     def of(cls, group_sizes: GroupSizes, num_rows: int) -> "RowTiles":
-        """Cuts the rows of groups into tiles.
+        """Cut the rows of groups into tiles.
 
         Args:
             group_sizes: `[S]` int32.
@@ -94,13 +74,13 @@ class RowTiles(NamedTuple):
 def product(
     rows: Float[Array, "A I"], *parts: Float[Array, "_ _ _"], group_sizes: GroupSizes, transposed: bool
 ) -> Float[Array, "A O"]:
-    """Computes `grouped_matmul`. Rows beyond the last group reach nothing, and are not written.
+    """Compute `grouped_matmul`. Rows beyond the last group affect no result, and are not written.
 
     Args:
-        rows: `[A, I]`, which must pass `fits`.
-        *parts: `[G, I, O]`, or `[G, O, I]` where `transposed`, the matrices of the groups, likewise.
+        rows: `[A, I]`, which `choose_backend` checks.
+        *parts: `[G, I, O]`, or `[G, O, I]` if `transposed`, the matrices of the groups, likewise.
         group_sizes: `[S]` int32.
-        transposed: whether rows are multiplied with the transposes.
+        transposed: if True, multiply rows with the transposes.
     """
     width = parts[0].shape[1 if transposed else 2]
     tiles = RowTiles.of(group_sizes, rows.shape[0])
@@ -156,7 +136,7 @@ def _multiply_tile(
 
 
 def _write_rows(total: Array, out: Any, first: Array, skipped: Array, size: Array, column: Array) -> None:
-    """Writes the rows of a tile that are its own."""
+    """Write the rows that belong to a tile."""
 
     @partial(pl.run_scoped, tile=plgpu.SMEM((TILE, TILE), out.dtype))
     def _(tile: Any) -> None:
@@ -183,14 +163,14 @@ def outer(
     parts: tuple[int, ...],
     dtype: DType,
 ) -> tuple[Float[Array, "_ I O"], ...]:
-    """Computes `grouped_outer`. Rows beyond the last group count as 0, whatever they hold.
+    """Compute `grouped_outer`. Rows beyond the last group are masked and may be uninitialized.
 
     Args:
-        rows: `[A, I]`, which must pass `fits`.
+        rows: `[A, I]`, which `choose_backend` checks.
         others: `[A, O]`, likewise.
         group_sizes: `[S]` int32.
-        parts: in how many groups each array of the result has; their sum is `S`.
-        dtype: that of the result; sums are kept in float32 in any case.
+        parts: number of groups of each array of the result; their sum is `S`.
+        dtype: of the result; the accumulators are float32.
     """
     shape = rows.shape[1], others.shape[1]
     ends = group_sizes.cumsum(dtype=jnp.int32)

@@ -1,7 +1,7 @@
-"""Rows of groups, window by window: what is computed on the way to a result then takes the memory of one window.
+"""Windows of the rows of all groups, so that hidden activations take the memory of one window.
 
-It is for CPUs, where a product of a few hundred rows runs as fast as one of all, and what lies in between stays in the
-cache. Kernels of accelerators want all rows at once.
+CPUs compute in windows: a product of a few hundred rows runs as fast as one of all rows, and its operands stay in the
+cache. Kernels on accelerators take all rows at once.
 """
 
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.core.manual_axes import vary_like
 from jax_moe_lb.core.types import GroupSizes, iota
-from jax_moe_lb.kernels.grouped_matmul import Block, each_block
+from jax_moe_lb.kernels.blocks import Block, each_block
 
 Carry = TypeVar("Carry")
 
 WINDOW_ROWS = 512
-"""Fewer rows are never cut: a product reads the weights once for each window."""
+"""Smallest window; a product reads the weights once per window."""
 
 MAX_WINDOWS = 16
-"""So what is as wide as a row, or twice as wide, is an eighth of the rows at most."""
+"""Largest number of windows: arrays up to twice as wide as the rows take an eighth of their memory at most."""
 
 
 def num_windows(num_rows: int) -> int:
-    """Computes in how many windows rows are cut.
+    """Return the number of windows.
 
     Args:
         num_rows: `A`.
@@ -34,13 +34,13 @@ def num_windows(num_rows: int) -> int:
 
 
 class Window(NamedTuple):
-    """Says which rows a step reads and writes.
+    """Rows that a step reads and writes.
 
     Args:
         start: int32, the first row.
-        inside: `[B]`, which of its rows are the window's own; others are those of the window before, or of no group.
-        group_sizes: the rows of each group, from `start` on.
-        group: int32, the group that all of them are of; `None` where they may be of any.
+        inside: `[B]` mask of its own rows; others belong to the window before, or to no group.
+        group_sizes: rows of each group, from `start` on.
+        group: int32, the group of all its rows; `None` if they may be of several groups.
     """
 
     start: Int[Array, ""]
@@ -49,24 +49,24 @@ class Window(NamedTuple):
     group: Int[Array, ""] | None = None
 
     def take(self, rows: Array) -> Array:
-        """Reads the rows; 0 for those that are not its own, which may hold anything."""
+        """Read the rows; 0 for those that are not its own, which may be uninitialized."""
         part = jax.lax.dynamic_slice_in_dim(rows, self.start, self.inside.shape[0], 0)
         return jnp.where(self.inside[:, None], part, 0)
 
     def put(self, part: Array, rows: Array) -> Array:
-        """Writes the rows in place."""
+        """Write the rows in place."""
         before = jax.lax.dynamic_slice_in_dim(rows, self.start, self.inside.shape[0], 0)
         return jax.lax.dynamic_update_slice_in_dim(rows, jnp.where(self.inside[:, None], part, before), self.start, 0)
 
     def of_groups(self, tree: Any) -> Any:
-        """Reads what each of its groups has, out of arrays `[S, ...]`."""
+        """Read the entries of its groups from arrays `[S, ...]`."""
         group = self.group
         if group is None:
             return tree
         return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, group, 1, 0), tree)
 
     def put_of_groups(self, part: Any, tree: Any) -> Any:
-        """Writes what each of its groups has, in place."""
+        """Write the entries of its groups in place."""
         group = self.group
         if group is None:
             return part
@@ -76,14 +76,14 @@ class Window(NamedTuple):
 def each_window(
     step: Callable[[Window, Carry], Carry], carry: Carry, num_rows: int, group_sizes: GroupSizes, *, of_one_group: bool
 ) -> Carry:
-    """Runs a step for each window of the rows of all groups; each row is inside of one window.
+    """Run a step for each window of the rows of all groups; each row is inside of one window.
 
     Args:
-        step: takes a window and the carry, and returns the new carry.
-        carry: what the steps change in place.
-        num_rows: `A`, of which those beyond the groups are in no window.
+        step: returns the new carry, given a window and the carry.
+        carry: arrays that the steps change in place.
+        num_rows: `A`; rows beyond the groups are in no window.
         group_sizes: `[S]` int32.
-        of_one_group: whether every window has rows of one group.
+        of_one_group: if True, every window has rows of one group.
     """
     if of_one_group:
 
@@ -105,5 +105,5 @@ def each_window(
         sizes = jnp.diff(upto, prepend=0)
         return step(Window(start, (row >= first) & (row < used), sizes), carry)
 
-    # A program for CPUs may as well stop behind the last row.
+    # The loop ends at the last used row; on CPUs a dynamic length costs nothing.
     return jax.lax.fori_loop(0, (used + size - 1) // max(size, 1), one, vary_like(carry, group_sizes))

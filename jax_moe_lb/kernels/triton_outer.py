@@ -1,7 +1,4 @@
-"""Gradients of grouped weights by a kernel of our own, for the NVIDIA GPUs that tokamax has none for.
-
-It is written in Pallas, and Triton compiles it: for A100, H100 and B200 at least.
-"""
+"""Pallas kernel of weight gradients, compiled by Triton for A100, H100 and B200 at least."""
 
 from typing import Any
 
@@ -14,49 +11,29 @@ from jaxtyping import Array, Float
 from jax_moe_lb.core.types import DType, GroupSizes, iota
 
 TILE = 128
-"""A program computes so many rows and columns of a group's sum: its 64 KB fit in the registers of 8 warps."""
+"""Rows and columns of the sums of one program; their 64 KB fit in the registers of 8 warps."""
 
 ROWS_AT_ONCE = 64
-"""It takes so many rows at a time, three times over while some are on their way: 96 KB of shared memory."""
-
-
-def fits(rows: Float[Array, "A I"], others: Float[Array, "A O"], num_groups: int) -> bool:
-    """Says whether `outer` takes these.
-
-    Args:
-        rows: `[A, I]`.
-        others: `[A, O]`.
-        num_groups: `S`.
-    """
-    num_sums = num_groups * rows.shape[1] * others.shape[1]
-    return (
-        # Products of float32 would be rounded to fewer bits.
-        rows.dtype in (jnp.bfloat16, jnp.float16)
-        and rows.dtype == others.dtype
-        and rows.shape[1] % TILE == others.shape[1] % TILE == 0
-        and min(rows.size, num_sums) > 0
-        # Places are counted in int32.
-        and max(rows.size, others.size, num_sums) < 2**31
-    )
+"""Rows per step of the pipeline; three steps take 96 KB of shared memory."""
 
 
 def outer(
     rows: Float[Array, "A I"], others: Float[Array, "A O"], group_sizes: GroupSizes, *, dtype: DType
 ) -> Float[Array, "S I O"]:
-    """Computes `grouped_outer`, whose arguments these are; rows beyond the last group are never read.
+    """Compute `grouped_outer`; rows beyond the last group are never read.
 
     Args:
-        rows: `[A, I]`, which must pass `fits`.
+        rows: `[A, I]`, which `choose_backend` checks.
         others: `[A, O]`, likewise.
         group_sizes: `[S]` int32.
-        dtype: that of the result; sums are kept in float32 in any case.
+        dtype: of the result; the accumulators are float32.
     """
     shape = group_sizes.size, rows.shape[1], others.shape[1]
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     varies = jax.typeof(rows).manual_axis_type
     kernel: Any = pl.pallas_call(
         _sum_of_tile,
-        # Programs side by side read the same rows of one group.
+        # Neighboring programs read the same rows of one group.
         grid=(shape[1] // TILE, shape[2] // TILE, shape[0]),
         out_specs=pl.BlockSpec((None, TILE, TILE), lambda i, j, group: (group, i, j)),
         out_shape=jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varies),
@@ -67,13 +44,13 @@ def outer(
 
 
 def _sum_of_tile(starts: Any, ends: Any, rows: Any, others: Any, out: Any) -> None:
-    """Sums `rows.T @ others` over the rows of one group, for a tile of the result."""
+    """Sum `rows.T @ others` over the rows of one group, for a tile of the result."""
     i, j, group = (pl.program_id(axis) for axis in range(3))
     start, end = starts[group], ends[group]
 
     def add_rows(n: Array, total: Array) -> Array:
         first = start + n * ROWS_AT_ONCE
-        # What is not read counts as 0, whatever stands there: the rows of the next group, or NaN that nobody wrote.
+        # Masked rows load as 0: those of the next group, or uninitialized ones that may be NaN.
         inside = (first + iota(ROWS_AT_ONCE) < end)[:, None]
 
         def part(array: Any, tile: Array) -> Array:

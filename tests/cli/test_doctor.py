@@ -5,7 +5,7 @@ import platform
 import re
 import sys
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,14 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jax_moe_lb import Experts, Plan, Topology, _ffi
 from jax_moe_lb.cli import main
-from jax_moe_lb.cli.doctor import HOW_TO_BUILD, build_states, implementations, newest_api_version, version
+from jax_moe_lb.cli.doctor import (
+    HOW_TO_BUILD,
+    build_states,
+    grouped_products,
+    implementations,
+    newest_api_version,
+    version,
+)
 from jax_moe_lb.collectives.peer_copy import Route, copy_expert_weights, join
 from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
@@ -130,6 +137,7 @@ def test_json(capsys):
         "devices",
         "compiler_options",
         "ops",
+        "grouped_products",
     ]
     assert list(found["versions"]) == ["python", "jax_moe_lb", "jax", "jaxlib", "flax", "numpy"]
     assert found["versions"]["python"] == platform.python_version()
@@ -137,13 +145,21 @@ def test_json(capsys):
     assert (found["backend"], len(found["devices"])) == ("cpu", 8)
     assert [op["op"] for op in found["ops"]] == list(OPERATIONS)
     assert all(list(op) == ["op", "implementation", "why", "faster"] for op in found["ops"])
+    assert found["grouped_products"] == grouped_products()
 
 
 def test_tables(capsys):
     assert main(["doctor"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    for word in (*OPERATIONS, "jaxlib", version("jaxlib"), "jax_moe_lb._planning"):
+    for word in (
+        *OPERATIONS,
+        "grouped products of bfloat16",
+        "lax.ragged_dot",
+        "jaxlib",
+        version("jaxlib"),
+        "jax_moe_lb._planning",
+    ):
         assert word in captured.out
 
 
@@ -225,16 +241,75 @@ def test_a_module_that_cannot_be_loaded_is_named(monkeypatch, tmp_path):
     assert build_states()["broken_ffi"] == "cannot be loaded: no libstdc++"
 
 
+def install_tokamax(monkeypatch, missing=()):
+    """A tokamax without the kernels of some dimension numbers."""
+
+    def ragged_dot_general(left, right, *, group_sizes, ragged_dot_dimension_numbers, **options):
+        if ragged_dot_dimension_numbers in missing:
+            raise NotImplementedError("no kernel")
+        assert options.pop("implementation") == "mosaic_gpu"
+        product = jax.lax.ragged_dot_general(left, right, group_sizes, ragged_dot_dimension_numbers, **options)
+        return jnp.tanh(product)
+
+    module = ModuleType("tokamax")
+    module.__spec__ = ModuleSpec(module.__name__, None)
+    module.ragged_dot_general = ragged_dot_general
+    monkeypatch.setitem(sys.modules, "tokamax", module)
+
+
 def test_tokamax(monkeypatch):
     def on_gpu():
         return next(found for found in implementations("gpu") if found.op == "grouped_ffn")
 
-    asked = "jax_moe_lb.cli.doctor.has_tokamax"
-    monkeypatch.setattr(asked, lambda: True)
-    assert on_gpu().implementation == "tokamax.ragged_dot"
-    monkeypatch.setattr(asked, lambda: False)
+    monkeypatch.setattr(grouped_kernels, "has_tokamax", lambda: False)
     assert on_gpu().implementation == "blocks of rows"
     assert on_gpu().faster == "pip install tokamax"
+    monkeypatch.undo()
+    install_tokamax(monkeypatch)
+    assert on_gpu().implementation == "tokamax.ragged_dot"
+    assert on_gpu().faster is None
+    install_tokamax(monkeypatch, grouped_kernels.DIMENSIONS.values())
+    assert on_gpu().implementation == "blocks of rows"
+    assert "not tokamax.ragged_dot (no such kernel for the default device, cpu)" in on_gpu().why
+    assert on_gpu().faster is None
+
+
+HOPPER, TOKAMAX, TRITON, BLOCKS = "Hopper kernel", "tokamax.ragged_dot", "Triton kernel", "blocks of rows"
+
+
+@pytest.mark.parametrize(
+    ("missing", "compute_capability", "in_one_array", "in_parts"),
+    [
+        ((), "9.0", (TOKAMAX,) * 3, (HOPPER,) * 3),
+        # The transposed product of a transposed copy.
+        (("transposed", "outer"), "10.0", (TOKAMAX, TOKAMAX, TRITON), (TOKAMAX, TOKAMAX, TRITON)),
+        (("product", "transposed", "outer"), "8.0", (BLOCKS, BLOCKS, TRITON), (BLOCKS, BLOCKS, TRITON)),
+        (("product", "transposed", "outer"), None, (BLOCKS,) * 3, (BLOCKS,) * 3),
+    ],
+    ids=["Hopper", "Blackwell", "Ampere", "no GPU"],
+)
+def test_grouped_products_of_gpus(missing, compute_capability, in_one_array, in_parts, monkeypatch):
+    install_tokamax(monkeypatch, [grouped_kernels.DIMENSIONS[kind] for kind in missing])
+    if compute_capability is not None:
+        device = SimpleNamespace(platform="gpu", compute_capability=compute_capability)
+        monkeypatch.setattr(grouped_kernels, "get_default_device", lambda: device)
+    for weights, want in (("in one array", in_one_array), ("in parts (own kernels)", in_parts)):
+        rows = [row for row in grouped_products() if (row["platform"], row["weights"]) == ("cuda", weights)]
+        assert tuple(row["product"] for row in rows) == grouped_kernels.KINDS
+        assert tuple(row["backend"] for row in rows) == want
+        for row in rows:
+            names = [backend.name for backend in grouped_kernels.BACKENDS if backend.platform in ("cuda", None)]
+            assert all(f"; not {name} (" in row["why"] for name in names[: names.index(row["backend"])])
+
+
+@pytest.mark.parametrize("built", [True, False], ids=["built", "not built"])
+def test_grouped_products_of_other_platforms(built, monkeypatch):
+    if not built:
+        remove_custom_calls(monkeypatch)
+    found = {(row["platform"], row["product"]): row["backend"] for row in grouped_products()}
+    for kind in grouped_kernels.KINDS:
+        assert found["cpu", kind] == ("custom call" if built else BLOCKS)
+        assert found["tpu", kind] == "lax.ragged_dot"
 
 
 def test_version_and_help(capsys):

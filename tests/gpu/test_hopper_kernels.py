@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_moe_lb.kernels.backends import hopper_matmul, hopper_outer
-from jax_moe_lb.kernels.grouped_matmul import matmul_by_blocks, outer_by_blocks
+from jax_moe_lb.kernels.blocks import matmul_by_blocks, outer_by_blocks
+from tests.kernels.backend_cases import matmul_of, outer_of
 
 pytestmark = pytest.mark.gpu
+
+hopper_matmul, hopper_outer = matmul_of("Hopper kernel", "cuda"), outer_of("Hopper kernel", "cuda")
 
 REPETITIONS = 100
 NUM_ROWS, NUM_HOME, NUM_GROUPS = 34432, 16, 18

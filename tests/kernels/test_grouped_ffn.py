@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jax_moe_lb import Experts
-from jax_moe_lb.kernels import ClampedSwiGLU, geglu, grouped_matmul, relu_squared, row_windows
-from jax_moe_lb.kernels import backends as grouped_kernels
+from jax_moe_lb.kernels import ClampedSwiGLU, backends, geglu, operands, relu_squared, row_windows
 from jax_moe_lb.kernels import grouped_ffn as op
-from jax_moe_lb.kernels.backends import _clear_all, _clear_rest, ragged_matmul, ragged_outer
+from jax_moe_lb.kernels.operands import _clear_all, _clear_rest
+from tests.kernels.backend_cases import matmul_of, outer_of
 
 SIZES = {
     "uneven": [5, 0, 17, 64, 1, 0, 300, 16],
@@ -60,27 +60,21 @@ def relative_error(got, want):
 
 def ragged_products(monkeypatch):
     """The products that TPUs have, on a CPU."""
-    monkeypatch.setattr(
-        op, "grouped_matmul", lambda x, w, sizes, transposed=False: ragged_matmul(x, w, sizes, transposed=transposed)
-    )
-    monkeypatch.setattr(
-        op,
-        "grouped_outer",
-        lambda x, others, sizes, dtype, sums, parts: ragged_outer(x, others, sizes, dtype=dtype),
-    )
+    monkeypatch.setattr(op, "grouped_matmul", matmul_of("lax.ragged_dot"))
+    monkeypatch.setattr(op, "grouped_outer", outer_of("lax.ragged_dot"))
     monkeypatch.setattr(
         op,
         "clear_tail",
         lambda rows, sizes, *, are_results=False: (_clear_all if are_results else _clear_rest)(rows, sizes),
     )
     # More than one block at a time is cleared.
-    monkeypatch.setattr(grouped_kernels, "CLEARED_ROWS", 32)
+    monkeypatch.setattr(operands, "CLEARED_ROWS", 32)
 
 
 FORMS = {
     # The last of 7 windows is moved back.
     "custom call, in windows": lambda monkeypatch: monkeypatch.setattr(row_windows, "WINDOW_ROWS", 59),
-    "blocks": lambda monkeypatch: monkeypatch.setattr(grouped_matmul, "is_built", lambda platform: False),
+    "blocks": lambda monkeypatch: monkeypatch.setattr(backends, "is_built", lambda platform: False),
     "ragged": ragged_products,
 }
 

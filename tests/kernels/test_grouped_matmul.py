@@ -1,5 +1,3 @@
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +7,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_moe_lb.core.custom_calls import is_built
 from jax_moe_lb.kernels import backends as grouped_kernels
 from jax_moe_lb.kernels import grouped_matmul as op
-from jax_moe_lb.kernels.backends import _clear_empty, _clear_rest, _clear_tile, ragged_matmul, ragged_outer
-from jax_moe_lb.kernels.grouped_matmul import block_rows, matmul_by_blocks, outer_by_blocks
+from jax_moe_lb.kernels import operands
+from jax_moe_lb.kernels.backends import _clear_empty
+from jax_moe_lb.kernels.blocks import block_rows
+from jax_moe_lb.kernels.operands import _clear_rest, _clear_tile
+from tests.kernels.backend_cases import matmul_of, outer_of
 from tests.layer_cases import make_mesh
 
 SHAPES = {  # rows, their width, width of the result, sizes
@@ -27,19 +28,14 @@ SHAPES = {  # rows, their width, width of the result, sizes
 }
 
 
-def by_name(matmul):
-    """The product with its last argument as `grouped_matmul` takes it."""
-    return lambda rows, weights, sizes, transposed=False: matmul(rows, weights, sizes, transposed=transposed)
-
-
 def cleared(outer, clear):
     return lambda rows, others, sizes: outer(clear(rows, sizes), clear(others, sizes), sizes)
 
 
 FORMS = {
     "op": (op.grouped_matmul, op.grouped_outer),
-    "blocks": (by_name(matmul_by_blocks), outer_by_blocks),
-    "ragged": (by_name(ragged_matmul), cleared(partial(ragged_outer, dtype=jnp.float32), _clear_rest)),
+    "blocks": (matmul_of("blocks of rows"), outer_of("blocks of rows")),
+    "ragged": (matmul_of("lax.ragged_dot"), cleared(outer_of("lax.ragged_dot"), _clear_rest)),
 }
 RELATIVE = {"float32": 1e-5, "float64": 1e-13, "bfloat16": 1e-2}
 
@@ -124,7 +120,7 @@ def test_products_equal_one_group_at_a_time(form, dtype, shape, x64):
 
 @pytest.mark.parametrize("has_call", [True, False])
 def test_sums_are_added_to(has_call, monkeypatch):
-    monkeypatch.setattr(op, "is_built", lambda platform: has_call)
+    monkeypatch.setattr(grouped_kernels, "is_built", lambda platform: has_call)
     rows, others, _, sizes = case(SHAPES["rows of no group"])
     before = jnp.full((4, 7, 5), 3.0)
     got = jax.jit(lambda *args: op.grouped_outer(*args[:3], sums=args[3]))(rows, others, sizes, before)
@@ -278,7 +274,7 @@ def test_a_cleared_tile_has_zeros_where_kernels_read(sizes):
 @pytest.mark.parametrize("sizes", [[100, 30], [0, 0], [128, 172], [300, 0], [299], []])
 @pytest.mark.parametrize("at_once", [1, 64, 300, 1024])
 def test_all_rows_beyond_the_groups_are_cleared(sizes, at_once, monkeypatch):
-    monkeypatch.setattr(grouped_kernels, "CLEARED_ROWS", at_once)
+    monkeypatch.setattr(operands, "CLEARED_ROWS", at_once)
     rows = jnp.where(jnp.arange(300)[:, None] < sum(sizes), 1.0, jnp.nan) * jnp.ones((300, 2))
     got = np.asarray(_clear_rest(rows, jnp.asarray(sizes, jnp.int32)))
     np.testing.assert_array_equal(got, np.broadcast_to(np.arange(300)[:, None] < sum(sizes), (300, 2)))

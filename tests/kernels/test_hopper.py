@@ -1,6 +1,5 @@
 """The kernels for Hopper, run by the interpreter of Pallas, which looks for races: compiled they are for GPUs alone."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -14,11 +13,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_moe_lb.kernels import backends as grouped_kernels
 from jax_moe_lb.kernels import grouped_ffn
-from jax_moe_lb.kernels.backends import hopper_matmul, hopper_outer
 from jax_moe_lb.kernels.experts import Experts
+from jax_moe_lb.kernels.grouped_matmul import matmul_product, outer_product
 from jax_moe_lb.kernels.hopper import ALIGNED_ROWS, TILE, RowTiles
+from tests.kernels.backend_cases import matmul_of, outer_of, rejected
 
 NUM_ROWS, INNER, OUTER = 384, 256, 128
+HOPPER = "Hopper kernel"
+
+hopper_matmul, hopper_outer = matmul_of(HOPPER, "cuda"), outer_of(HOPPER, "cuda")
 
 SIZES = {
     "uneven": (100, 0, 3, 129),
@@ -200,48 +203,53 @@ def test_experts_in_parts_equal_one_array(fused, biased, monkeypatch):
         return y[:232], gradients[0][:232], gradients[1][:232], gradients[2]
 
     *want, want_sums = jax.jit(both)(experts, before)
-    monkeypatch.setattr(grouped_ffn, "grouped_matmul", partial(on_gpus, hopper_matmul))
-    monkeypatch.setattr(grouped_ffn, "grouped_outer", sums_on_gpus)
+    monkeypatch.setattr(grouped_ffn, "grouped_matmul", hopper_matmul)
+    monkeypatch.setattr(grouped_ffn, "grouped_outer", hopper_outer)
     *got, sums = both(parts, before_parts)
     sums = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *sums)
     for a, b in zip(jax.tree.leaves((got, sums)), jax.tree.leaves((want, want_sums)), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=4e-2, atol=4e-2)
 
 
-def on_gpus(kernel, rows, parts, group_sizes, transposed=False):
-    return kernel(rows, parts, group_sizes, transposed=transposed)
-
-
-def sums_on_gpus(rows, others, group_sizes, dtype, sums, parts):
-    return jax.tree.map(jnp.add, sums, hopper_outer(rows, others, group_sizes, parts=parts, dtype=dtype))
-
-
 @pytest.mark.parametrize(
-    ("rows", "matrices"),
+    ("rows", "matrices", "why"),
     [
-        (draw(NUM_ROWS, INNER, dtype=jnp.float32), draw(1, INNER, OUTER, dtype=jnp.float32)),
-        (draw(NUM_ROWS + 8, INNER), draw(1, INNER, OUTER)),
-        (draw(NUM_ROWS, INNER - 8), draw(1, INNER - 8, OUTER)),
-        (draw(NUM_ROWS, INNER), draw(1, INNER, OUTER - 8)),
+        (
+            draw(NUM_ROWS, INNER, dtype=jnp.float32),
+            draw(1, INNER, OUTER, dtype=jnp.float32),
+            "operands are float32 and float32; expected bfloat16 or float16",
+        ),
+        (draw(NUM_ROWS + 8, INNER), draw(1, INNER, OUTER), "392 rows; expected a multiple of 128"),
+        (draw(NUM_ROWS, INNER - 8), draw(1, INNER - 8, OUTER), "widths are 248 and 128; expected multiples of 128"),
+        (draw(NUM_ROWS, INNER), draw(1, INNER, OUTER - 8), "widths are 256 and 120; expected multiples of 128"),
     ],
     ids=["float32", "rows", "inner", "outer"],
 )
-def test_what_does_not_fit_is_left_to_others(rows, matrices):
-    sizes = jnp.array([NUM_ROWS], jnp.int32)
-    assert hopper_matmul(rows, (matrices,), sizes, transposed=False) is None
+def test_what_does_not_fit_is_left_to_others(rows, matrices, why):
     others = jnp.zeros((rows.shape[0], matrices.shape[2]), rows.dtype)
-    assert hopper_outer(rows, others, sizes, parts=(1,), dtype=jnp.float32) is None
+    for product in (matmul_product(rows, (matrices,), False), outer_product(rows, others, (1,), jnp.float32)):
+        assert rejected(HOPPER, product) == why
+
+
+def test_nothing_is_multiplied_of_no_groups_or_of_one_array():
+    rows, others = draw(NUM_ROWS, INNER), draw(NUM_ROWS, OUTER)
+    assert rejected(HOPPER, outer_product(rows, others, (1, 0), jnp.float32)) == "an operand is empty"
+    assert rejected(HOPPER, matmul_product(rows, draw(1, INNER, OUTER), False)).startswith("weights are in one array")
+    assert rejected(HOPPER, outer_product(rows, others, 1, jnp.float32)).startswith("weights are in one array")
 
 
 @pytest.mark.parametrize("device", [("cpu", ""), ("gpu", "8.0"), ("gpu", "10.0")])
 def test_they_are_for_hopper_alone(device, monkeypatch):
     on_hopper(monkeypatch, *device)
-    operands, sizes = (draw(NUM_ROWS, INNER), draw(NUM_ROWS, OUTER)), jnp.array([NUM_ROWS], jnp.int32)
-    assert hopper_matmul(operands[0], (draw(1, INNER, OUTER),), sizes, transposed=False) is None
-    assert hopper_outer(*operands, sizes, parts=(1,), dtype=jnp.float32) is None
+    rows, others = draw(NUM_ROWS, INNER), draw(NUM_ROWS, OUTER)
+    for product in (
+        matmul_product(rows, (draw(1, INNER, OUTER),), False),
+        outer_product(rows, others, (1,), jnp.float32),
+    ):
+        assert rejected(HOPPER, product).endswith("; expected compute capability 9.0")
 
 
 def test_they_are_left_out_with_an_older_jax(monkeypatch):
     monkeypatch.setattr(grouped_kernels, "FIRST_WITH_HOPPER_KERNELS", (99,))
-    sizes = jnp.array([NUM_ROWS], jnp.int32)
-    assert hopper_matmul(draw(NUM_ROWS, INNER), (draw(1, INNER, OUTER),), sizes, transposed=False) is None
+    product = matmul_product(draw(NUM_ROWS, INNER), (draw(1, INNER, OUTER),), False)
+    assert rejected(HOPPER, product).endswith("; expected 99 or later")

@@ -11,10 +11,14 @@ from jax.experimental import pallas
 from jax.sharding import PartitionSpec
 
 from jax_moe_lb.kernels import backends as grouped_kernels
-from jax_moe_lb.kernels.backends import triton_outer
+from jax_moe_lb.kernels.grouped_matmul import matmul_product, outer_product
+from tests.kernels.backend_cases import outer_of, rejected
 from tests.layer_cases import make_mesh
 
 NUM_ROWS, INNER, OUTER = 320, 256, 128
+TRITON = "Triton kernel"
+
+triton_outer = outer_of(TRITON, "cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +76,19 @@ def test_on_a_mesh():
 
 @pytest.mark.parametrize("operands", [make_operands(jnp.float32), make_operands(columns=INNER - 8)])
 def test_what_does_not_fit_is_left_to_others(operands):
-    assert triton_outer(*operands, jnp.array([NUM_ROWS], jnp.int32), dtype=jnp.float32) is None
+    assert "; expected " in rejected(TRITON, outer_product(*operands, 1, jnp.float32))
+
+
+def test_products_are_left_to_others():
+    rows = make_operands()[0]
+    assert (
+        rejected(TRITON, matmul_product(rows, jnp.zeros((1, INNER, OUTER), rows.dtype), False))
+        == "it has no such kernel"
+    )
 
 
 def test_it_is_for_gpus_alone(monkeypatch):
     monkeypatch.setattr(grouped_kernels, "get_default_device", lambda: SimpleNamespace(platform="cpu"))
-    assert triton_outer(*make_operands(), jnp.array([NUM_ROWS], jnp.int32), dtype=jnp.float32) is None
+    assert (
+        rejected(TRITON, outer_product(*make_operands(), 1, jnp.float32)) == "the default device is cpu; expected a GPU"
+    )

@@ -1,0 +1,82 @@
+"""Preparation of the operands of grouped products: zeros beyond the last group, and the layout of weights."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Array, Float
+
+from jax_moe_lb.core.manual_axes import vary_alike
+from jax_moe_lb.core.types import GroupSizes, Rows, iota
+
+TILE_ROWS = 128
+"""Kernels on GPUs read beyond the last group up to a multiple of this number of rows."""
+
+CLEARED_ROWS = 1024
+"""Rows per step of the loop that clears all rows beyond the last group on TPUs."""
+
+
+def clear_tail(rows: Rows, group_sizes: GroupSizes, *, are_results: bool = False) -> Rows:
+    """Return the rows with zeros in those beyond the last group that `grouped_outer` reads.
+
+    Kernels mask these rows by multiplying with 0, which keeps the NaN of an uninitialized row.
+
+    Args:
+        rows: `[A, ...]`, sorted by group; changed in place if the caller does not use them afterwards.
+        group_sizes: `[S]` int32.
+        are_results: if True, the rows result from elementwise operations, into which XLA fuses a mask of all rows.
+    """
+    on_tpu = _clear_all if are_results else _clear_rest
+    return jax.lax.platform_dependent(
+        *vary_alike((rows, group_sizes)),
+        cuda=_clear_tile,
+        tpu=on_tpu,
+        default=lambda rows, group_sizes: rows,
+    )
+
+
+def usual_layout(weights: Float[Array, "S ..."]) -> Float[Array, "S ..."]:
+    """Constrain weights to the row-major layout on GPUs.
+
+    Unconstrained, XLA chooses the layout of the transposed product and hoists it out of loops: a scan over layers then
+    transposes the weights of all layers, and each layer transposes its own back.
+
+    Args:
+        weights: `[S, ...]` weights of groups, or their biases.
+    """
+
+    def pinned(weights: Array) -> Array:
+        return with_layout_constraint(weights, Layout(tuple(range(weights.ndim))))
+
+    return jax.lax.platform_dependent(weights, cuda=pinned, default=lambda weights: weights)
+
+
+def _clear_tile(rows: Rows, group_sizes: GroupSizes) -> Rows:
+    # One tile for any number of rows: a mask over all rows would read and write them once more.
+    rows = with_layout_constraint(rows, Layout((0, 1)))
+    size = min(TILE_ROWS, rows.shape[0])
+    used = group_sizes.sum(dtype=jnp.int32)
+    start = jnp.minimum(used, rows.shape[0] - size)
+    tile = jax.lax.dynamic_slice_in_dim(rows, start, size, 0)
+    tile = jnp.where((start + iota(size) < used)[:, None], tile, 0)
+    return with_layout_constraint(jax.lax.dynamic_update_slice_in_dim(rows, tile, start, 0), Layout((0, 1)))
+
+
+def _clear_all(rows: Rows, group_sizes: GroupSizes) -> Rows:
+    return jnp.where((iota(rows.shape[0]) < group_sizes.sum(dtype=jnp.int32))[:, None], rows, 0)
+
+
+def _clear_rest(rows: Rows, group_sizes: GroupSizes) -> Rows:
+    # Block by block from the last group on: a mask over all rows would also read and write the rows of groups.
+    if not rows.size:
+        return rows
+    used = group_sizes.sum(dtype=jnp.int32)
+    size = min(CLEARED_ROWS, rows.shape[0])
+
+    def clear_block(i: Array, rows: Array) -> Array:
+        # The last block begins earlier if the number of rows is no multiple of the block.
+        start = jnp.minimum(i * size, rows.shape[0] - size)
+        block = jax.lax.dynamic_slice_in_dim(rows, start, size, 0)
+        block = jnp.where((start + iota(size) < used)[:, None], block, 0)
+        return jax.lax.dynamic_update_slice_in_dim(rows, block, start, 0)
+
+    return jax.lax.fori_loop(used // size, -(-rows.shape[0] // size), clear_block, rows)
