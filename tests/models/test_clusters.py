@@ -62,7 +62,7 @@ def test_the_first_that_fits_is_found(compiled):
 
 
 def test_bytes_are_summed_by_axes():
-    run = PublishedRun.on("mixtral-8x7b", clusters.Target.parse("h100:2x8"), {}, {})
+    run = PublishedRun.on("mixtral-8x7b", clusters.Target.parse("h100:2x8"), {})
     cells = dict(zip(clusters.COLUMNS, clusters.row(run, REPORT), strict=True))
     assert (cells["over `data`"], cells["over `expert`"], cells["FLOPs / ideal"]) == ("4.0 GB", "0.0 GB", "1.29")
     assert (cells["arguments"], cells["data x expert"], cells["host waits"]) == ("35.0 GB", "2 x 8", "64")
