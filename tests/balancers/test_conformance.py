@@ -198,7 +198,7 @@ def test_layer_of_every_balancers_plans_equals_dense(x64):
         replicas[kind] = 0
         for (plan, counts), workload, ((want, _), want_gradients) in zip(plans, WORKLOADS, wanted, strict=True):
             operands = *case.tokens(workload, 8, "float64"), kernel, experts, target
-            (y, stats), gradients = layer(plan, *operands)
+            (y, stats), gradients = layer(jax.tree.map(jnp.asarray, plan), *operands)
             assert_close((y, gradients), (want, want_gradients), 1e-12)
             np.testing.assert_array_equal(stats.counts[0], counts)
             np.testing.assert_array_equal(stats.load_after[0], load(plan))
