@@ -7,7 +7,6 @@ from jax_moe_lb.balancers.exact import Exact
 from jax_moe_lb.balancers.fastermoe import FasterMoE
 from jax_moe_lb.balancers.feplb import FEPLB
 from jax_moe_lb.balancers.greedy import Greedy
-from jax_moe_lb.balancers.halve import Halve
 from jax_moe_lb.balancers.host_callback import HostCallback
 from jax_moe_lb.balancers.hybridep import HybridEP
 from jax_moe_lb.balancers.lplb import LPLB
@@ -24,7 +23,6 @@ __all__ = [
     "FasterMoE",
     "FEPLB",
     "Greedy",
-    "Halve",
     "HostCallback",
     "HybridEP",
     "interface_rows",
