@@ -435,7 +435,11 @@ def _tables(described: dict, summary: dict, replayed: dict[str, float | str]) ->
     model, parallel = config.pop("model"), config.pop("parallel")
     config.pop("multi_process", None)
     sections = [(name, config.pop(name)) for name in list(config) if isinstance(config[name], dict)]
-    config |= {f"{name} {key}": value for name, section in sections for key, value in section.items()}
+    config |= {
+        f"{name} {key}": "none" if value is None else value
+        for name, section in sections
+        for key, value in section.items()
+    }
     return [
         ("Result", summary | {"date": described["environment"]["date"]}),
         (f"Imbalance by system, its last {STEPS} steps planned again", replayed),
