@@ -99,7 +99,7 @@ def _by_links(bits_per_s: float, rate: float) -> dict[tuple[str, str], float]:
         rows = rows_between(counts, plan)
         ways = {"direct": rows, "receiver's rail": _at_receivers_rail(rows), "sprayed": None}
         for way, matrix in ways.items():
-            hops = dispatch.hops(rows, plan, cluster.topology()) if matrix is None else (matrix,)
+            hops = dispatch.cost().hops(rows, plan, cluster.topology()) if matrix is None else (matrix,)
             times[name, way] = sum(seconds(flow(hop * ROW_BYTES, cluster), cluster) for hop in hops)
     return times
 

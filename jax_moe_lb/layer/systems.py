@@ -135,7 +135,7 @@ class System:
         num_home = num_experts // topology.num_ranks
         # Rows that pass home come there before anything is balanced.
         bound = float(topology.num_ranks)
-        if not self.dispatch.passes_home:
+        if not self.dispatch.cost().passes_home:
             bound = min(bound, self.balancer.bound(topology, num_home, num_home + self.replica_slots))
         return max(1, math.ceil(bound * num_copies / self.dispatch.buffers.rows(num_copies)))
 

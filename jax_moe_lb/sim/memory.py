@@ -85,7 +85,7 @@ def traffic_of(system: System, model: ModelShape, cluster: Cluster, *, backward:
         7.2
     """
     copies = model.tokens * model.per_token
-    rows = system.dispatch.buffer_rows(copies)
+    rows = system.dispatch.cost().buffer_rows(copies)
     home = model.experts // cluster.num_ranks
     slots = home + system.replica_slots
     each = _Arrays(
@@ -350,7 +350,7 @@ class _Layer:
     def _sizes(self) -> tuple[int, int, int]:
         """Returns the bytes of all copies of a rank, of the rows that it receives in a round, and of one activation."""
         model, copies = self.model, self.model.tokens * self.model.per_token
-        rows = self.system.dispatch.buffer_rows(copies)
+        rows = self.system.dispatch.cost().buffer_rows(copies)
         return copies * model.row_bytes, rows * model.row_bytes, rows * model.inner * model.itemsize
 
     def _tokens(self) -> int:

@@ -150,7 +150,7 @@ def plan_layer(
     plan, state = system.balancer.rebalance(counts, start, topology, state)
     # A balancer may answer in JAX's arrays; what follows on the host wants NumPy's.
     plan = jax.tree.map(np.asarray, plan)
-    waves = system.dispatch.waves(counts, start, plan, system.balancer)
+    waves = system.dispatch.cost().waves(counts, start, plan, system.balancer)
     return system.replicate.plan(plan) if plan.slots > num_home else plan, waves, state
 
 

@@ -171,7 +171,7 @@ class LayerWork:
         early: whether weights travel before counts are known, as the placement does not depend on them.
         waves: the waves of tokens, in order. With two, the first needs no plan.
         passes_home: whether the second wave's rows come from the homes of their experts, and their outputs return
-            there; see `Dispatch.passes_home`.
+            there; see `TransportCost.passes_home`.
         num_home: `L`, the home experts of a rank, which have its first slots.
         load: `[R]`, the token copies that each rank serves.
     """
@@ -250,16 +250,17 @@ def _part(
     system: System, model: ModelShape, group: Group, counts: Counts, plan: Plan, waves: list[tuple[Counts, Plan]]
 ) -> _Part:
     topology, load_after = group.cluster.topology(group.sizes), np.zeros(len(group.ranks), np.int64)
+    cost = system.dispatch.cost()
     moved: list[tuple[tuple[np.ndarray, ...], np.ndarray, int]] = []
     for at, (wave_counts, wave_plan) in enumerate(waves):
         # In 64 bits, because these rows times their bytes exceed 32.
         rows = rows_between(wave_counts, wave_plan).astype(np.int64)
-        matrices = system.dispatch.hops(rows, wave_plan, topology)
+        matrices = cost.hops(rows, wave_plan, topology)
         if group.cluster.communication.by_level:
             matrices = _by_level(matrices, model, group, counts, wave_counts, wave_plan)
         # As many rounds as there are at home.
-        rounds = moved[0][2] if moved and system.dispatch.passes_home else _rounds(system, model, wave_plan)
-        if system.dispatch.passes_home and at == 0:
+        rounds = moved[0][2] if moved and cost.passes_home else _rounds(system, model, wave_plan)
+        if cost.passes_home and at == 0:
             # What is at home for the second wave is not served in this one.
             wave_plan = replace(wave_plan, quota=wave_plan.quota - sum(later.T for later, _ in waves[1:]))
         moved.append((tuple(map(group.spread, matrices)), rows_per_slot(wave_plan), rounds))
@@ -346,7 +347,7 @@ def _merged(
         engine=system.replicate.uses_copy_engines,
         early=not system.balancer.needs_counts,
         waves=tuple(waves),
-        passes_home=system.dispatch.passes_home,
+        passes_home=system.dispatch.cost().passes_home,
         num_home=counts.shape[1] // len(parts[0].ranks),
         load=loads,
     )
@@ -378,7 +379,7 @@ def shared_work(
         gather_again=migration.gather_again,
         # Integers have 4 bytes.
         counts=all_gather(4.0 * (num_experts + ERROR_WORDS), inside, cluster),
-        address=exchanged(all_to_all(float(members * dispatch.address_bytes), inside, cluster), inside, cluster),
+        address=exchanged(all_to_all(float(members * dispatch.cost().address_bytes), inside, cluster), inside, cluster),
         planner_s=0.0,
         replicate=None,
         return_home=None,

@@ -1,6 +1,7 @@
 """Dispatches and replications: how tokens and expert weights travel."""
 
 from jax_moe_lb.transport.compression import Codec, CodecBase, QuantizedTransfer
+from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.exchange import Buffers, Kernels
@@ -27,6 +28,7 @@ __all__ = [
     "scan_prefetched",
     "FsdpExperts",
     "MultiRailDispatch",
+    "TransportCost",
     "TwoPhase",
     "QuantizedTransfer",
 ]

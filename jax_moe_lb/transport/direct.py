@@ -54,7 +54,7 @@ class Direct(Dispatch[DirectReceipt]):
 
     Examples:
         >>> from jax_moe_lb import Buffers
-        >>> Direct(Buffers(headroom=1.05)).buffer_rows(4096 * 8)  # for 4096 tokens of 8 experts each
+        >>> Direct(Buffers(headroom=1.05)).cost().buffer_rows(4096 * 8)  # for 4096 tokens of 8 experts each
         34432
     """
 

@@ -17,6 +17,7 @@ from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, Tokens
 from jax_moe_lb.core.validation import check_plan, ensure, ensure_legal, fallback_to_plain
 from jax_moe_lb.kernels.experts import Experts
+from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.exchange import Exchange, ReceiptT, Weights
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.rounds import in_rounds
@@ -97,8 +98,8 @@ class Dispatch(Exchange[ReceiptT]):
     """Serves tokens. Write the methods of an `Exchange`; then this serves in rounds of it.
 
     Take `Direct`, `MultiRailDispatch` or `TwoPhase`, or write one when rows can travel in a better way than theirs. A
-    dispatch that computes before there is a plan overrides `serve`, as `TwoPhase` does, and `waves` with it. The other
-    methods tell the simulator what moves, so that it needs to know no dispatch by name.
+    dispatch that computes before there is a plan overrides `serve`, as `TwoPhase` does. `cost` describes its traffic to
+    the simulator, which tells no dispatch by its class.
 
     Examples:
         >>> from jax_moe_lb.transport import Direct, MultiRailDispatch, TwoPhase
@@ -163,66 +164,6 @@ class Dispatch(Exchange[ReceiptT]):
         limit = np.int32(self.buffers.max_rounds)
         return abort_unless(is_whole, receipt, on_fault, check_rounds, receipt.rounds, limit), is_whole
 
-    def waves(self, counts: Counts, start: Plan, plan: Plan, balancer: Balancer) -> list[tuple[Counts, Plan]]:
-        """Says what is served together, wave by wave, on a host: one wave of everything, by default.
-
-        The simulator asks for it. Override it together with `serve`.
-
-        Args:
-            counts: `[R, E]` integers of NumPy, the copies that each rank routes to each expert.
-            start: the plan that the balancer started from.
-            plan: the plan that the balancer made of it, in NumPy arrays.
-            balancer: the balancer that made it.
-
-        Returns:
-            The counts and the plan of each wave. All but the last need no plan.
-
-        Raises:
-            ValueError: the plan is not legal, or this dispatch cannot serve by it.
-        """
-        del start, balancer
-        check_plan(plan, counts)
-        return [(counts, plan)]
-
-    def hops(self, rows: Int[np.ndarray, "R R"], plan: Plan, topology: Topology) -> tuple[Int[np.ndarray, "R R"], ...]:
-        """Says by which exchanges, one after the other, rows come to the ranks that serve them, on a host.
-
-        The simulator asks for it. Override it where rows pass other ranks on their way, as in `MultiRailDispatch`.
-
-        Args:
-            rows: `[R, R]` integers, the token copies from rank to rank, as `rows_between` counts them.
-            plan: the plan of their wave, in NumPy arrays.
-            topology: it says which ranks share a node, and how many rails a node has.
-
-        Returns:
-            What each rank sends to each in every exchange: by default one exchange, in which rows go straight there.
-        """
-        del plan, topology
-        return (rows,)
-
-    @property
-    def passes_home(self) -> bool:
-        """Says whether rows of the second wave come from the homes of their experts, where the first exchange brought
-        all rows, and whether their outputs return there before all outputs go back; false by default.
-
-        The simulator asks for it. Override it together with `waves`, whose second counts are then those of homes.
-        """
-        return False
-
-    def buffer_rows(self, num_copies: int) -> int:
-        """Counts the rows that a rank has room for: those that it can receive in one round, by default.
-
-        The simulator asks for it.
-
-        Args:
-            num_copies: `T * K`, the copies of every rank.
-        """
-        return self.buffers.rows(num_copies)
-
-    @property
-    def address_bytes(self) -> int:
-        """Says in how many bytes a rank tells every other where its rows are, per layer: two integers, 8, by default.
-
-        The simulator asks for it.
-        """
-        return 8
+    def cost(self) -> TransportCost:
+        """Return the waves, hops and buffers of this dispatch, for the simulator: by default one wave of one hop."""
+        return TransportCost(self.buffers)

@@ -23,6 +23,7 @@ from jax_moe_lb.core.plan import Plan, load
 from jax_moe_lb.core.split import nearest_first
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, GroupSizes, Rows, iota, pytree
+from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.dispatch import Dispatch
 from jax_moe_lb.transport.exchange import (
     Copies,
@@ -130,7 +131,7 @@ class MultiRailDispatch(Dispatch[SprayReceipt]):
         >>> from jax_moe_lb.balancers import Greedy, RailS
         >>> from jax_moe_lb.transport import MultiRailDispatch
         >>> system = System(Chain((Greedy(), RailS())), dispatch=MultiRailDispatch(), replica_slots=2)
-        >>> system.dispatch.buffer_rows(4096)  # rows, where each rank has 4096 token copies
+        >>> system.dispatch.cost().buffer_rows(4096)  # rows, where each rank has 4096 token copies
         4352
     """
 
@@ -215,8 +216,13 @@ class MultiRailDispatch(Dispatch[SprayReceipt]):
 
         return jax.lax.fori_loop(0, receipt.steps, step, out)
 
+    def cost(self) -> TransportCost:
+        """Return three hops: inside nodes and to rail ranks, along rails, from rail ranks."""
+        return _MultiRailCost(self.buffers)
+
+
+class _MultiRailCost(TransportCost):
     def hops(self, rows: Int[np.ndarray, "R R"], plan: Plan, topology: Topology) -> tuple[Int[np.ndarray, "R R"], ...]:
-        """Counts the rows of three hops: inside nodes, also to rail ranks; along rails; from rail ranks."""
         return rows_of_hops(rows, plan, topology.ranks_per_node)
 
 

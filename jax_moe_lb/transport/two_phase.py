@@ -15,6 +15,7 @@ from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Counts, State, Tokens
 from jax_moe_lb.core.validation import check_plan
 from jax_moe_lb.kernels.experts import Experts
+from jax_moe_lb.transport.cost import TransportCost
 from jax_moe_lb.transport.direct import Direct
 from jax_moe_lb.transport.dispatch import Routed, Served
 from jax_moe_lb.transport.exchange import Buffers
@@ -102,16 +103,22 @@ class TwoPhase(Direct):
         rounds, made = outcome.phases.receipt.rounds, outcome.made
         return Served(outputs, outcome.plan, rounds, made, dynamic, outcome.is_legal, outcome.is_whole), state
 
-    def waves(self, counts: Counts, start: Plan, plan: Plan, balancer: Balancer) -> list[tuple[Counts, Plan]]:
-        """Returns all rows on their way home, then those of dynamic experts from there; see `Dispatch.waves`.
+    def cost(self) -> TransportCost:
+        """Return two waves, with a buffer for the rows that come home and one for those of other ranks' experts."""
+        return _TwoPhaseCost(self.buffers, Buffers(self.moved_headroom))
 
-        Raises:
-            ValueError: the plan is not legal, or takes a static expert from home.
-        """
+
+@dataclass(frozen=True)
+class _TwoPhaseCost(TransportCost):
+    moved: Buffers
+    passes_home = True
+
+    def waves(self, counts: Counts, start: Plan, plan: Plan, balancer: Balancer) -> list[tuple[Counts, Plan]]:
+        # All rows on their way home, then those of dynamic experts from there.
         dynamic = np.asarray(balancer.dynamic(start))
         check_plan(plan, counts, dynamic)
         num_ranks, num_home = plan.num_ranks, plan.num_home
-        room = self.room(int(counts.sum(1).max()))
+        room = self.moved.rows(int(counts.sum(1).max()))
         # Where the rows of an expert start decides nothing about how many move.
         quota = jnp.asarray(plan.quota)
         moved = moved_rows(jnp.asarray(plan.placement), quota, jnp.asarray(counts[0]), room)
@@ -120,15 +127,5 @@ class TwoPhase(Direct):
         moving = replace(plan, quota=np.where(dynamic[:, None], served, 0))
         return [(counts, replace(start, quota=at_home.T)), (np.where(dynamic[None], at_home, 0), moving)]
 
-    @property
-    def passes_home(self) -> bool:
-        """Says yes: rows of the second wave come from the homes of their experts, and their outputs return there."""
-        return True
-
     def buffer_rows(self, num_copies: int) -> int:
-        """Counts the rows that a rank has room for: those that come home, and those that it takes from others.
-
-        Args:
-            num_copies: `T * K`, the copies of every rank.
-        """
-        return self.buffers.rows(num_copies) + self.room(num_copies)
+        return self.buffers.rows(num_copies) + self.moved.rows(num_copies)

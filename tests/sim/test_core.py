@@ -268,7 +268,7 @@ def test_spraying_evens_out_the_rails_and_brings_every_row_to_its_rank():
     (group,) = groups(cluster, (1, 1))
     plan, _, _ = plan_layer(systems.rails(), group, counts, 2, ())
     rows = rows_between(counts, plan)
-    to_rail, rail, from_rail = systems.rails().dispatch.hops(rows, plan, cluster.topology())
+    to_rail, rail, from_rail = systems.rails().dispatch.cost().hops(rows, plan, cluster.topology())
     np.testing.assert_array_equal(rail[:4, 4:], np.diag([64] * 4))
     np.testing.assert_array_equal(to_rail[0, :4], [64] * 4)
     np.testing.assert_array_equal(from_rail[4:, 4], [64] * 4)
@@ -282,7 +282,7 @@ def test_hops_follow_the_rails_of_any_number(rails):
     (group,) = groups(cluster, (1, 1))
     plan, _, _ = plan_layer(systems.rails(), group, counts, 2, ())
     rows = rows_between(counts, plan)
-    to_rail, rail, from_rail = systems.rails().dispatch.hops(rows, plan, cluster.topology())
+    to_rail, rail, from_rail = systems.rails().dispatch.cost().hops(rows, plan, cluster.topology())
     node = np.arange(8) // 4
     near = np.where(node[:, None] == node[None], rows, 0)
     # What leaves a sender, and what reaches a receiver, inside its node or by a rail rank.

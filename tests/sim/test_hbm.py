@@ -76,7 +76,7 @@ def test_own_kernels_join_nothing_and_turn_nothing_around():
     """Rows and the gradients of their outputs, and hidden activations; and gradients are not cut apart."""
     before = traffic_of(systems.exact(1), MODEL, CLUSTER)
     after = traffic_of(systems.exact(1).replace(kernels=Kernels.OWN), MODEL, CLUSTER)
-    rows = systems.exact(1).dispatch.buffer_rows(256 * 2)
+    rows = systems.exact(1).dispatch.cost().buffer_rows(256 * 2)
     assert replace(before, joined=0.0, products=after.products, arriving=after.arriving) == after
     assert before.arriving - after.arriving == 2 * 2 * MODEL.expert_bytes
     assert before.products - after.products == rows * (2 * MODEL.row_bytes + 2 * MODEL.inner)

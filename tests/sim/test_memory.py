@@ -29,7 +29,7 @@ def test_a_loop_over_rounds_carries_its_sums_in_float32():
 
 def test_many_rows_need_most_where_gradients_of_rows_are():
     many = replace(MODEL, tokens=65536, inner=256)
-    rows = plain().dispatch.buffer_rows(many.tokens * many.per_token)
+    rows = plain().dispatch.cost().buffer_rows(many.tokens * many.per_token)
     found = held(plain(), many)
     arrays = 3 * rows * many.row_bytes + 3 * rows * many.inner * 2 + many.tokens * many.per_token * many.row_bytes
     assert found.buffers == arrays + 2 * many.tokens * many.row_bytes

@@ -8,7 +8,7 @@ import pytest
 from jax_moe_lb import Balancer, System
 from jax_moe_lb.balancers import Greedy, HybridEP, Plain
 from jax_moe_lb.sim import AnalyticGemm, Cluster, Links, ModelShape, Step, simulate, skewed_counts
-from jax_moe_lb.transport import Direct, Gather, PeerCopy, Relay
+from jax_moe_lb.transport import Direct, Gather, PeerCopy, Relay, TransportCost
 
 SHAPE = ModelShape(layers=2, hidden=256, inner=512, experts=16, per_token=2, tokens=512, pre_expert_s=1e-4)
 CLUSTER = Cluster(
@@ -54,6 +54,11 @@ class ByEngine(Gather):
 class ByTheFirst(Direct):
     """Rows for another node pass by the first rank of the sender's node."""
 
+    def cost(self):
+        return ByTheFirstCost(self.buffers)
+
+
+class ByTheFirstCost(TransportCost):
     def hops(self, rows, plan, topology):
         members = topology.ranks_per_node
         node = np.arange(len(rows)) // members
@@ -104,6 +109,10 @@ def test_a_dispatch_says_what_is_served_together():
     class Twice(Direct):
         """Even tokens first, then the others."""
 
+        def cost(self):
+            return TwiceCost(self.buffers)
+
+    class TwiceCost(TransportCost):
         def waves(self, counts, start, plan, balancer):
             first, served = counts // 2, plan.quota // 2
             return [(first, replace(plan, quota=served)), (counts - first, replace(plan, quota=plan.quota - served))]

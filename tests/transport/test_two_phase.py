@@ -109,13 +109,13 @@ def test_the_simulator_is_told_what_is_served():
     start = plain_plan(counts, TOPOLOGY, 4)
     plan, _ = SYSTEM.balancer.rebalance(counts, start, TOPOLOGY, ())
     dispatch = dataclasses.replace(SYSTEM.dispatch, moved_headroom=8.0)
-    (first, home), (second, moving) = dispatch.waves(counts, start, plan, SYSTEM.balancer)
+    (first, home), (second, moving) = dispatch.cost().waves(counts, start, plan, SYSTEM.balancer)
     np.testing.assert_array_equal(rows_between(first, home), rows_between(counts, start))
     check_plan(moving, second)
     onward = rows_between(second, moving)
     assert onward.sum() - np.trace(onward) == plan.quota.sum() - np.trace(plan.quota.reshape(8, 2, 8).sum(1))
     np.testing.assert_array_equal(load(home) - second.sum(1) + load(moving), load(plan))
-    assert dispatch.passes_home
+    assert dispatch.cost().passes_home
 
 
 # ---- what waits for what ------------------------------------------------------------
