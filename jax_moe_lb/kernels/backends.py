@@ -188,7 +188,7 @@ def _name(device: Any) -> str:
 
 def _no_hopper(product: Product) -> str | None:
     if isinstance(product.num_groups, int):
-        return "weights are in one array; System.with_own_kernels() passes them in parts"
+        return "weights are in one array; System.replace(kernels=Kernels.OWN) passes them in parts"
     sizes = (product.num_rows, *product.widths, *product.num_groups)
     return _no_hopper_device() or _misfit(product, (jnp.bfloat16, jnp.float16), TILE, sizes)
 
