@@ -28,8 +28,8 @@ ROOT = Path(__file__).parents[2]
 MUTANTS = Path(__file__).with_name("mutants.yaml")
 KINDS = {"swapped comparison", "dropped mask", "off by one", "missing transpose", "wrong axis", "wrong dtype"}
 
-DEFAULT = "not thorough and not gpu"
-"""Marker expression of `make test`."""
+DEFAULT, FURTHER = "not thorough and not gpu", "thorough"
+"""Marker expressions of `make test`, and of the tests that only `make test-all` runs."""
 
 REMOVE_FINDER = """import sys
 
@@ -116,6 +116,9 @@ class Copy:
 
     def __init__(self, checkout: Path, python: str, folder: Path, timeout_s: float) -> None:
         self.root, self.python, self.timeout_s = folder / "tree", python, timeout_s
+        self.log = folder / "pytest.log"
+        # Earlier checkouts have one set of tests.
+        self.has_thorough = '"thorough:' in (checkout / "pyproject.toml").read_text()
         self.broken: list[str] = []
         """Tests that fail without a mutant; they are deselected."""
         # A file that changes twice in a second keeps its bytecode unless its time differs.
@@ -173,14 +176,10 @@ class Copy:
         command = [self.python, "-m", "pytest", "-x", "-q", "-p", "no:xdist", "--hypothesis-seed=0", *args]
         command += [f"--deselect={test}" for test in self.broken]
         # A session of its own, so that the processes that tests start end with it.
-        process = subprocess.Popen(
-            command,
-            cwd=self.root,
-            env=self.environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with self.log.open("wb") as log:
+            process = subprocess.Popen(
+                command, cwd=self.root, env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
         try:
             return process.wait(self.timeout_s)
         except subprocess.TimeoutExpired:
@@ -214,7 +213,8 @@ class Copy:
             if status in (0, 5):
                 return None
             if status != 1:
-                raise RuntimeError(f"pytest exits with {status}; expected tests to run")
+                words = " ".join(self.log.read_text(errors="replace").split())
+                raise RuntimeError(f"pytest exits with {status}; expected tests to run: ... {words[-300:]}")
             test = self.last_failed()
             if self.pytest("-p", "no:cacheprovider", test) == 0:
                 return test
@@ -232,10 +232,10 @@ def run_one(copy: Copy, mutant: Mutant, result: dict, everything: bool) -> dict:
     """
     begin_s, begin_cpu_s = time.monotonic(), sum(os.times()[2:4])
     result = {"digest": mutant.digest, "by": "", "seconds": 0.0, "cpu_s": 0.0, **result}
-    for name, markers in (("default", DEFAULT), ("all", "thorough")):
+    for name, markers in (("default", DEFAULT if copy.has_thorough else "not gpu"), ("all", FURTHER)):
         if name in result or (name == "all" and not everything):
             continue
-        if name == "all" and result["default"] != "survived":
+        if name == "all" and (result["default"] != "survived" or not copy.has_thorough):
             result["all"] = result["default"]
             continue
         try:
