@@ -22,7 +22,7 @@ from models.config import ParallelConfig, TrainConfig
 Given = dict[str, Any]
 """Fields by name, as far as they are given; a field that is a section has a dictionary of its own."""
 
-Config = TypeVar("Config")
+ConfigT = TypeVar("ConfigT")
 
 SYSTEM_OPTIONS = ("replica_slots", "headroom", "max_rounds", "own_kernels")
 """Keys of the section `parallel` that `--system` takes."""
@@ -148,7 +148,7 @@ def combined(*parts: Given) -> Given:
     return whole
 
 
-def updated(config: Config, given: Mapping[str, Any], prefix: str = "") -> Config:
+def updated(config: ConfigT, given: Mapping[str, Any], prefix: str = "") -> ConfigT:
     """Return the config with the given fields.
 
     Args:
@@ -169,7 +169,7 @@ def updated(config: Config, given: Mapping[str, Any], prefix: str = "") -> Confi
         for name, value in given.items()
     }
     with in_section(prefix.rstrip(".")):
-        changed: Config = dataclasses.replace(fields, **changes)
+        changed: ConfigT = dataclasses.replace(fields, **changes)
     return changed
 
 

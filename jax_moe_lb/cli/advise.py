@@ -35,7 +35,7 @@ from jax_moe_lb.cli.simulate import (
 from jax_moe_lb.core.custom_calls import has_planning_module
 from jax_moe_lb.recordings.yaml_file import MOST_PLANNED_RANKS, forecast
 from jax_moe_lb.sim.cluster import Cluster
-from jax_moe_lb.sim.config import Config, load_config
+from jax_moe_lb.sim.config import SimulationConfig, load_config
 from jax_moe_lb.sim.loads import LoadShape
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.uniform import experts_of, sample_of
@@ -287,7 +287,7 @@ def advise(
 
 
 def _drawn(
-    config: Config, model: ModelShape, cluster: Cluster, sample: Cluster | None, imbalance: str | None
+    config: SimulationConfig, model: ModelShape, cluster: Cluster, sample: Cluster | None, imbalance: str | None
 ) -> list[Workload]:
     wanted = imbalance_of(config, imbalance)
     if sample is None and cluster.num_ranks > MOST_PLANNED_RANKS:

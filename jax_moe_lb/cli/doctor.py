@@ -20,7 +20,7 @@ from rich.table import Table
 from jax_moe_lb.aot.compiler_options import compiler_options
 from jax_moe_lb.aot.targets import EXTRAS, has_compiler
 from jax_moe_lb.core import custom_calls as _custom_calls
-from jax_moe_lb.kernels.backends import KINDS, NOT_INSTALLED, PLATFORMS, Choice, Kind, Product, choose_backend
+from jax_moe_lb.kernels.backends import KINDS, NOT_INSTALLED, PLATFORMS, BackendChoice, Kind, Product, choose_backend
 
 IN_A_CHECKOUT = "in a checkout, `pip install .` where there is a C++17 compiler"
 HOW_TO_BUILD = {"cpu": IN_A_CHECKOUT, "cuda": f"{IN_A_CHECKOUT} and the CUDA toolkit"}
@@ -202,7 +202,7 @@ def _implementation(op: OperationForms, backend: str) -> Implementation:
     return Implementation(op.name, op.plain, op.why, None)
 
 
-def _choose(kind: Kind, platform: str, *, in_parts: bool = False) -> Choice:
+def _choose(kind: Kind, platform: str, *, in_parts: bool = False) -> BackendChoice:
     # All kernels take these sizes, so only the installation and the device decide.
     dtypes = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.bfloat16)
     return choose_backend(Product(kind, 1024, (256, 512), (6, 2) if in_parts else 8, dtypes, dtypes[0]), platform)

@@ -28,7 +28,7 @@ from jax_moe_lb.core.topology import INT32_MAX, home_experts_per_rank
 from jax_moe_lb.recordings.counts_files import naming, read_routing
 from jax_moe_lb.recordings.yaml_file import check_timeline, forecast, shown
 from jax_moe_lb.sim.cluster import Cluster
-from jax_moe_lb.sim.config import Config, load_config, preset_names
+from jax_moe_lb.sim.config import SimulationConfig, load_config, preset_names
 from jax_moe_lb.sim.loads import drifting_counts, skewed_counts
 from jax_moe_lb.sim.memory import HbmTraffic, traffic_of
 from jax_moe_lb.sim.model import ModelShape
@@ -55,7 +55,7 @@ Imbalance = Annotated[
 ]
 
 
-def model_of(argument: str, source: str, config: Config, tokens: str | None) -> ModelShape:
+def model_of(argument: str, source: str, config: SimulationConfig, tokens: str | None) -> ModelShape:
     """Makes the model of a file, with other tokens per rank if some were given."""
     if config.model is None:
         raise ValueError(f"{argument} {source} has no model; expected one, or the name of a preset")
@@ -64,7 +64,7 @@ def model_of(argument: str, source: str, config: Config, tokens: str | None) -> 
     return model if wanted is None else replace(model, tokens=wanted)
 
 
-def cluster_of(argument: str, source: str, config: Config) -> Cluster:
+def cluster_of(argument: str, source: str, config: SimulationConfig) -> Cluster:
     """Makes the machine of a file."""
     if config.cluster is None:
         raise ValueError(f"{argument} {source} has no cluster; expected one, or the name of a preset")
@@ -72,7 +72,7 @@ def cluster_of(argument: str, source: str, config: Config) -> Cluster:
 
 
 def counts_of(
-    config: Config, model: ModelShape, cluster: Cluster, trace: Path | None, imbalance: str | None
+    config: SimulationConfig, model: ModelShape, cluster: Cluster, trace: Path | None, imbalance: str | None
 ) -> CountsOption:
     """Reads recorded counts, or draws those that a file describes."""
     if trace is not None:
@@ -82,7 +82,9 @@ def counts_of(
     return skewed_counts(model, cluster.num_ranks, wanted, layers, config.routing.seed, config.routing.shape)[None]
 
 
-def drifted_counts_of(config: Config, model: ModelShape, cluster: Cluster, imbalance: str | None) -> CountsOption:
+def drifted_counts_of(
+    config: SimulationConfig, model: ModelShape, cluster: Cluster, imbalance: str | None
+) -> CountsOption:
     """Draws steps for systems that plan from earlier ones: a cycle of theirs that is only remembered, and one more."""
     layers, routing = min(config.routing.layers, model.layers), config.routing
     wanted, times = imbalance_of(config, imbalance), range(2 * CYCLE)
@@ -109,7 +111,7 @@ def as_recorded(model: ModelShape, counts: CountsOption, trace: Path | None) -> 
     return replace(model, tokens=max(tokens, 1))
 
 
-def imbalance_of(config: Config, text: str | None) -> float:
+def imbalance_of(config: SimulationConfig, text: str | None) -> float:
     """Reads the number of `--imbalance`; without one, the file's."""
     if text is None:
         return config.routing.imbalance
@@ -305,7 +307,7 @@ def _join(coordinator: str | None, processes: str | None, process: str | None) -
     return this
 
 
-def _migration(config: Config, name: str, domain_sizes: str | None) -> Migration:
+def _migration(config: SimulationConfig, name: str, domain_sizes: str | None) -> Migration:
     found = config.migration.build()
     if domain_sizes is not None:
         sizes = tuple(positive("--domain-sizes", size, INT32_MAX) or 1 for size in domain_sizes.split(","))

@@ -17,13 +17,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.collectives.ragged_all_to_all import as_words, empty_buffer_after, moves_in_process, ragged_all_to_all
 from jax_moe_lb.core.manual_axes import vary_alike, vary_like
-from jax_moe_lb.core.types import iota, wide_dtype
+from jax_moe_lb.core.types import Axes, iota, wide_dtype
 from jax_moe_lb.kernels.operands import usual_layout
 
-Weights = Float[Array, "..."]
+WeightsOfKind = Float[Array, "..."]
 """One kind of weights of `G` experts, `[G, ...]`."""
 
-Kinds = tuple[Weights, ...]
+Kinds = tuple[WeightsOfKind, ...]
 """All kinds of weights of the same experts."""
 
 Wanted = Int[Array, "R P"]
@@ -155,11 +155,8 @@ def _alike(sums: Kinds, wide: Kinds, none: Array, *others: Array) -> tuple[Kinds
     return every[: len(sums)], every[len(sums) : -1], every[-1]
 
 
-Axes = tuple[str, ...]
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def fetch(home: Weights, wanted: Wanted, num_home: int, axis_name: Axes) -> Weights:
+def fetch(home: WeightsOfKind, wanted: Wanted, num_home: int, axis_name: Axes) -> WeightsOfKind:
     """Returns the replicas that this rank wants, out of the home weights of all ranks.
 
     `Gather` calls it for each kind of weights: any home expert may be wanted, so that for one exchange of all kinds all
@@ -181,11 +178,11 @@ def fetch(home: Weights, wanted: Wanted, num_home: int, axis_name: Axes) -> Weig
     return jax.lax.platform_dependent(home, wanted, cpu=on_cpu, default=by_ragged)
 
 
-def _save(home: Weights, wanted: Wanted, num_home: int, axis_name: Axes) -> tuple[Weights, Wanted]:
+def _save(home: WeightsOfKind, wanted: Wanted, num_home: int, axis_name: Axes) -> tuple[WeightsOfKind, Wanted]:
     return fetch(home, wanted, num_home, axis_name), wanted
 
 
-def _backward(num_home: int, axis_name: Axes, wanted: Wanted, upstream: Weights) -> tuple[Weights, None]:
+def _backward(num_home: int, axis_name: Axes, wanted: Wanted, upstream: WeightsOfKind) -> tuple[WeightsOfKind, None]:
     sums = add_at_home(zero_sums((upstream,), num_home), (upstream,), wanted, num_home, wanted.shape[0], axis_name)
     return rounded(sums, (upstream,))[0], None
 
@@ -211,7 +208,7 @@ def add_at_home(sums: Kinds, upstream: Kinds, wanted: Wanted, num_home: int, dom
     """
 
     def by_ring(wanted: Wanted, sums: Kinds, upstream: Kinds) -> Kinds:
-        def add(total: Weights, kind: Weights) -> Weights:
+        def add(total: WeightsOfKind, kind: WeightsOfKind) -> WeightsOfKind:
             return total.at[:num_home].add(ring_sum(kind, wanted, num_home=num_home, axis_name=axis_name))
 
         return tuple(add(total, kind) for total, kind in zip(sums, upstream, strict=True))
@@ -224,7 +221,7 @@ def add_at_home(sums: Kinds, upstream: Kinds, wanted: Wanted, num_home: int, dom
 
 
 # ---- a ring of ppermutes ------------------------------------------------------
-def ring_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
+def ring_fetch(home: WeightsOfKind, wanted: Wanted, *, axis_name: Axes) -> WeightsOfKind:
     """Computes `fetch` on a ring: the home blocks walk up, past every rank.
 
     They always go all the way: a permute is one operation of all devices of the mesh, and groups side by side, whose
@@ -235,7 +232,7 @@ def ring_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
     me = jax.lax.axis_index(axis_name)
     up = [(r, (r + 1) % num_ranks) for r in range(num_ranks)]
 
-    def step(i: Array, carry: tuple[Weights, Weights]) -> tuple[Weights, Weights]:
+    def step(i: Array, carry: tuple[WeightsOfKind, WeightsOfKind]) -> tuple[WeightsOfKind, WeightsOfKind]:
         block, slots = carry
         block = jax.lax.ppermute(block, axis_name, up)
         # A slot takes what it wants when it comes by. Distance 0, which is that of an empty slot, never does: the own
@@ -247,14 +244,14 @@ def ring_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
     return jax.lax.fori_loop(1, num_ranks, step, (home, slots))[1]
 
 
-def ring_sum(upstream: Weights, wanted: Wanted, *, num_home: int, axis_name: Axes) -> Weights:
+def ring_sum(upstream: WeightsOfKind, wanted: Wanted, *, num_home: int, axis_name: Axes) -> WeightsOfKind:
     """Returns what `add_at_home` adds, `[L, ...]`: sums walk down a ring, past all who have replicas, and come home."""
     num_ranks = wanted.shape[0]
     distance, local = _ring_distance(wanted, num_home), wanted % num_home
     me = jax.lax.axis_index(axis_name)
     down = [(r, (r - 1) % num_ranks) for r in range(num_ranks)]
 
-    def step(i: Array, sums: Weights) -> Weights:
+    def step(i: Array, sums: WeightsOfKind) -> WeightsOfKind:
         # What goes furthest joins first: a sum has passed every rank between a replica and its home when it arrives.
         here = _column(distance[me] == num_ranks - 1 - i, upstream)
         # Several of a rank's slots may hold experts of one home block, and scattering adds all of them.
@@ -272,7 +269,7 @@ def _ring_distance(wanted: Wanted, num_home: int) -> Wanted:
 
 
 # ---- ragged_all_to_all ------------------------------------------------------
-def ragged_fetch(home: Weights, wanted: Wanted, *, axis_name: Axes) -> Weights:
+def ragged_fetch(home: WeightsOfKind, wanted: Wanted, *, axis_name: Axes) -> WeightsOfKind:
     """Computes `fetch` out of one exchange: each replica moves once, as one slice of one expert."""
     num_ranks, num_replicas = wanted.shape
     me, num_home = jax.lax.axis_index(axis_name), home.shape[0]
@@ -330,5 +327,5 @@ def _ones(where: Bool[Array, "R P"]) -> Int[Array, "U"]:
     return where.astype(jnp.int32).reshape(-1)
 
 
-def _column(mask: Bool[Array, "P"], like: Weights) -> Array:
+def _column(mask: Bool[Array, "P"], like: WeightsOfKind) -> Array:
     return mask.reshape(-1, *[1] * (like.ndim - 1))

@@ -27,7 +27,7 @@ PREFIX = "jax_moe_lb/neighbours"
 
 
 @runtime_checkable
-class Store(Protocol):
+class JobStore(Protocol):
     """What all processes of a job can read; `jax.distributed` has one, which ends with the job."""
 
     def key_value_set(self, key: str, value: str) -> None:
@@ -62,13 +62,13 @@ def are_together(processes: Sequence[int], domain: int, hosts: dict[int, str]) -
     return all(len({hosts[process] for process in block}) == 1 for block in blocks)
 
 
-def introduce(own: int, store: Store, calls: Calls, host: str, problem: str | None) -> None:
+def introduce(own: int, store: JobStore, calls: Calls, host: str, problem: str | None) -> None:
     """Tells the others, once for a process, where this one is, or why its memory cannot be shared."""
     address = calls.listen() if problem is None else ""
     store.key_value_set(f"{PREFIX}/{own}", json.dumps({"host": host, "address": address, "problem": problem}))
 
 
-def no_peer_access_reason(own: int, processes: Sequence[int], domain: int, store: Store, calls: Calls) -> str | None:
+def no_peer_access_reason(own: int, processes: Sequence[int], domain: int, store: JobStore, calls: Calls) -> str | None:
     """Connects this process with those of its domain; returns why not all can copy from each other, or `None`.
 
     Args:
@@ -101,7 +101,7 @@ def no_peer_access_reason(own: int, processes: Sequence[int], domain: int, store
     return None
 
 
-def _ask(store: Store, key: str, process: int) -> str:
+def _ask(store: JobStore, key: str, process: int) -> str:
     try:
         return store.blocking_key_value_get(key, int(PATIENCE_S * 1000))
     except Exception as error:
@@ -155,7 +155,7 @@ def host_name() -> str:
     return f"{parts[0]} {parts[1]}"
 
 
-def _store_of_job() -> Store | None:
+def _store_of_job() -> JobStore | None:
     # JAX has no public name for it.
     from jax._src import distributed
 

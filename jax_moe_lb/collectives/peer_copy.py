@@ -22,7 +22,7 @@ from jaxtyping import Array, Int
 from jax_moe_lb.collectives.expert_gather import (
     Axes,
     Wanted,
-    Weights,
+    WeightsOfKind,
     accumulate_sequentially,
     add_at_home,
     fetch,
@@ -192,7 +192,7 @@ def experts_per_rank(arrays: list[Array] | Arrays, wanted: Wanted, route: Route,
     return next(iter(sizes)) // here
 
 
-def fetch_reference(home: Weights, wanted: Wanted, num_home: int, route: Route) -> Weights:
+def fetch_reference(home: WeightsOfKind, wanted: Wanted, num_home: int, route: Route) -> WeightsOfKind:
     """Copies one kind of weights in plain JAX, as the custom calls do it for all kinds at once."""
     if wanted.shape[1] == 0:
         return home[:0]

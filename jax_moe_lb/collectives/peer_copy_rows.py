@@ -24,15 +24,13 @@ from jax_moe_lb.collectives.peer_copy import Arrays, Pending, Route, attributes,
 from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer, ragged_all_to_all
 from jax_moe_lb.core.custom_calls import by_platform, call, like
 from jax_moe_lb.core.manual_axes import vary_alike
-from jax_moe_lb.core.types import Placement, Quota, Rows, iota, pytree
+from jax_moe_lb.core.types import Axes, Placement, Quota, Rows, iota, pytree
 
 PerReplica = Int[Array, "R P"]
 """One number for each replica slot of each rank."""
 
 Taken = Float[Array, "B H"]
 """Rows of others that a rank has taken, sorted by slot, in as many rows as it has room for."""
-
-Axes = tuple[str, ...]
 
 
 @pytree

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from jax_moe_lb.core.manual_axes import varying_axes
+from jax_moe_lb.core.types import Axes
 
-Axes = tuple[str, ...]
-Pairs = list[tuple[int, int]]
+Permutation = list[tuple[int, int]]
 """A permute: pairs `(from, to)`, in which each rank sends at most once and receives at most once."""
 
 
-def unidirectional_permutes(num_ranks: int, *, swaps: bool = False) -> list[Pairs]:
+def unidirectional_permutes(num_ranks: int, *, swaps: bool = False) -> list[Permutation]:
     """Lists permutes by which every rank sends once to every other one.
 
     Use it for an exchange between processes on CPUs. The ranks are halved again and again, and each time every rank of
@@ -55,7 +55,9 @@ def unidirectional_permutes(num_ranks: int, *, swaps: bool = False) -> list[Pair
     return ways + [way + [(half + source, half + to) for source, to in way] for way in inside]
 
 
-def permute(x: Shaped[Array, "*X"], axes: Axes, pairs: Pairs, way_round: str | None = None) -> Shaped[Array, "*X"]:
+def permute(
+    x: Shaped[Array, "*X"], axes: Axes, pairs: Permutation, way_round: str | None = None
+) -> Shaped[Array, "*X"]:
     """Does what `jax.lax.ppermute` does, where ranks may also send to each other if there is a way round.
 
     Then the group's lower rank sends to its peer, but the peer to the next group's lower rank, which passes it on:

@@ -37,6 +37,9 @@ else:
     AnyArray = Array | np.ndarray
     """Planning arithmetic accepts either, as it runs in a jitted program and on a host alike."""
 
+Axes = tuple[str, ...]
+"""Names of mesh axes, outermost first."""
+
 Counts = Int[AnyArray, "R E"]
 """It counts the token copies that each rank routes to each expert in this microbatch."""
 
@@ -92,6 +95,8 @@ def host_iota(length: int) -> Int[np.ndarray, "length"]:
 
 
 PytreeT = TypeVar("PytreeT")
+Carry = TypeVar("Carry")
+"""The state of a loop: a pytree."""
 
 
 @dataclass_transform(frozen_default=True)

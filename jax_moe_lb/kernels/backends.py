@@ -123,7 +123,7 @@ class Backend:
         return parts if sums is None else jax.tree.map(jnp.add, sums, parts)
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     """Backend of a product on one platform.
 
     Args:
@@ -140,7 +140,7 @@ class Choice(NamedTuple):
         return "; ".join([self.backend.why, *(f"not {name} ({reason})" for name, reason in self.rejected.items())])
 
 
-def choose_backend(product: Product, platform: str) -> Choice:
+def choose_backend(product: Product, platform: str) -> BackendChoice:
     """Choose the backend of a product: the first row of `BACKENDS` that can compute it.
 
     Args:
@@ -153,7 +153,7 @@ def choose_backend(product: Product, platform: str) -> Choice:
             has_kernel = product.kind == "outer" or backend.matmul is not None
             reason = backend.why_not(product) if has_kernel else "it has no such kernel"
             if reason is None:
-                return Choice(backend, rejected)
+                return BackendChoice(backend, rejected)
             rejected[backend.name] = reason
     raise AssertionError("the last backend computes every product")
 

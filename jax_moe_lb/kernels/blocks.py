@@ -5,22 +5,20 @@ quarter more than that of the rows, and no loop length depends on the group size
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.core.manual_axes import vary_like
-from jax_moe_lb.core.types import GroupSizes, iota, wide_dtype
-
-Carry = TypeVar("Carry")
+from jax_moe_lb.core.types import Carry, GroupSizes, iota, wide_dtype
 
 MAX_BLOCK_ROWS = 512
 """Largest block; larger ones gain little on any device."""
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows of one block, all of one group.
 
     Args:
@@ -49,7 +47,7 @@ def matmul_by_blocks(
     if weights.shape[0] == 1:
         return _product(rows, weights[0], transposed)
 
-    def step(block: Block, out: Array) -> Array:
+    def step(block: RowBlock, out: Array) -> Array:
         product = _product(_window(rows, block), weights[block.group], transposed)
         # Rows of the window that are another block's keep what that one wrote.
         mixed = jnp.where(block.inside[:, None], product, _window(out, block))
@@ -74,7 +72,7 @@ def outer_by_blocks(
         mine, theirs = (jnp.where(inside, array, 0) for array in (rows, others))
         return jnp.matmul(mine.T, theirs, preferred_element_type=wide_dtype(rows))[None]
 
-    def step(block: Block, sums: Array) -> Array:
+    def step(block: RowBlock, sums: Array) -> Array:
         # Both factors are masked: 0 times the NaN of an uninitialized row is NaN.
         mine, theirs = (jnp.where(block.inside[:, None], _window(array, block), 0) for array in (rows, others))
         return sums.at[block.group].add(jnp.matmul(mine.T, theirs, preferred_element_type=sums.dtype))
@@ -94,7 +92,7 @@ def block_rows(num_rows: int, num_groups: int) -> int:
 
 
 def each_block(
-    step: Callable[[Block, Carry], Carry], carry: Carry, num_rows: int, group_sizes: Int[Array, "S"]
+    step: Callable[[RowBlock, Carry], Carry], carry: Carry, num_rows: int, group_sizes: Int[Array, "S"]
 ) -> Carry:
     """Run a step for each block, some of them empty; each row of a group is inside of one block.
 
@@ -121,7 +119,7 @@ def each_block(
         start = jnp.clip(first, 0, num_rows - size)
         row = start + iota(size)
         inside = (row >= first) & (row < jnp.minimum(first + size, ends[group]))
-        return step(Block(group, start, inside), carry), None
+        return step(RowBlock(group, start, inside), carry), None
 
     return jax.lax.scan(one, vary_like(carry, group_sizes), vary_like(iota(num_blocks), group_sizes))[0]
 
@@ -131,5 +129,5 @@ def _product(rows: Array, matrix: Array, transposed: bool) -> Array:
     return product.astype(rows.dtype)
 
 
-def _window(array: Array, block: Block) -> Any:
+def _window(array: Array, block: RowBlock) -> Any:
     return jax.lax.dynamic_slice_in_dim(array, block.start, block.inside.shape[0], 0)

@@ -26,7 +26,7 @@ from jax_moe_lb.kernels.backends import products_are_by_group
 from jax_moe_lb.kernels.experts import Experts, swiglu
 from jax_moe_lb.kernels.grouped_matmul import grouped_matmul, grouped_outer
 from jax_moe_lb.kernels.operands import clear_tail, usual_layout
-from jax_moe_lb.kernels.row_windows import Window, each_window, num_windows
+from jax_moe_lb.kernels.row_windows import RowWindow, each_window, num_windows
 
 
 def bias_rows(bias: Float[Array, "S O"], group_sizes: GroupSizes, num_rows: int) -> Float[Array, "A O"]:
@@ -67,12 +67,12 @@ def _members(group_sizes: GroupSizes, num_rows: int) -> Bool[Array, "A S"]:
     return (row >= (ends - group_sizes)[None]) & (row < ends[None])
 
 
-Parts = tuple[Experts, ...]
+ExpertParts = tuple[Experts, ...]
 """Experts in several parts, whose groups follow one another."""
 
 
 @jax.custom_vjp
-def grouped_ffn(rows: Rows, experts: Experts | Parts, group_sizes: GroupSizes) -> Rows:
+def grouped_ffn(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Rows:
     """Sends each row through the expert of its group.
 
     `moe` calls it for the rows that a rank has received; call it yourself in a transport of your own.
@@ -100,34 +100,34 @@ def _by_platform(at_once: Callable[..., Any], in_windows: Callable[..., Any], ro
 
 
 def _in_windows(rows: Rows, experts: Experts, group_sizes: GroupSizes) -> Rows:
-    def step(window: Window, rows: Rows) -> Rows:
+    def step(window: RowWindow, rows: Rows) -> Rows:
         return window.put(_at_once(window.take(rows), window.of_groups(experts), window.group_sizes), rows)
 
     return each_window(step, rows, rows.shape[0], group_sizes, of_one_group=products_are_by_group())
 
 
-def _at_once(rows: Rows, experts: Experts | Parts, group_sizes: GroupSizes) -> Rows:
+def _at_once(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> Rows:
     experts = jax.tree.map(usual_layout, experts)
     # A row meets no other, so what stands beyond the groups reaches nothing, and nothing is masked.
     hidden = activate(_first(experts), _inner_products(rows, experts, group_sizes))
     return _product(hidden, _kind(experts, "down"), _kind(experts, "down_bias"), group_sizes)
 
 
-def _first(experts: Experts | Parts) -> Experts:
+def _first(experts: Experts | ExpertParts) -> Experts:
     return experts[0] if isinstance(experts, tuple) else experts
 
 
-def _kind(experts: Experts | Parts, name: str) -> Any:
+def _kind(experts: Experts | ExpertParts, name: str) -> Any:
     """One kind of weights; of experts in parts, a tuple of it."""
     return tuple(getattr(part, name) for part in experts) if isinstance(experts, tuple) else getattr(experts, name)
 
 
-def _inner_kinds(experts: Experts | Parts) -> tuple[str, ...]:
+def _inner_kinds(experts: Experts | ExpertParts) -> tuple[str, ...]:
     """The kinds that rows are multiplied with first; those that are added then have `_bias` behind their names."""
     return ("up",) if _first(experts).gate is None else ("up", "gate")
 
 
-def _inner_products(rows: Rows, experts: Experts | Parts, group_sizes: GroupSizes) -> tuple[Array, ...]:
+def _inner_products(rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes) -> tuple[Array, ...]:
     return tuple(
         _product(rows, _kind(experts, name), _kind(experts, f"{name}_bias"), group_sizes)
         for name in _inner_kinds(experts)
@@ -146,21 +146,21 @@ def _in_one(bias: Any) -> Array | None:
 
 
 def _save(
-    rows: Rows, experts: Experts | Parts, group_sizes: GroupSizes
-) -> tuple[Rows, tuple[Rows, Experts | Parts, GroupSizes]]:
+    rows: Rows, experts: Experts | ExpertParts, group_sizes: GroupSizes
+) -> tuple[Rows, tuple[Rows, Experts | ExpertParts, GroupSizes]]:
     return grouped_ffn(rows, experts, group_sizes), (rows, experts, group_sizes)
 
 
 def grouped_ffn_gradients(
     rows: Rows,
     weights: Float[Array, "A 1"],
-    experts: Experts | Parts,
+    experts: Experts | ExpertParts,
     group_sizes: GroupSizes,
     upstream: Rows,
     sums_dtype: DType,
-    sums: Experts | Parts | None = None,
-    again: Callable[[Array], Experts | Parts] | None = None,
-) -> tuple[Rows, Float[Array, "A 1"], Experts | Parts]:
+    sums: Experts | ExpertParts | None = None,
+    again: Callable[[Array], Experts | ExpertParts] | None = None,
+) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
     """Computes the gradients of `weights * grouped_ffn(rows, experts, group_sizes)`.
 
     Use it in a backward pass that is written by hand, as that of the rounds is.
@@ -207,7 +207,7 @@ def _gradients_in_windows(
     # Rounded when all windows are summed.
     sums = jax.tree.map(lambda leaf: leaf.astype(wide), sums)
 
-    def step(window: Window, carry: Any) -> Any:
+    def step(window: RowWindow, carry: Any) -> Any:
         rows, weights, sums = carry
         of_rows, of_weights, of_experts = _gradients_at_once(
             window.take(rows),
@@ -229,14 +229,14 @@ def _gradients_in_windows(
 def _gradients_at_once(
     rows: Rows,
     weights: Float[Array, "A 1"],
-    experts: Experts | Parts,
+    experts: Experts | ExpertParts,
     group_sizes: GroupSizes,
     upstream: Rows,
-    sums: Experts | Parts | None,
+    sums: Experts | ExpertParts | None,
     *,
     sums_dtype: DType,
-    again: Callable[[Array], Experts | Parts] | None = None,
-) -> tuple[Rows, Float[Array, "A 1"], Experts | Parts]:
+    again: Callable[[Array], Experts | ExpertParts] | None = None,
+) -> tuple[Rows, Float[Array, "A 1"], Experts | ExpertParts]:
     experts = jax.tree.map(usual_layout, experts)
     # Gradients of weights sum over rows, and there what stands beyond the groups would count.
     rows, upstream = clear_tail(rows, group_sizes), clear_tail(upstream, group_sizes)
@@ -284,7 +284,7 @@ def _gradients_at_once(
     return sum(back[1:], start=back[0]), of_weights, _with_kinds(experts, of_kinds)
 
 
-def _with_kinds(experts: Experts | Parts, kinds: dict[str, Any]) -> Experts | Parts:
+def _with_kinds(experts: Experts | ExpertParts, kinds: dict[str, Any]) -> Experts | ExpertParts:
     if not isinstance(experts, tuple):
         return replace(experts, **kinds)
     return tuple(replace(part, **{name: kind[i] for name, kind in kinds.items()}) for i, part in enumerate(experts))
@@ -312,7 +312,9 @@ def _in_order(upstreams: Any, of_kinds: dict[str, Any], rows_bytes: int) -> tupl
     return jax.lax.platform_dependent(upstreams, of_kinds, cuda=weights_first, default=as_they_are)
 
 
-def _backward(saved: tuple[Rows, Experts | Parts, GroupSizes], upstream: Rows) -> tuple[Rows, Experts | Parts, None]:
+def _backward(
+    saved: tuple[Rows, Experts | ExpertParts, GroupSizes], upstream: Rows
+) -> tuple[Rows, Experts | ExpertParts, None]:
     rows, experts, group_sizes = saved
     ones = vary_like(jnp.ones((rows.shape[0], 1), wide_dtype(rows)), rows)
     of_rows, _, of_experts = grouped_ffn_gradients(rows, ones, experts, group_sizes, upstream, _first(experts).up.dtype)

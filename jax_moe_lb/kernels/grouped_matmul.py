@@ -18,13 +18,13 @@ from jax_moe_lb.kernels.operands import clear_tail
 
 Inputs = Float[Array, "A I"]
 Outputs = Float[Array, "A O"]
-Weights = Float[Array, "S _ _"]
-Parts = tuple[Float[Array, "_ _ _"], ...]
+GroupWeights = Float[Array, "S _ _"]
+WeightParts = tuple[Float[Array, "_ _ _"], ...]
 Sums = Float[Array, "S I O"]
 
 
 def grouped_matmul(
-    rows: Inputs, weights: Weights | Parts, group_sizes: GroupSizes, transposed: bool = False
+    rows: Inputs, weights: GroupWeights | WeightParts, group_sizes: GroupSizes, transposed: bool = False
 ) -> Outputs:
     """Multiply each row with the matrix of its group.
 
@@ -60,11 +60,11 @@ def grouped_matmul(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(transposed: bool, rows: Inputs, weights: Weights | Parts, group_sizes: GroupSizes) -> Outputs:
+def _matmul(transposed: bool, rows: Inputs, weights: GroupWeights | WeightParts, group_sizes: GroupSizes) -> Outputs:
     return _by_platform(matmul_product(rows, weights, transposed), rows, weights, group_sizes)
 
 
-def matmul_product(rows: Inputs, weights: Weights | Parts, transposed: bool) -> Product:
+def matmul_product(rows: Inputs, weights: GroupWeights | WeightParts, transposed: bool) -> Product:
     """Describe the product that `grouped_matmul` computes of these operands."""
     first = jax.tree.leaves(weights)[0]
     widths, dtypes = (rows.shape[1], first.shape[1 if transposed else 2]), (rows.dtype, first.dtype)
@@ -91,7 +91,9 @@ def _save(transposed: bool, *args: Any) -> tuple[Outputs, tuple[Any, ...]]:
     return _matmul(transposed, *args), args
 
 
-def _backward(transposed: bool, saved: tuple[Any, ...], upstream: Outputs) -> tuple[Inputs, Weights | Parts, None]:
+def _backward(
+    transposed: bool, saved: tuple[Any, ...], upstream: Outputs
+) -> tuple[Inputs, GroupWeights | WeightParts, None]:
     rows, weights, group_sizes = saved
     rows, upstream = (clear_tail(array, group_sizes) for array in (rows, upstream))
     # The gradient has the shape of the weights, so the factors swap if these are transposed.
@@ -110,9 +112,9 @@ def grouped_outer(
     others: Outputs,
     group_sizes: GroupSizes,
     dtype: DType | None = None,
-    sums: Sums | Parts | None = None,
+    sums: Sums | WeightParts | None = None,
     parts: tuple[int, ...] | None = None,
-) -> Sums | Parts:
+) -> Sums | WeightParts:
     """Compute `rows.T @ others` of each group, the gradient of the weights of `grouped_matmul`.
 
     It is not differentiable; use it in custom backward passes.

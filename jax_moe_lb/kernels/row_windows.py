@@ -5,17 +5,15 @@ cache. Kernels on accelerators take all rows at once.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jax_moe_lb.core.manual_axes import vary_like
-from jax_moe_lb.core.types import GroupSizes, iota
-from jax_moe_lb.kernels.blocks import Block, each_block
-
-Carry = TypeVar("Carry")
+from jax_moe_lb.core.types import Carry, GroupSizes, iota
+from jax_moe_lb.kernels.blocks import RowBlock, each_block
 
 WINDOW_ROWS = 512
 """Smallest window; a product reads the weights once per window."""
@@ -33,7 +31,7 @@ def num_windows(num_rows: int) -> int:
     return max(1, min(num_rows // WINDOW_ROWS, MAX_WINDOWS))
 
 
-class Window(NamedTuple):
+class RowWindow(NamedTuple):
     """Rows that a step reads and writes.
 
     Args:
@@ -74,7 +72,12 @@ class Window(NamedTuple):
 
 
 def each_window(
-    step: Callable[[Window, Carry], Carry], carry: Carry, num_rows: int, group_sizes: GroupSizes, *, of_one_group: bool
+    step: Callable[[RowWindow, Carry], Carry],
+    carry: Carry,
+    num_rows: int,
+    group_sizes: GroupSizes,
+    *,
+    of_one_group: bool,
 ) -> Carry:
     """Run a step for each window of the rows of all groups; each row is inside of one window.
 
@@ -87,9 +90,9 @@ def each_window(
     """
     if of_one_group:
 
-        def of_block(block: Block, carry: Carry) -> Carry:
+        def of_block(block: RowBlock, carry: Carry) -> Carry:
             sizes = vary_like(jnp.full(1, block.inside.shape[0], jnp.int32), block.group)
-            return step(Window(block.start, block.inside, sizes, block.group), carry)
+            return step(RowWindow(block.start, block.inside, sizes, block.group), carry)
 
         return each_block(of_block, carry, num_rows, group_sizes)
     size = -(-num_rows // num_windows(num_rows))
@@ -103,7 +106,7 @@ def each_window(
         row = start + iota(size)
         upto = jnp.clip(ends - start, 0, size)
         sizes = jnp.diff(upto, prepend=0)
-        return step(Window(start, (row >= first) & (row < used), sizes), carry)
+        return step(RowWindow(start, (row >= first) & (row < used), sizes), carry)
 
     # The loop ends at the last used row; on CPUs a dynamic length costs nothing.
     return jax.lax.fori_loop(0, (used + size - 1) // max(size, 1), one, vary_like(carry, group_sizes))

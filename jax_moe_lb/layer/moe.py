@@ -31,7 +31,7 @@ from jax_moe_lb.routing.routers import (
     tokens_per_expert,
 )
 from jax_moe_lb.transport.dispatch import Routed, Served
-from jax_moe_lb.transport.exchange import Weights
+from jax_moe_lb.transport.exchange import RoutingWeights
 
 TOKEN_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float64)
 """What tokens may be; the custom calls and the kernels of accelerators have no form for others."""
@@ -267,7 +267,7 @@ def count(
 
 @jax.named_scope("at_homes")
 def permute_to_homes(
-    counted: RoutingCounts, weights: Weights, homes: Int[Array, "E"] | None, on_fault: OnFault
+    counted: RoutingCounts, weights: RoutingWeights, homes: Int[Array, "E"] | None, on_fault: OnFault
 ) -> tuple[Routed, Bool[Array, ""]]:
     """Renumbers experts and counts by place; the router keeps its own numbers, so ties, groups and losses stay.
 
@@ -333,7 +333,7 @@ def _served(
     )
 
 
-def _facts(x: Tokens, weights: Weights, experts: Experts) -> LayerCost:
+def _facts(x: Tokens, weights: RoutingWeights, experts: Experts) -> LayerCost:
     # All of it is static: shapes and dtypes.
     expert_bytes = experts.nbytes // experts.up.shape[0]
     return LayerCost(
@@ -363,8 +363,8 @@ def _outputs(
 
 
 def on_tensor_shards(
-    x: Tokens, weights: Weights, experts: Experts, topology: Topology
-) -> tuple[Tokens, Weights, Experts]:
+    x: Tokens, weights: RoutingWeights, experts: Experts, topology: Topology
+) -> tuple[Tokens, RoutingWeights, Experts]:
     """Returns what a tensor shard serves by: the transpose sums gradients of tokens and weights over the shards.
 
     Args:

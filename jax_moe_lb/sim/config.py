@@ -273,7 +273,7 @@ class RoutingSection(_Section):
     drift: Drift = RECORDED
 
 
-class Config(_Section):
+class SimulationConfig(_Section):
     """A config is a whole file."""
 
     version: int
@@ -292,7 +292,7 @@ def preset_names() -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in found if file.name.endswith(".yaml"))
 
 
-def load_config(argument: str, source: str) -> Config:
+def load_config(argument: str, source: str) -> SimulationConfig:
     """Reads a file, or a preset by its name.
 
     Args:
@@ -307,7 +307,7 @@ def load_config(argument: str, source: str) -> Config:
         if isinstance(data.get(section), str):
             data = data | {section: _of_preset(argument, source, section, data[section])}
     try:
-        config = Config.model_validate(data)
+        config = SimulationConfig.model_validate(data)
         # What the sections make checks more than their types: mistakes shall be found before anything runs.
         parts = (config.cluster, config.model, config.migration, config.step)
         for part in parts:

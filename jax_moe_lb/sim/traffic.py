@@ -26,11 +26,11 @@ from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.layer.systems import System
 from jax_moe_lb.sim.cluster import Cluster
 
-Matrix = Int[np.ndarray, "R R"]
+ExpertMatrix = Int[np.ndarray, "R R"]
 """Numbers of experts from rank (row of the matrix) to rank (column), int64."""
 
 
-def replicas_between(plan: Plan) -> Matrix:
+def replicas_between(plan: Plan) -> ExpertMatrix:
     """Counts the experts whose weights are copied from rank to rank: from home, or from the relay that the plan names.
 
     Args:
@@ -44,7 +44,7 @@ def replicas_between(plan: Plan) -> Matrix:
     return _between(sender, plan)
 
 
-def gradients_between(plan: Plan) -> Matrix:
+def gradients_between(plan: Plan) -> ExpertMatrix:
     """Counts the gradients of replicas that go home, straight, whatever the relays.
 
     Args:
@@ -70,7 +70,7 @@ def _homes(plan: Plan) -> Int[np.ndarray, "R X"]:
     return np.where(replicas >= 0, replicas // plan.num_home, -1)
 
 
-def _between(sender: Int[np.ndarray, "R X"], plan: Plan) -> Matrix:
+def _between(sender: Int[np.ndarray, "R X"], plan: Plan) -> ExpertMatrix:
     there = sender >= 0
     receiver = np.broadcast_to(np.arange(plan.num_ranks)[:, None], sender.shape)
     copies = np.zeros((plan.num_ranks, plan.num_ranks), np.int64)

@@ -18,7 +18,7 @@ from jax_moe_lb.core.types import Counts, State, Tokens
 from jax_moe_lb.core.validation import check_plan, ensure, ensure_legal, fallback_to_plain
 from jax_moe_lb.kernels.experts import Experts
 from jax_moe_lb.transport.cost import TransportCost
-from jax_moe_lb.transport.exchange import Exchange, ReceiptT, Weights
+from jax_moe_lb.transport.exchange import Exchange, ReceiptT, RoutingWeights
 from jax_moe_lb.transport.replicate import Replicate
 from jax_moe_lb.transport.rounds import in_rounds
 
@@ -34,7 +34,7 @@ class Routed(NamedTuple):
 
     experts: Int[Array, "T K"]
     counts: Counts
-    weights: Weights
+    weights: RoutingWeights
 
 
 class Served(NamedTuple):

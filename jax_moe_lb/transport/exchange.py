@@ -268,7 +268,7 @@ def by_slot(coming: Int[Array, "R S"], num_rows: int) -> Int[Array, "A"]:
     return concatenated(starts(coming.reshape(-1)).reshape(coming.shape).T, coming.T, num_rows)
 
 
-Weights = Float[Array, "T K"]
+RoutingWeights = Float[Array, "T K"]
 """The router's weight of each token's choices, in float32 at least."""
 
 CopyWeights = Float[Array, "C 1"]
@@ -306,7 +306,7 @@ def sum_of_copies(copies: Copies, receipt: Receipt, per_token: int) -> Tokens:
     return jnp.asarray(total).astype(copies.dtype)
 
 
-def combine(copies: Copies, weights: Weights, receipt: Receipt) -> Tokens:
+def combine(copies: Copies, weights: RoutingWeights, receipt: Receipt) -> Tokens:
     """Computes the weighted sum of each token's expert outputs: the last step of a layer.
 
     It takes one gather per choice, added as it comes: XLA:CPU then never writes the `[T, K, H]` products, nor the
@@ -328,7 +328,7 @@ def combine(copies: Copies, weights: Weights, receipt: Receipt) -> Tokens:
     return total.astype(copies.dtype)
 
 
-def weights_in_order(weights: Weights, receipt: Receipt) -> CopyWeights:
+def weights_in_order(weights: RoutingWeights, receipt: Receipt) -> CopyWeights:
     """Returns the weight of each copy in the sending order.
 
     Args:
@@ -338,7 +338,7 @@ def weights_in_order(weights: Weights, receipt: Receipt) -> CopyWeights:
     return weights.reshape(-1, 1)[receipt.order]
 
 
-def weights_by_token(values: CopyWeights, receipt: Receipt, per_token: int) -> Weights:
+def weights_by_token(values: CopyWeights, receipt: Receipt, per_token: int) -> RoutingWeights:
     """Returns what each copy has by token and choice, 0 for one that goes nowhere: the transpose of `weights_in_order`.
 
     Args:

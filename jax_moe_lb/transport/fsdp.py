@@ -6,17 +6,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
+from jax_moe_lb.core.types import Axes, Carry
 from jax_moe_lb.kernels.experts import LOGICAL_AXES, Experts
 from jax_moe_lb.transport.expert_domains import GatherExpertDomain, Packed
-
-Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -87,14 +86,12 @@ class FsdpExperts:
         return tuple(axes[name] for name in LOGICAL_AXES[path[0].name])
 
 
-Carry = TypeVar("Carry")
-
-Block = Callable[[Carry, Any, Experts], tuple[Carry, Any]]
+LayerFunction = Callable[[Carry, Any, Experts], tuple[Carry, Any]]
 """A layer: `(x, layer, held) -> (x, out)`, where `held` are the expert domain's experts, for `moe`."""
 
 
 def scan_prefetched(
-    block: Block,
+    block: LayerFunction,
     x: Carry,
     layers: Any,
     experts: Experts,
@@ -170,7 +167,7 @@ def scan_prefetched(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _forgetful(
-    block: Block,
+    block: LayerFunction,
     migrate: GatherExpertDomain | FsdpExperts,
     x: Carry,
     layer: Any,
@@ -183,11 +180,15 @@ def _forgetful(
     return block(x, layer, held)
 
 
-def _keep_home(block: Block, migrate: GatherExpertDomain | FsdpExperts, *args: Any) -> tuple[tuple[Carry, Any], tuple]:
+def _keep_home(
+    block: LayerFunction, migrate: GatherExpertDomain | FsdpExperts, *args: Any
+) -> tuple[tuple[Carry, Any], tuple]:
     return _forgetful(block, migrate, *args), args[:4]
 
 
-def _through_home(block: Block, migrate: GatherExpertDomain | FsdpExperts, saved: tuple, upstream: tuple) -> tuple:
+def _through_home(
+    block: LayerFunction, migrate: GatherExpertDomain | FsdpExperts, saved: tuple, upstream: tuple
+) -> tuple:
     x, layer, home, sent = saved
     # Or XLA sees that the forward pass gathered the same, and keeps that.
     home, sent, upstream = jax.lax.optimization_barrier((home, sent, upstream))

@@ -26,7 +26,7 @@ from jax_moe_lb.collectives.ragged_all_to_all import concatenated, ragged_all_to
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import iota, pytree
 
-Pairs = Int[Array, "G G"]
+GroupMatrix = Int[Array, "G G"]
 """One number for each sender and receiver of a group of `G` ranks."""
 
 
@@ -44,9 +44,9 @@ class Hop:
     """
 
     axes: tuple[str, ...]
-    size: Pairs
-    first: Pairs
-    lands: Pairs
+    size: GroupMatrix
+    first: GroupMatrix
+    lands: GroupMatrix
 
     def there(self, rows: Shaped[Array, "P H"], into: Shaped[Array, "Q H"], site: str) -> Shaped[Array, "Q H"]:
         """Moves rows from their senders to their receivers.
@@ -95,7 +95,7 @@ class Hop:
         )
 
 
-Window = tuple[Int[Array, ""], Int[Array, ""]]
+StreamWindow = tuple[Int[Array, ""], Int[Array, ""]]
 """The part of every rank's stream that one step serves: its first place, and the first place beyond it."""
 
 
@@ -112,7 +112,7 @@ class RowRanges:
     start: Int[Array, "*N"]
     size: Int[Array, "*N"]
 
-    def within(self, window: Window) -> tuple[Array, Array]:
+    def within(self, window: StreamWindow) -> tuple[Array, Array]:
         """Returns how many rows of each stretch stand before the window, and how many stand in it."""
         first, last = window
         skipped = jnp.clip(first - self.start, 0, self.size)
@@ -255,7 +255,7 @@ def rail_rows_of(rows: Int[Array, "R R M"], me: Int[Array, ""]) -> RailRows:
     return RailRows(of_node(0), of_node(1), jax.tree.map(lambda table: table[:, :, me % members], all_rows))
 
 
-def max_buffered_rows(rail_rows: RailRows, window: Window, topology: Topology) -> Int[Array, ""]:
+def max_buffered_rows(rail_rows: RailRows, window: StreamWindow, topology: Topology) -> Int[Array, ""]:
     """Returns the most rows that this rank holds at once in a window, be it as a first or as a second rail rank.
 
     Use it to choose windows so small that every rail rank's buffer holds its rows.
@@ -270,7 +270,7 @@ def max_buffered_rows(rail_rows: RailRows, window: Window, topology: Topology) -
 
 
 def find_route(
-    rail_rows: RailRows, window: Window, num_copies: int, num_passing: int, num_rows: int, topology: Topology
+    rail_rows: RailRows, window: StreamWindow, num_copies: int, num_passing: int, num_rows: int, topology: Topology
 ) -> RailRoute:
     """Works out where all rows of a window stand on their way.
 

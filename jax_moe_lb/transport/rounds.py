@@ -12,10 +12,10 @@ from jax_moe_lb.collectives.ragged_all_to_all import as_rows, as_words, empty_bu
 from jax_moe_lb.core.manual_axes import first_order
 from jax_moe_lb.core.plan import Plan
 from jax_moe_lb.core.topology import Topology
-from jax_moe_lb.core.types import DType, GroupSizes, Rows, Tokens, wide_dtype
+from jax_moe_lb.core.types import Carry, DType, GroupSizes, Rows, Tokens, wide_dtype
 from jax_moe_lb.kernels.backends import has_hopper_kernels
 from jax_moe_lb.kernels.experts import Experts
-from jax_moe_lb.kernels.grouped_ffn import Parts, grouped_ffn, grouped_ffn_gradients
+from jax_moe_lb.kernels.grouped_ffn import ExpertParts, grouped_ffn, grouped_ffn_gradients
 from jax_moe_lb.transport.compression import packed, unpacked
 from jax_moe_lb.transport.exchange import (
     Copies,
@@ -23,7 +23,7 @@ from jax_moe_lb.transport.exchange import (
     Exchange,
     Kernels,
     Receipt,
-    Weights,
+    RoutingWeights,
     combine,
     sum_of_copies,
     to_sending_order,
@@ -32,13 +32,11 @@ from jax_moe_lb.transport.exchange import (
 )
 from jax_moe_lb.transport.replicate import Replicate, joined
 
-Carry = TypeVar("Carry")
+SumsT = TypeVar("SumsT")
 
-Sums = TypeVar("Sums")
+Residuals = tuple[Tokens, RoutingWeights, Experts, Plan, Receipt]
 
-Residuals = tuple[Tokens, Weights, Experts, Plan, Receipt]
-
-Travelling = Float[Array, "C W"]
+TravellingRows = Float[Array, "C W"]
 """Copies as they travel, which are narrower than tokens where there is a `QuantizedTransfer`."""
 
 OfCopies = tuple[Copies, CopyWeights]
@@ -62,7 +60,7 @@ class Batch(NamedTuple):
     """
 
     tokens: Tokens
-    weights: Weights
+    weights: RoutingWeights
     upstream: Tokens
 
 
@@ -89,7 +87,7 @@ class Slots(NamedTuple):
             return cls(experts, None, stay_apart)
         return cls(experts, replicate.join(replicate.start(experts, plan, topology), ()), stay_apart)
 
-    def weights(self, group_sizes: Array) -> Experts | Parts:
+    def weights(self, group_sizes: Array) -> Experts | ExpertParts:
         """Returns the weights of all slots, for a product of rows of these groups."""
         if self.stay_apart:
             return (self.home,) if self.replicas is None else (self.home, self.replicas)
@@ -99,7 +97,7 @@ class Slots(NamedTuple):
         # round all kinds would have to be kept.
         return joined(*optimization_barrier(group_sizes, (self.home, self.replicas)))
 
-    def again(self, after: Array) -> Experts | Parts:
+    def again(self, after: Array) -> Experts | ExpertParts:
         """Returns the same for a product that comes after this array was computed."""
         home, replicas = optimization_barrier(after, (self.home, self.replicas))
         return Slots(home, replicas, self.stay_apart).weights(after)
@@ -117,7 +115,7 @@ def takes_parts(exchange: Exchange) -> bool:
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def in_rounds(
     tokens: Tokens,
-    weights: Weights,
+    weights: RoutingWeights,
     experts: Experts,
     plan: Plan,
     receipt: Receipt,
@@ -152,7 +150,7 @@ def in_rounds(
 
     # Where microbatches are mapped over, one follows the other: each takes as many rounds as its own plan needs.
     @jax.custom_batching.sequential_vmap
-    def serve(tokens: Tokens, weights: Weights, experts: Experts, plan: Plan, receipt: Receipt) -> Tokens:
+    def serve(tokens: Tokens, weights: RoutingWeights, experts: Experts, plan: Plan, receipt: Receipt) -> Tokens:
         slots = Slots.of(experts, plan, replicate, exchange, topology)
 
         @jax.named_scope("experts")
@@ -172,10 +170,10 @@ def serve_rounds(
     per_token: int,
     receipt: Receipt,
     ffn: Callable[[Rows, GroupSizes], Rows],
-    out: Travelling,
+    out: TravellingRows,
     exchange: Exchange,
     topology: Topology,
-) -> Travelling:
+) -> TravellingRows:
     """Writes the outputs of all copies that a receipt addresses into `out`, round by round.
 
     Args:
@@ -192,7 +190,7 @@ def serve_rounds(
     # Encoded once, before there are several copies of a token.
     travelling = packed(transfer, tokens)
 
-    def one_round(i: Array, carry: tuple[Travelling, None]) -> tuple[Travelling, None]:
+    def one_round(i: Array, carry: tuple[TravellingRows, None]) -> tuple[TravellingRows, None]:
         # Gathered again in every round: kept, they would be there beside the rows all the time.
         now = optimization_barrier(i, travelling)
         with jax.named_scope("dispatch"):
@@ -252,7 +250,7 @@ def gradient_rounds(
     return overflow_rounds(receipt, exchange, one_round, one_round(jnp.int32(0), (of_copies, None)))
 
 
-def no_gradients(tokens: Tokens, weights: Weights) -> OfCopies:
+def no_gradients(tokens: Tokens, weights: RoutingWeights) -> OfCopies:
     """Makes room for the gradients of all copies and of their weights, which holds anything."""
     return empty_buffer_after(tokens, weights.size), empty_buffer(weights.reshape(-1, 1), weights.size)
 
@@ -270,9 +268,9 @@ def optimization_barrier(other: Array, tree: Carry) -> Carry:
 def overflow_rounds(
     receipt: Receipt,
     exchange: Exchange,
-    one_round: Callable[[Array, tuple[Carry, Sums]], tuple[Carry, Sums]],
-    carry: tuple[Carry, Sums],
-) -> tuple[Carry, Sums]:
+    one_round: Callable[[Array, tuple[Carry, SumsT]], tuple[Carry, SumsT]],
+    carry: tuple[Carry, SumsT],
+) -> tuple[Carry, SumsT]:
     """Runs the rounds after the first, which is usually the only one.
 
     The first stands outside of the loop: its results need no room that was cleared before, a compiler can run other
@@ -286,7 +284,7 @@ def overflow_rounds(
         carry: what the first round has made: rows, `[C, W]` each, that exchanges write into, and sums of anything.
     """
 
-    def in_words(i: Array, carry: tuple[Carry, Sums]) -> tuple[Carry, Sums]:
+    def in_words(i: Array, carry: tuple[Carry, SumsT]) -> tuple[Carry, SumsT]:
         words, sums = carry
         rows, sums = one_round(i, (jax.tree.map(as_rows, words), sums))
         return jax.tree.map(as_words, rows), sums
@@ -304,7 +302,7 @@ def overflow_rounds(
 
 def _save(
     tokens: Tokens,
-    weights: Weights,
+    weights: RoutingWeights,
     experts: Experts,
     plan: Plan,
     receipt: Receipt,
@@ -318,9 +316,9 @@ def _save(
 
 def _backward(
     replicate: Replicate, exchange: Exchange, topology: Topology, saved: Residuals, upstream: Tokens
-) -> tuple[Tokens, Weights, Experts, None, None]:
+) -> tuple[Tokens, RoutingWeights, Experts, None, None]:
     @jax.custom_batching.sequential_vmap
-    def pull_back(saved: Residuals, upstream: Tokens) -> tuple[Tokens, Weights, Experts]:
+    def pull_back(saved: Residuals, upstream: Tokens) -> tuple[Tokens, RoutingWeights, Experts]:
         return _gradients(replicate, exchange, topology, saved, upstream)
 
     return *first_order(pull_back)(saved, upstream), None, None
@@ -329,7 +327,7 @@ def _backward(
 @jax.named_scope("backward")
 def _gradients(
     replicate: Replicate, exchange: Exchange, topology: Topology, saved: Residuals, upstream: Tokens
-) -> tuple[Tokens, Weights, Experts]:
+) -> tuple[Tokens, RoutingWeights, Experts]:
     """Computes the gradients of the tokens, their weights and the home experts, in the same rounds again."""
     tokens, weights, experts, plan, receipt = saved
     # Without the barrier XLA sees that the forward pass made the same replicas and sent the same rows, and keeps those
@@ -363,7 +361,7 @@ def _gradients(
         return of_tokens, weights_by_token(of_weights, receipt, per_token), of_experts
 
 
-def _apart(of_slots: Experts | Parts, num_home: int) -> tuple[Experts, Experts | None]:
+def _apart(of_slots: Experts | ExpertParts, num_home: int) -> tuple[Experts, Experts | None]:
     """The gradients of home experts, which others may follow, and those of replicas."""
     if isinstance(of_slots, tuple):
         return of_slots[0], of_slots[1] if len(of_slots) > 1 else None
@@ -391,15 +389,15 @@ def fuse_gate_up(experts: Experts, rows: Rows, *, are_joined: bool) -> bool:
 def gradients_of_round(
     rows: Rows,
     row_weights: RowWeights,
-    experts: Experts | Parts,
-    again: Callable[[Array], Experts | Parts],
+    experts: Experts | ExpertParts,
+    again: Callable[[Array], Experts | ExpertParts],
     group_sizes: GroupSizes,
     upstream: Rows,
     sums_dtype: DType,
-    sums: Experts | Parts | None = None,
+    sums: Experts | ExpertParts | None = None,
     *,
     fused: bool,
-) -> tuple[Rows, RowWeights, Experts | Parts]:
+) -> tuple[Rows, RowWeights, Experts | ExpertParts]:
     """Computes `grouped_ffn_gradients` with the gate in `up`, or as experts are.
 
     On GPUs the last products take weights that are made again. A program for TPUs moves more with that.
@@ -419,10 +417,10 @@ def gradients_of_round(
         What `grouped_ffn_gradients` does; `in_form_of` brings gradients of experts into the form of `experts`.
     """
 
-    def in_form(experts: Experts | Parts) -> Experts | Parts:
+    def in_form(experts: Experts | ExpertParts) -> Experts | ExpertParts:
         return jax.tree.map(Experts.fused, experts, is_leaf=_are_experts) if fused else experts
 
-    def of_last_products(after: Array) -> Experts | Parts:
+    def of_last_products(after: Array) -> Experts | ExpertParts:
         return in_form(again(after))
 
     at, last = in_form(experts), of_last_products if _platform() == "gpu" else None

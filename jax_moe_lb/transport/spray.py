@@ -37,7 +37,7 @@ from jax_moe_lb.transport.exchange import (
 from jax_moe_lb.transport.rail_hops import (
     RailRoute,
     RailRows,
-    Window,
+    StreamWindow,
     by_own_rail,
     by_rail_rank,
     find_route,
@@ -46,11 +46,11 @@ from jax_moe_lb.transport.rail_hops import (
     rail_rows_of,
 )
 
-Matrix = Int[np.ndarray, "R R"]
+RowMatrix = Int[np.ndarray, "R R"]
 """Numbers of rows from rank (row of the matrix) to rank (column)."""
 
 
-def rows_of_hops(rows: Matrix, plan: Plan, ranks_per_node: int) -> tuple[Matrix, Matrix, Matrix]:
+def rows_of_hops(rows: RowMatrix, plan: Plan, ranks_per_node: int) -> tuple[RowMatrix, RowMatrix, RowMatrix]:
     """Counts the rows of the three hops by which `MultiRailDispatch` brings rows to the ranks that serve them.
 
     `MultiRailDispatch.hops` is this. Where the sender is the rail rank itself, a row stands on the diagonal: it crosses
@@ -81,7 +81,7 @@ def rows_of_hops(rows: Matrix, plan: Plan, ranks_per_node: int) -> tuple[Matrix,
     return near + to_rail.reshape(rows.shape), rail.reshape(rows.shape), last.reshape(rows.shape)
 
 
-def _by_rail_rank(rows: Matrix, plan: Plan, members: int, offset: int, far: Bool[np.ndarray, "R R"]) -> Matrix:
+def _by_rail_rank(rows: RowMatrix, plan: Plan, members: int, offset: int, far: Bool[np.ndarray, "R R"]) -> RowMatrix:
     """Counts the rows between nodes that pass by the rail ranks of one offset, as `rail_hops.by_rail_rank`, traced."""
     receiver = np.arange(len(rows))[None] % members
     if plan.rails is None:
@@ -110,7 +110,7 @@ class SprayReceipt(Receipt):
     step: Int[Array, ""]
     steps: Int[Array, ""]
 
-    def window(self, i: Int[Array, ""], k: Int[Array, ""], capacity: int) -> Window:
+    def window(self, i: Int[Array, ""], k: Int[Array, ""], capacity: int) -> StreamWindow:
         """Returns the part of every stream that travels in step `k` of round `i`, of `capacity` rows each."""
         return _window(i, k, self.step, capacity)
 
@@ -240,7 +240,7 @@ def _rows_by_rail_rank(
     return jnp.where(follows_plan, by_rail_rank(plan.rails, topology), own), follows_plan
 
 
-def _window(i: Int[Array, ""], k: Int[Array, ""], step: Int[Array, ""], capacity: int) -> Window:
+def _window(i: Int[Array, ""], k: Int[Array, ""], step: Int[Array, ""], capacity: int) -> StreamWindow:
     first = i * capacity + k * step
     return first, jnp.minimum(first + step, (i + 1) * capacity)
 

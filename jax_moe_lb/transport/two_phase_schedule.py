@@ -32,13 +32,13 @@ from jax_moe_lb.core.stats import OnFault
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.core.types import Rows, Tokens
 from jax_moe_lb.kernels.experts import Experts
-from jax_moe_lb.kernels.grouped_ffn import Parts, grouped_ffn
+from jax_moe_lb.kernels.grouped_ffn import ExpertParts, grouped_ffn
 from jax_moe_lb.planners.base import NativePlanner
 from jax_moe_lb.transport.direct import Direct, DirectReceipt
 from jax_moe_lb.transport.dispatch import Routed, served_plan
 from jax_moe_lb.transport.exchange import (
     Copies,
-    Weights,
+    RoutingWeights,
     combine,
     sum_of_copies,
     to_sending_order,
@@ -108,7 +108,7 @@ class PhaseConfig(NamedTuple):
         planner = balancer.native_planner(plan.domain) if alone else None
         return cls(direct, replicate, planner, route, topology, on_fault)
 
-    def operand(self, experts: Experts) -> Experts | Parts:
+    def operand(self, experts: Experts) -> Experts | ExpertParts:
         """Returns experts in the form that products take them in.
 
         Args:
@@ -283,13 +283,13 @@ def _join(pending: Any, after: Any, ways: PhaseConfig) -> Experts | None:
     return None if pending is None else ways.replicate.join(pending, after)
 
 
-Travelling = Any
+PendingRows = Any
 """Rows on their way, for `_arrived`: a tuple of arrays that are there, or what `join` takes."""
 
 
 def _start_onward(
     parts: tuple[Array, ...], phases: Phases, i: Array, room: int, ways: PhaseConfig, before: Any
-) -> tuple[Any, Travelling]:
+) -> tuple[Any, PendingRows]:
     """Brings what came home in round `i` to the ranks that take it; `None`s where there are no slots for replicas."""
     moved = phases.moved
     if moved.home.shape[1] == 0:
@@ -305,7 +305,7 @@ def _start_onward(
 
 def _start_back(
     parts: tuple[Array, ...], into: tuple[Array, ...], phases: Phases, i: Array, ways: PhaseConfig, before: Any = ()
-) -> tuple[Any, Travelling]:
+) -> tuple[Any, PendingRows]:
     """Brings what became of moved rows back to where they were in round `i`: the transpose of `_start_onward`."""
     window = _window(i, into[0])
     if ways.route is not None:
@@ -316,7 +316,7 @@ def _start_back(
         return before, tuple(move_back(p, phases.moved, window, out, axes) for p, out in zip(parts, into, strict=True))
 
 
-def _arrived(rows: Travelling, after: Any) -> tuple[Any, ...]:
+def _arrived(rows: PendingRows, after: Any) -> tuple[Any, ...]:
     return join(rows, after) if isinstance(rows, Pending) else rows
 
 
@@ -337,7 +337,7 @@ def _taken(phases: Phases, i: Array, rows: Rows, ways: PhaseConfig) -> Int[Array
 
 
 # ---- backward ----------------------------------------------------------------------
-PhaseResiduals = tuple[Tokens, Weights, Experts, Plan, Phases]
+PhaseResiduals = tuple[Tokens, RoutingWeights, Experts, Plan, Phases]
 
 
 def _save(
@@ -351,7 +351,7 @@ def _backward(
     ways: PhaseConfig, room: int, saved: PhaseResiduals, gradients: tuple[Tokens, Any]
 ) -> tuple[Tokens, Experts, Routed, None, None]:
     @jax.custom_batching.sequential_vmap
-    def pull_back(saved: PhaseResiduals, upstream: Tokens) -> tuple[Tokens, Weights, Experts]:
+    def pull_back(saved: PhaseResiduals, upstream: Tokens) -> tuple[Tokens, RoutingWeights, Experts]:
         return _gradients(ways, room, saved, upstream)
 
     of_tokens, of_weights, of_experts = first_order(pull_back)(saved, gradients[0])
@@ -415,7 +415,7 @@ class _Backward(NamedTuple):
         dtype = dtype_of_sums(self.experts, self.ways.direct)
         operand = self.ways.operand(experts)
 
-        def again(after: Array) -> Experts | Parts:
+        def again(after: Array) -> Experts | ExpertParts:
             return optimization_barrier(after, operand)
 
         of_rows, of_weights, of_experts = gradients_of_round(
@@ -427,7 +427,7 @@ class _Backward(NamedTuple):
 @jax.named_scope("backward")
 def _gradients(
     ways: PhaseConfig, room: int, saved: PhaseResiduals, upstream: Tokens
-) -> tuple[Tokens, Weights, Experts]:
+) -> tuple[Tokens, RoutingWeights, Experts]:
     """Computes the gradients of tokens, their weights and the home experts, in the same rounds again."""
     tokens, weights, experts, plan, phases = saved
     again = ways.replicate.again()

@@ -18,7 +18,7 @@ from models.architectures.parameter_map import ParameterSlice
 from models.architectures.registry import configured, pieces_of
 from models.decoder.model import Decoder
 from models.mesh import state_shardings
-from models.pretrained.quantized import Weights
+from models.pretrained.quantized import CheckpointWeights
 from models.pretrained.safetensors import TensorFolder
 
 COMPARED_LINES = 4096
@@ -61,7 +61,7 @@ def from_pretrained(
     options: dict[str, Any] = {"compute_dtype": compute_dtype, "param_dtype": param_dtype}
     config = configured(fields, scan_layers=scan_layers, predict_further=predict_further, **options)
     with TensorFolder(folder) as tensors:
-        weights, pieces = Weights(tensors, fields), pieces_of(config)
+        weights, pieces = CheckpointWeights(tensors, fields), pieces_of(config)
         _check(weights, pieces, _passed_over(fields, config.num_further))
         parts = _grouped(piece for piece in pieces if not piece.is_copy)
 
@@ -99,7 +99,7 @@ def _passed_over(fields: Fields, num_further: int) -> tuple[str, ...]:
     return (*layers, "lm_head.weight") if fields.raw.get("tie_word_embeddings") else layers
 
 
-def _check(weights: Weights, pieces: list[ParameterSlice], passed_over: tuple[str, ...]) -> None:
+def _check(weights: CheckpointWeights, pieces: list[ParameterSlice], passed_over: tuple[str, ...]) -> None:
     """Refuses a checkpoint whose tensors are not those of the model, before any is read."""
     names = {name for name in weights.shapes if not name.startswith(passed_over)}
     shapes = {piece.name: piece.shape for piece in pieces if not piece.is_copy or piece.name in names}
@@ -115,7 +115,7 @@ def _check(weights: Weights, pieces: list[ParameterSlice], passed_over: tuple[st
         _check_copy(weights, copy, next(piece.name for piece in pieces if piece.path == copy.path))
 
 
-def _check_copy(weights: Weights, copy: ParameterSlice, name: str) -> None:
+def _check_copy(weights: CheckpointWeights, copy: ParameterSlice, name: str) -> None:
     """Refuses a copy that is another tensor: the model has one parameter for both."""
     for start in range(0, copy.shape[0], COMPARED_LINES):
         lines = (slice(start, min(start + COMPARED_LINES, copy.shape[0])),)
@@ -123,7 +123,7 @@ def _check_copy(weights: Weights, copy: ParameterSlice, name: str) -> None:
             raise ValueError(f"{weights.tensors.folder}: {copy.name} is not {name}; expected a copy, as it is shared")
 
 
-def _placed(weights: Weights, pieces: list[ParameterSlice], shape: Any, sharding: Sharding) -> Array:
+def _placed(weights: CheckpointWeights, pieces: list[ParameterSlice], shape: Any, sharding: Sharding) -> Array:
     """Reads a parameter and puts on each device what it has of it."""
     where = {device: index or () for device, index in sharding.addressable_devices_indices_map(shape.shape).items()}
     if pieces[0].expert is None:
@@ -159,7 +159,7 @@ def _with_line(buffer: Array, line: Array, at: int) -> Array:
     return jax.lax.dynamic_update_index_in_dim(buffer, line, at, 0)
 
 
-def _read(weights: Weights, piece: ParameterSlice, dtype: Any) -> np.ndarray:
+def _read(weights: CheckpointWeights, piece: ParameterSlice, dtype: Any) -> np.ndarray:
     value = weights.read(piece.name, piece.index)
     value = np.swapaxes(value, -1, -2) if piece.transposed else value
     return np.ascontiguousarray(value.astype(dtype, copy=False))

@@ -1,4 +1,4 @@
-"""`Weights` shows a checkpoint as if all of it were floats, also where it holds weights in 8 or 4 bits and scales.
+"""Checkpoint weights as floats, also those that are stored in 8 or 4 bits with scales.
 
 Two formats are read, in which models are published: DeepSeek's `fp8` (a scale for each block of 128 x 128 weights) and
 GPT-OSS's `mxfp4` (OCP Microscaling: a power of two for each 32 weights of 4 bits).
@@ -163,7 +163,7 @@ def format_of(fields: Fields) -> Format | None:
     return Fp8((sizes[0], sizes[1]))
 
 
-class Weights:
+class CheckpointWeights:
     """The weights of a checkpoint, as floats, whatever it holds them in.
 
     Args:

@@ -67,7 +67,7 @@ def system_errors() -> Iterator[None]:
 ITEMS = ("state", "homes", "mesh")
 """Items of arrays. The last two begin anew where they are not there or do not fit."""
 
-Arrays = dict[str, Any]
+ArraysByName = dict[str, Any]
 
 
 class CheckpointMetadata(NamedTuple):
@@ -286,14 +286,14 @@ def without_homes(shapes: nnx.State, state: nnx.State, init: Callable[[], nnx.St
     return jax.tree.unflatten(jax.tree.structure(shapes), [named[name] for name, _ in _named(shapes)])
 
 
-def _only(names: list[str], state: nnx.State) -> Arrays:
+def _only(names: list[str], state: nnx.State) -> ArraysByName:
     named = dict(_named(state))
     return {name: named[name] for name in names}
 
 
-def parts(state: nnx.State) -> dict[str, Arrays]:
+def parts(state: nnx.State) -> dict[str, ArraysByName]:
     """Splits a state into the items of a checkpoint, each with its leaves by name."""
-    found: dict[str, Arrays] = {item: {} for item in ITEMS}
+    found: dict[str, ArraysByName] = {item: {} for item in ITEMS}
     for (name, leaf), item in zip(_named(state), _items(state), strict=True):
         found[item][name] = leaf
     return found

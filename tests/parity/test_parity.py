@@ -19,7 +19,7 @@ from models.config import ParallelConfig
 from models.mesh import make_mesh
 from models.pretrained.generation import generate
 from models.pretrained.loading import from_pretrained
-from models.pretrained.quantized import Weights
+from models.pretrained.quantized import CheckpointWeights
 from models.pretrained.safetensors import TensorFolder
 from models.pretrained.saving import named_tensors, save_pretrained
 from models.upcycle import upcycle
@@ -99,7 +99,7 @@ def test_mxfp4_is_read_as_transformers_does(tmp_path):
     save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
     expected = convert_moe_packed_tensors(torch.asarray(blocks), torch.asarray(scales), dtype=torch.float32).numpy()
     with TensorFolder(tmp_path) as tensors:
-        weights = Weights(tensors, Fields('{"quantization_config": {"quant_method": "mxfp4"}}'))
+        weights = CheckpointWeights(tensors, Fields('{"quantization_config": {"quant_method": "mxfp4"}}'))
         np.testing.assert_array_equal(weights.read("w"), expected)
         gate = (1, slice(None), slice(0, None, 2))
         np.testing.assert_array_equal(weights.read("w", gate), expected[gate])

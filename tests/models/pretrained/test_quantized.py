@@ -13,7 +13,7 @@ from models.architectures.registry import configured, pieces_of
 from models.config import ParallelConfig
 from models.mesh import make_mesh
 from models.pretrained.loading import from_pretrained
-from models.pretrained.quantized import Weights
+from models.pretrained.quantized import CheckpointWeights
 from models.pretrained.safetensors import TensorFolder
 from models.pretrained.saving import save_pretrained
 from models.tiny_checkpoint import write_tiny
@@ -83,7 +83,7 @@ def test_every_part_that_a_model_reads_is_exact(folders):
     bits, floats = folders
     pieces = pieces_of(configured(read_fields(bits)))
     with TensorFolder(bits) as quantized, TensorFolder(floats) as plain:
-        weights, expected = (Weights(tensors, read_fields(tensors.folder)) for tensors in (quantized, plain))
+        weights, expected = (CheckpointWeights(tensors, read_fields(tensors.folder)) for tensors in (quantized, plain))
         assert weights.shapes == expected.shapes
         assert len(weights.quantized) > 3
         for piece in pieces:
@@ -156,5 +156,5 @@ def test_other_formats_are_refused(tmp_path, settings, expected):
     name = "lm_head.weight"
     write(tmp_path / "bad", {name: np.zeros((2, 3), ml_dtypes.float8_e4m3fn)}, {}, settings)
     with pytest.raises(ValueError) as caught, TensorFolder(tmp_path / "bad") as tensors:
-        Weights(tensors, read_fields(tmp_path / "bad")).check(name, (2, 3))
+        CheckpointWeights(tensors, read_fields(tmp_path / "bad")).check(name, (2, 3))
     assert expected in str(caught.value)
