@@ -30,7 +30,7 @@ CHEAP = {"install", "rails", "simulator"}
 """Pages whose programs compile little."""
 
 
-EVERYDAY = {"tutorial", "functional"}
+EVERYDAY = {"functional"}
 """The other pages whose programs compile layers are thorough cases."""
 
 

@@ -48,7 +48,7 @@ RANK = textwrap.dedent(
     from jax_moe_lb.collectives.permutes import gather_tiles
     from jax_moe_lb.collectives.permutes import agreed
     from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
-    from tests.ops.layer_of_groups import domains_step, layer_step
+    from tests.kernels.layer_of_groups import domains_step, layer_step
 
     def place(mesh, spec, array):
         return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: array[index])

@@ -90,7 +90,7 @@ def message_of(layer, *args):
         *(pytest.param(spoil, None, Direct(), marks=pytest.mark.thorough) for spoil in BROKEN),
         (loses_a_token, PeerCopy(), TwoPhase()),
         pytest.param(relays_from_nowhere, PeerCopy(), Direct(), marks=pytest.mark.thorough),
-        (sprays_rows_that_are_not_there, None, MultiRailDispatch()),
+        pytest.param(sprays_rows_that_are_not_there, None, MultiRailDispatch(), marks=pytest.mark.thorough),
     ],
 )
 def test_an_illegal_plan_gives_way_to_plain_expert_parallelism(spoil, replicate, dispatch):
@@ -189,7 +189,7 @@ def test_layers_behind_one_that_was_not_served_do_not_hide_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "system", [pytest.param(greedy(2), marks=pytest.mark.thorough), feplb(2)], ids=["greedy", "feplb"]
+    "system", [greedy(2), pytest.param(feplb(2), marks=pytest.mark.thorough)], ids=["greedy", "feplb"]
 )
 def test_enough_rounds_need_no_loop(system):
     mesh, topology = flat()

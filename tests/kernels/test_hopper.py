@@ -172,7 +172,7 @@ def test_each_row_is_of_one_tile(rows_and_ends):
 @pytest.mark.parametrize(
     ("fused", "biased"),
     [
-        (False, True),
+        pytest.param(False, True, marks=pytest.mark.thorough),
         (True, False),
         pytest.param(False, False, marks=pytest.mark.thorough),
         pytest.param(True, True, marks=pytest.mark.thorough),

@@ -90,6 +90,7 @@ def test_weights_may_be_mapped_over_too(system):
     assert_close(got, stacked([run(x, mask, *member, target) for member in members]), 1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_with_remat_inside_and_a_gradient_outside():
     mesh = make_mesh((8,), ("expert",))

@@ -12,6 +12,7 @@ from tests.network.sandboxed import run
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.thorough
 @pytest.mark.netns
 def test_a_layer_across_datacenters_equals_that_of_one_process_and_moves_what_was_predicted():
     ranks = run("layer", timeout_s=120)

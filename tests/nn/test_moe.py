@@ -339,6 +339,7 @@ def test_a_training_step_needs_no_masks():
     assert float(jnp.abs(layer.bias[...]).max()) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_scan_over_stacked_layers_with_remat():
     mesh = make_mesh((8,), ("expert",))

@@ -207,11 +207,8 @@ def test_without_a_planning_module_the_host_cannot_be_called(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "balancer",
-    [Exact(max_fan_out=2), pytest.param(Exact(call_host=True), marks=pytest.mark.thorough)],
-    ids=str,
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("balancer", [Exact(max_fan_out=2), Exact(call_host=True)], ids=str)
 def test_a_layer_equals_the_dense_one(no_custom_calls, balancer):
     case, mesh = Case(), make_mesh((4,), ("expert",))
     topology, router = Topology.from_mesh(mesh), TopK(2)

@@ -70,7 +70,7 @@ def test_values_and_gradients_equal_the_dense_layer_in_jax(router, x64):
     @jax.jit
     def dense(x, weights):
         experts = Experts(weights.up, weights.down, weights.gate)
-        y = dense_moe(x, weights.kernel, experts, make_router(setting.rules), mask, bias)
+        y = dense_moe(x, weights.kernel, experts, make_router(setting.rules, has_bias=True), mask, bias)
         return (y * jnp.asarray(target)).sum(), y
 
     (value, y), gradients = jax.value_and_grad(dense, argnums=(0, 1), has_aux=True)(x, weights)

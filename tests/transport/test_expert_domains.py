@@ -173,6 +173,7 @@ def test_the_plan_of_hybridep_serves_what_the_gathered_layer_serves():
     np.testing.assert_array_equal(stats.load_after.reshape(4, 2), between_stats.load_after.T)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_three_levels_at_once_equal_dense():
     """Experts travel across datacenters, loads are exact inside them, tokens between their nodes take both rails."""

@@ -77,6 +77,7 @@ def test_weights_of_products_are_stacked_narrow():
     assert "f32[3,4]" in program
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_loop_of_experts_equals_its_blocks():
     mesh = make_mesh(PARALLEL)

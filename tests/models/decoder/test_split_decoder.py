@@ -75,6 +75,7 @@ def test_values_and_gradients_are_those_of_the_decoder(tokens):
     assert not want
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_steps_learn_and_every_device_keeps_an_eighth(tokens):
     _, mesh, programs = programs_of("gpt_oss")

@@ -20,9 +20,10 @@ def of_one_process(all_devices):
 
 
 # Each program is compiled by each process.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("num_processes", "systems"),
-    [(2, ["hybridep"]), pytest.param(4, ["exact"], marks=pytest.mark.thorough)],
+    [(2, ["hybridep"]), (4, ["exact"])],
     ids=["2x4", "4x2"],
 )
 def test_losses_are_those_of_one_process(of_one_process, num_processes, systems):

@@ -287,6 +287,7 @@ def test_what_generate_refuses_is_one_line(mixtral, options, expected):
     assert result.output.count("\n") == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_tuning_from_the_command_line(tmp_path, all_devices):
     write_tiny("glm4_moe", tmp_path / "tiny")

@@ -37,6 +37,7 @@ def by_expert(folder):
     return loads
 
 
+@pytest.mark.thorough
 def test_losses_do_not_change_and_a_resumed_run_finds_its_homes(trained_run, tmp_path):
     moving = RunFolder(tmp_path / "moving")
     run(MOVING, moving.path)

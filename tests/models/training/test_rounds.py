@@ -46,10 +46,11 @@ def trained(config):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(limited("plain", HEADROOM), marks=pytest.mark.thorough),
+        limited("plain", HEADROOM),
         # What a balancer remembers, biases and loads are as they were, too.
         limited(
             "eplb",
