@@ -1,40 +1,14 @@
-"""The executor `moe` and the systems that configure it."""
+"""The executor `moe`, its parameters and state; `jax_moe_lb.systems` has the systems that configure it."""
 
+from jax_moe_lb.layer import systems
 from jax_moe_lb.layer.moe import CHECKPOINT_NAMES, MoEParams, MoEState, moe
-from jax_moe_lb.layer.systems import (
-    System,
-    eplb,
-    eplb_plus,
-    exact,
-    fastermoe,
-    feplb,
-    greedy,
-    hybridep,
-    lplb,
-    plain,
-    rails,
-    two_tier,
-    ultraep,
-)
 
 __all__ = [
     "CHECKPOINT_NAMES",
-    "eplb",
-    "eplb_plus",
-    "exact",
-    "fastermoe",
-    "feplb",
-    "greedy",
-    "hybridep",
-    "lplb",
     "moe",
     "MoEParams",
     "MoEState",
-    "plain",
-    "rails",
-    "System",
-    "two_tier",
-    "ultraep",
+    "systems",
 ]
 
 

@@ -217,7 +217,7 @@ def replay(
 
     Examples:
         >>> import numpy as np
-        >>> from jax_moe_lb.layer import eplb
+        >>> from jax_moe_lb.layer.systems import eplb
         >>> from jax_moe_lb.sim import Cluster, Links, ModelShape, skewed_counts
         >>> model = ModelShape(layers=1, hidden=64, inner=128, experts=16, per_token=2, tokens=256)
         >>> trace = np.stack([skewed_counts(model, 8, 2.0, 1, 0)] * 4)
@@ -241,7 +241,7 @@ def keeps_history(system: System, model: ModelShape, cluster: Cluster) -> bool:
 
     Examples:
         >>> from jax_moe_lb import exact
-        >>> from jax_moe_lb.layer import eplb
+        >>> from jax_moe_lb.layer.systems import eplb
         >>> from jax_moe_lb.sim import Cluster, Links, ModelShape
         >>> model = ModelShape(layers=1, hidden=64, inner=128, experts=16, per_token=2, tokens=256)
         >>> [keeps_history(one, model, Cluster((Links("gpu", 8, 450e9),))) for one in (eplb(), exact())]

@@ -5,7 +5,7 @@ import pytest
 
 from jax_moe_lb import greedy, plain
 from jax_moe_lb.aot import LayerSizes, Target, compile_layer
-from jax_moe_lb.layer import lplb
+from jax_moe_lb.layer.systems import lplb
 
 SIZES = LayerSizes(hidden=64, inner=32, experts=16, tokens=32, per_token=2)
 HERE = Target("cpu:1x8", "cpu", "cpu", (1, 1, 8))

@@ -14,8 +14,8 @@ from jax_moe_lb import Buffers, ExpertConfig, MoE, TopK, Topology, feplb, plain
 from jax_moe_lb.balancers import LayerCost
 from jax_moe_lb.core import plain_plan
 from jax_moe_lb.core.validation import ensure
-from jax_moe_lb.layer import CHECKPOINT_NAMES, eplb, systems
-from jax_moe_lb.layer.systems import system_names
+from jax_moe_lb.layer import CHECKPOINT_NAMES, systems
+from jax_moe_lb.layer.systems import eplb, system_names
 from jax_moe_lb.transport import Codec, ExpertDomains, GatherExpertDomain, hybrid_mesh
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 from tests.oracle import dense_moe

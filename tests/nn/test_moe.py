@@ -29,7 +29,8 @@ from jax_moe_lb import (
 )
 from jax_moe_lb.kernels import ClampedSwiGLU, relu_squared
 from jax_moe_lb.kernels.grouped_ffn import dense_ffn
-from jax_moe_lb.layer import CHECKPOINT_NAMES, eplb
+from jax_moe_lb.layer import CHECKPOINT_NAMES
+from jax_moe_lb.layer.systems import eplb
 from jax_moe_lb.nn import logical_axis_rules
 from jax_moe_lb.nn.moe import BalancerState, RouterBias
 from tests.layer_cases import assert_close, make_mesh
