@@ -43,7 +43,7 @@ def main() -> int:
     for (model, name), most_bytes in PUBLISHED.items():
         target = Target.parse(name)
         with quiet_stderr():
-            report = PublishedRun.on(model, target, {}, {}).compile(target)
+            report = PublishedRun.on(model, target, {}).compile(target)
         bad += _is_broken(f"{name} {model}", report, most_bytes, MOST_FLOPS_OVER_IDEAL)
     return int(bad > 0)
 
