@@ -201,8 +201,8 @@ def pytest_sessionfinish(session):
     if UNEXCUSED and os.environ.get("CI"):
         print(f"\nskipped without a marker of {sorted(ABSENT)}: {UNEXCUSED}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    # CPU seconds on shared machines vary, by up to half.
-    over = [nodeid for seconds, nodeid, thorough in OVER_BUDGET if seconds > 2 * BUDGET_S and not thorough]
+    # CPU seconds of one test vary between machines and runs, by up to a factor of two.
+    over = [nodeid for seconds, nodeid, thorough in OVER_BUDGET if seconds > 3 * BUDGET_S and not thorough]
     if over and os.environ.get("CI"):
-        print(f"\nabove {2 * BUDGET_S:g} CPU seconds without the marker thorough: {over}")
+        print(f"\nabove {3 * BUDGET_S:g} CPU seconds without the marker thorough: {over}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
