@@ -42,7 +42,7 @@ for module in "$package"/*.so; do
   fi
 done
 # Also where the CUDA module finds neither a GPU nor a driver.
-JAX_PLATFORMS=cpu "$python" -c 'from jax_moe_lb import _custom_calls; _custom_calls.register()'
+JAX_PLATFORMS=cpu "$python" -c 'from jax_moe_lb.core import custom_calls; custom_calls.register()'
 JAX_PLATFORMS=cpu "$work/venv/bin/jax-moe-lb" doctor
 # Its presets are in the wheel.
 JAX_PLATFORMS=cpu "$work/venv/bin/jax-moe-lb" simulate h100_node --json >/dev/null
