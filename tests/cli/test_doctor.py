@@ -25,7 +25,7 @@ from jax_moe_lb.cli.doctor import (
 from jax_moe_lb.collectives.peer_copy import Route, copy_expert_weights, join
 from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
-from jax_moe_lb.core import custom_calls as _custom_calls
+from jax_moe_lb.core import custom_calls
 from jax_moe_lb.kernels import backends as grouped_kernels
 from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
 from jax_moe_lb.planners.eplb import eplb_plus
@@ -176,8 +176,8 @@ def test_implementation_is_the_one_compiled(monkeypatch, backend, op, built):
     lowered = lower(function, arguments, backend)
     for native in ("ragged_all_to_all", "ragged_dot"):
         assert (native in lowered) == (f"lax.{native}" == said)
-    assert said in {f"custom call {target}" for target in custom_calls(lowered)} or not custom_calls(lowered)
-    assert said.startswith("custom call") == bool(custom_calls(lowered))
+    assert said in {f"custom call {target}" for target in called(lowered)} or not called(lowered)
+    assert said.startswith("custom call") == bool(called(lowered))
 
 
 def lower(function, arguments, backend):
@@ -185,11 +185,11 @@ def lower(function, arguments, backend):
 
 
 def remove_custom_calls(monkeypatch):
-    for absent in _custom_calls.MODULES:
-        monkeypatch.setitem(_custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
+    for absent in custom_calls.MODULES:
+        monkeypatch.setitem(custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
 
 
-def custom_calls(lowered):
+def called(lowered):
     return set(re.findall(r"moe_lb_\w+", lowered))
 
 
@@ -208,8 +208,8 @@ def test_custom_calls_that_the_driver_cannot_run_are_not_used(monkeypatch):
     module.registrations = _ffi.registrations
     module.why_unusable = lambda: "the driver here is for CUDA 12.4"
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(_custom_calls.MODULES, "cuda", module.__name__)
-    assert not _custom_calls.is_built("cuda")
+    monkeypatch.setitem(custom_calls.MODULES, "cuda", module.__name__)
+    assert not custom_calls.is_built("cuda")
     assert build_states()[module.__name__].endswith("not used: the driver here is for CUDA 12.4")
     greedy = {op.op: op for op in implementations("gpu")}["greedy"]
     assert not greedy.implementation.startswith("custom call")
@@ -222,8 +222,8 @@ def test_what_the_driver_lacks_is_named(monkeypatch):
     module.why_unusable = module.why_not_between_processes = lambda: None
     module.why_not_batched = lambda: "the driver here has no cuMemcpyBatchAsync"
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(_custom_calls.MODULES, "cuda", module.__name__)
-    assert _custom_calls.is_built("cuda")
+    monkeypatch.setitem(custom_calls.MODULES, "cuda", module.__name__)
+    assert custom_calls.is_built("cuda")
     assert build_states()[module.__name__].endswith("; the driver here has no cuMemcpyBatchAsync")
 
 
@@ -237,7 +237,7 @@ def test_a_build_against_newer_headers_is_named(monkeypatch):
 def test_a_module_that_cannot_be_loaded_is_named(monkeypatch, tmp_path):
     (tmp_path / "broken_ffi.py").write_text("raise ImportError('no libstdc++')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(_custom_calls.MODULES, "cpu", "broken_ffi")
+    monkeypatch.setitem(custom_calls.MODULES, "cpu", "broken_ffi")
     assert build_states()["broken_ffi"] == "cannot be loaded: no libstdc++"
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jax_moe_lb.collectives import local_processes as _neighbours
+from jax_moe_lb.collectives import local_processes
 from jax_moe_lb.collectives.local_processes import are_together, can_copy, introduce, no_peer_access_reason
 from jax_moe_lb.collectives.peer_copy import Route, native_platforms
 from jax_moe_lb.core.topology import Topology, _own_processes
@@ -85,7 +85,7 @@ def test_all_processes_decide_alike(hosts, unshared, cannot_connect, reason):
 
 
 def test_a_process_that_says_nothing_is_named(monkeypatch):
-    monkeypatch.setattr(_neighbours, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(local_processes, "PATIENCE_S", 0.1)
     store = Said()
     introduce(0, store, Sockets(0), "a", None)
     assert json.loads(store.values["jax_moe_lb/neighbours/0"]) == {"host": "a", "address": "socket 0", "problem": None}

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_moe_lb.collectives.peer_copy import Route, copy_expert_weights, join
 from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
-from jax_moe_lb.core import custom_calls as _custom_calls
+from jax_moe_lb.core import custom_calls
 from jax_moe_lb.planners.base import edit
 from jax_moe_lb.planners.feplb import feplb_planner
 from jax_moe_lb.planners.greedy import greedy_planner
@@ -95,8 +95,8 @@ def test_plan_and_slots_are_those_of_the_separate_calls(planner, dtype):
 @pytest.mark.slow
 def test_without_custom_calls(monkeypatch):
     want = over_ranks(separately)(*arguments())
-    for absent in _custom_calls.MODULES:
-        monkeypatch.setitem(_custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
+    for absent in custom_calls.MODULES:
+        monkeypatch.setitem(custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
     run = over_ranks(together)
     assert "moe_lb" not in run.lower(*arguments()).as_text()
     assert_equal(run(*arguments()), want)
@@ -320,7 +320,7 @@ def test_what_does_not_fit_is_refused_when_traced(placement, quota, planner, mes
 def test_lowering_for_cuda(planner):
     run = over_ranks(lambda *args: together(*args, planner=planner))
     text = run.trace(*arguments()).lower(lowering_platforms=("cuda",)).as_text()
-    if not _custom_calls.is_built("cuda"):
+    if not custom_calls.is_built("cuda"):
         assert "moe_lb_" not in text
         return
     (posted,) = [line for line in text.splitlines() if "@moe_lb_copy_post" in line]

@@ -10,8 +10,7 @@ import pytest
 from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Plan, System, TopK, Topology, _planning
 from jax_moe_lb.balancers import Exact
-from jax_moe_lb.core import check_plan
-from jax_moe_lb.core import custom_calls as _custom_calls
+from jax_moe_lb.core import check_plan, custom_calls
 from jax_moe_lb.planners.base import plan_on_host
 from jax_moe_lb.planners.exact import exact
 from jax_moe_lb.planners.exact_packing import fill
@@ -165,8 +164,8 @@ def test_domains_are_planned_each_for_itself():
 
 @pytest.fixture
 def no_custom_calls(monkeypatch):
-    for absent in _custom_calls.MODULES:
-        monkeypatch.setitem(_custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
+    for absent in custom_calls.MODULES:
+        monkeypatch.setitem(custom_calls.MODULES, absent, f"jax_moe_lb._absent_{absent}")
 
 
 def without_custom_calls():
@@ -199,7 +198,7 @@ def test_the_host_makes_the_plan_of_the_cpp_planner(no_custom_calls):
 
 
 def test_without_a_planning_module_the_host_cannot_be_called(monkeypatch):
-    monkeypatch.setattr(_custom_calls, "PLANNING_MODULE", "jax_moe_lb._absent_planning")
+    monkeypatch.setattr(custom_calls, "PLANNING_MODULE", "jax_moe_lb._absent_planning")
     with pytest.raises(RuntimeError, match=r"call_host is set, but jax_moe_lb\._planning was not built"):
         exact(np.ones((2, 4), np.int32), 3, 2, call_host=True)
     # NumPy's arrays are then planned by a program.

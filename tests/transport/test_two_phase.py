@@ -14,8 +14,7 @@ from benchmarks.workloads import WORKLOADS
 from jax_moe_lb import Buffers, Chain, Experts, MoEParams, System, TopK, Topology, moe
 from jax_moe_lb.balancers import FEPLB, Greedy, RailS
 from jax_moe_lb.collectives.peer_copy_rows import moved_rows, served_quota
-from jax_moe_lb.core import check_plan, plain_plan
-from jax_moe_lb.core import custom_calls as _custom_calls
+from jax_moe_lb.core import check_plan, custom_calls, plain_plan
 from jax_moe_lb.core.plan import load, rows_between
 from jax_moe_lb.core.validation import ensure_legal
 from jax_moe_lb.transport import PeerCopy, TwoPhase
@@ -150,7 +149,7 @@ def test_the_same_where_it_is_lowered_for_a_gpu():
     """Without callbacks to the host, which can only be lowered for a backend that is there."""
     traced = with_gradients(sharded_moe(MESH, TOPOLOGY, SYSTEM, on_fault="record")).trace(*arguments(WORKLOADS[0]))
     text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
-    if not _custom_calls.is_built("cuda"):
+    if not custom_calls.is_built("cuda"):
         assert "moe_lb_" not in text
         return
     graph = of_lowered(text, "@moe_lb_copy_post")
