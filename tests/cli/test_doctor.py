@@ -293,6 +293,9 @@ def test_grouped_products_of_gpus(missing, compute_capability, in_one_array, in_
     if compute_capability is not None:
         device = SimpleNamespace(platform="gpu", compute_capability=compute_capability)
         monkeypatch.setattr(grouped_kernels, "get_default_device", lambda: device)
+    # An older JAX has no Pallas for the kernels of this library, so tokamax multiplies.
+    if HOPPER in in_parts and jax.__version_info__ < grouped_kernels.FIRST_WITH_HOPPER_KERNELS:
+        in_parts = (TOKAMAX,) * 3
     for weights, want in (("in one array", in_one_array), ("in parts (own kernels)", in_parts)):
         rows = [row for row in grouped_products() if (row["platform"], row["weights"]) == ("cuda", weights)]
         assert tuple(row["product"] for row in rows) == grouped_kernels.KINDS

@@ -153,7 +153,7 @@ def test_compiled_groups_on_8_devices(capsys):
 def test_compiled_groups_on_16_and_32_devices():
     code = (
         "from jax_moe_lb import use_virtual_cpu_devices; use_virtual_cpu_devices(32)\n"
-        "from tests.test_hybrid import compile_all; compile_all([16, 32])"
+        "from tests.transport.test_expert_domains import compile_all; compile_all([16, 32])"
     )
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=600)
