@@ -13,7 +13,7 @@ train: $(VENV)/.installed
 	$(BIN)/python -m models.train $(ARGS)
 # A file at a time, so that what its tests share is made once, and in order: the slowest files are not the last.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
-# The inner loop: two minutes.
+# The inner loop: about two minutes.
 check: lint
 	$(PYTEST) -m 'not slow and not thorough and not gpu' $(ARGS)
 # One case of each kind of fault; `test-all` has the others.

@@ -32,7 +32,7 @@ class Fault:
     Args:
         code: int32, `NO_FAULT` (0) or which check failed.
         counts: `[R, E]` int32, the counts that the plan was made for.
-        routed: `[R, 4]` int32, what each rank's router got wrong; see `legality.check_routed`.
+        routed: `[R, 4]` int32, what each rank's router got wrong; see `validation.check_routed`.
         homes: `[E]` int32, the places of experts, or `None` where they never move.
         plan: the plan as the balancer made it. What was served is in `Stats`.
         dynamic: `[E]` booleans, which experts the plan may take from home; `None`: all.

@@ -216,7 +216,7 @@ class RoutingCounts(NamedTuple):
         experts: `[T, K]` int32, the expert of each copy of this rank; tokens whose routing is wrong get `NO_EXPERT`.
         counts: `[R, E]` int32, the copies that each rank routes to each expert; equal on all ranks.
         asked: `[R, E]` int32, the same before any were dropped.
-        wrong: `[R, 4]` int32, what `legality.check_routed` reads; equal on all ranks.
+        wrong: `[R, 4]` int32, what `validation.check_routed` reads; equal on all ranks.
         ok: whether nothing is wrong; always, under checks that stop the program.
     """
 
