@@ -4,14 +4,17 @@ The axes follow from the groups of devices that an instruction lists.
 """
 
 import itertools
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from jax_moe_lb.aot.execution_counts import CONTROL_FLOW, CostOf, OperationCost, executed, total
 from jax_moe_lb.aot.hlo import Computation, Instruction, Module
+from jax_moe_lb.collectives.exchange_paths import ExchangePath, PathChoice
+from jax_moe_lb.collectives.one_shot_lists import blocks_per_peer
 
 LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 NUMBERED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -97,13 +100,36 @@ KINDS = (
     "reduce-scatter",
 )
 
+RAGGED = "ragged-all-to-all"
+
 REAL_WORK_BYTES = 10**6
 """An operation that moves less is no work that could hide a collective."""
 
 
 @dataclass(frozen=True)
+class ExchangeForm:
+    """Form of the ragged exchanges of a program.
+
+    Args:
+        updates_per_peer: entries of the lists for each peer.
+        blocks_per_peer: thread blocks that share them in XLA's one-shot kernel; `None` on other paths.
+        path: implementation, as predicted by `exchange_path`.
+        reason: condition of the choice of `path`.
+    """
+
+    updates_per_peer: int
+    blocks_per_peer: int | None
+    path: str
+    reason: str
+
+
+PathOf = Callable[[tuple[str, ...]], PathChoice]
+"""Path of an exchange over some mesh axes."""
+
+
+@dataclass(frozen=True)
 class ProgramCollective:
-    """These are the collectives of one kind over the same axes.
+    """Collectives of one kind and form over the same axes.
 
     Args:
         kind: as XLA names it, such as `all-gather`.
@@ -113,6 +139,7 @@ class ProgramCollective:
             is the whole buffer, of which the rows that there are travel.
         asynchronous: how many of them run beside other work.
         over: the work that runs beside them: the largest operations by name, of a loop its own.
+        exchange: form of a ragged exchange; `None` for other kinds and for groups of ranks that fit no axes.
     """
 
     kind: str
@@ -121,27 +148,54 @@ class ProgramCollective:
     nbytes: int
     asynchronous: int
     over: tuple[str, ...]
+    exchange: ExchangeForm | None = None
 
 
-def collectives(module: Module, axes: Mapping[str, int], moved: CostOf) -> list[ProgramCollective]:
+def collectives(
+    module: Module, axes: Mapping[str, int], moved: CostOf, path_of: PathOf | None = None
+) -> list[ProgramCollective]:
     """Lists the collectives of a program, the largest first.
 
     Args:
         module: the scheduled program.
         axes: names and sizes of the mesh.
         moved: the HBM bytes of an instruction, by which work is told from bookkeeping.
+        path_of: path of an exchange over some axes; `None` leaves out the form of exchanges.
     """
-    found: dict[tuple[str, tuple[str, ...] | None], list[tuple[OperationCost, list[str]]]] = {}
+    found: dict[Key, list[tuple[OperationCost, list[str]]]] = {}
     for cost in executed(module, lambda computation, one: _nbytes(module, computation, one)):
         beside = _beside(module, cost.computation, cost.instruction, moved)
-        for _, inner in _exchanges(module, cost.computation, cost.instruction):
-            found.setdefault((_kind(inner), axes_of(inner, axes)), []).append((cost, beside))
+        for computation, inner in _exchanges(module, cost.computation, cost.instruction):
+            over = axes_of(inner, axes)
+            form = _form(computation, inner, over, axes, path_of) if path_of else None
+            found.setdefault((_kind(inner), over, form), []).append((cost, beside))
     merged = [_merged(*key, members) for key, members in found.items()]
     return sorted(merged, key=lambda one: one.nbytes, reverse=True)
 
 
+Key = tuple[str, tuple[str, ...] | None, ExchangeForm | None]
+
+
+def _form(
+    computation: Computation,
+    instruction: Instruction,
+    over: tuple[str, ...] | None,
+    axes: Mapping[str, int],
+    path_of: PathOf,
+) -> ExchangeForm | None:
+    if _kind(instruction) != RAGGED or not over:
+        return None
+    operands, ranks, choice = computation.operands(instruction), math.prod(axes[name] for name in over), path_of(over)
+    rows, updates = operands[0].shapes[0].dimensions[0], operands[2].shapes[0].dimensions[0] // ranks
+    blocks = blocks_per_peer(updates, rows) if choice.path is ExchangePath.ONE_SHOT else None
+    return ExchangeForm(updates, blocks, choice.path.value, choice.reason)
+
+
 def _merged(
-    kind: str, axes: tuple[str, ...] | None, members: list[tuple[OperationCost, list[str]]]
+    kind: str,
+    axes: tuple[str, ...] | None,
+    exchange: ExchangeForm | None,
+    members: list[tuple[OperationCost, list[str]]],
 ) -> ProgramCollective:
     return ProgramCollective(
         kind=kind,
@@ -150,6 +204,7 @@ def _merged(
         nbytes=total([cost for cost, _ in members]),
         asynchronous=sum(cost.times for cost, beside in members if beside),
         over=tuple(dict.fromkeys(name for _, beside in members for name in beside)),
+        exchange=exchange,
     )
 
 
@@ -176,7 +231,7 @@ def _nbytes(module: Module, computation: Computation, instruction: Instruction) 
 
 def _own_nbytes(computation: Computation, instruction: Instruction) -> int:
     given = computation.operands(instruction)
-    if _kind(instruction) == "ragged-all-to-all":
+    if _kind(instruction) == RAGGED:
         # The others are the buffer that it writes into, offsets and sizes.
         return given[0].nbytes
     # The result of a start holds the operands too, and what the transfer needs.

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from jax_moe_lb.aot.hlo import Module, parse_module
 from jax_moe_lb.aot.memory import MemoryTraffic, peak_buffers, temporary_bytes
 from jax_moe_lb.aot.report import Operation, ProgramReport
 from jax_moe_lb.aot.targets import Target
+from jax_moe_lb.collectives.exchange_paths import PathChoice, exchange_path
+from jax_moe_lb.core.topology import Topology
 
 
 @contextmanager
@@ -104,7 +107,8 @@ def compile_for(
     """
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
-        given = {**compiler_options(mesh), "xla_dump_to": temporary, **(options or {}), "xla_dump_hlo_as_text": True}
+        dumps = {"xla_dump_to": temporary, **(options or {}), "xla_dump_hlo_as_text": True}
+        given = compiler_options(mesh, dumps)
         compiled = _compile(target, _lower(target, program, args), given)
         seconds = time.perf_counter() - start_s
         return read_report(target, compiled, mesh, Path(str(given["xla_dump_to"])), ideal_flops, seconds)
@@ -169,11 +173,15 @@ def read_report(
         ideal_flops=ideal_flops,
         hbm_bytes=total(moved),
         operations=tuple(Operation.of(module, cost) for cost in moved[:MOST_ROWS]),
-        collectives=tuple(collectives(module, dict(mesh.shape), traffic.nbytes)),
+        collectives=tuple(collectives(module, dict(mesh.shape), traffic.nbytes, partial(_path, mesh))),
         custom_calls=_custom_calls(module),
         host_waits=_waits(module, target, folder),
         compile_s=compile_s,
     )
+
+
+def _path(mesh: Mesh, axes: tuple[str, ...]) -> PathChoice:
+    return exchange_path(Topology.from_mesh(mesh, axes))
 
 
 def _waits(module: Module, target: Target, folder: Path) -> int | None:

@@ -1,10 +1,11 @@
 """Options of XLA's compiler that a program with balanced layers should have on GPUs."""
 
+from collections.abc import Mapping
+
 import jax
 from jax.sharding import Mesh
 
-FIRST_WITH_A_KERNEL = (0, 12)
-"""The compiler of jaxlib 0.10 has sends and receives alone, and refuses options that it does not know."""
+from jax_moe_lb.collectives.exchange_paths import FIRST_DEVICE_KERNEL, MAX_ONE_SHOT_RANKS
 
 IN_GRAPHS = (
     "FUSION",
@@ -20,16 +21,32 @@ IN_GRAPHS = (
 """What goes into command buffers. A loop does only if all that is in it may, so the defaults are among them."""
 
 
-def compiler_options(mesh: Mesh) -> dict[str, str | bool]:
-    """Returns options for the `compiler_options` of `jax.jit`; none for other devices than NVIDIA's GPUs.
+COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
+MULTI_HOST_DECOMPOSER = "xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer"
+SYMMETRIC_BUFFERS = "xla_gpu_experimental_enable_nccl_symmetric_buffers"
+DEVICE_KERNEL = "xla_gpu_experimental_ragged_all_to_all_use_device_kernel"
+SEND_RECEIVE = "xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback"
+ONE_SHOT = "xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel"
+ZERO_COPY = "xla_gpu_experimental_ragged_all_to_all_zero_copy"
+LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 
-    Use it for every program on GPUs that has balanced layers. An option holds for this program alone, other than a flag
-    in the environment, and can be overridden in the dictionary. `docs/how-to/gpu.md` shows what each of them changes in
-    the compiled program.
+
+def compiler_options(mesh: Mesh, others: Mapping[str, str | bool] | None = None) -> dict[str, str | bool]:
+    """Return options for `jax.jit(..., compiler_options=...)` of a program with balanced layers on NVIDIA GPUs.
+
+    An option applies to this program alone, unlike a flag in `XLA_FLAGS`. `docs/how-to/gpu.md` lists the effect of each
+    option on the compiled program.
 
     Args:
-        mesh: of the program's devices. Where they are in several NVLink domains, or in several processes, exchanges of
-            rows stay what they are; XLA would make them all-gathers of all token copies otherwise.
+        mesh: mesh of the program's devices. With several NVLink domains or processes, the options keep the ragged
+            exchanges; XLA otherwise replaces them by all-gathers of all token copies.
+        others: options of your own, by their names without dashes. They take precedence.
+
+    Returns:
+        The options; `others` alone for devices other than NVIDIA GPUs.
+
+    Raises:
+        ValueError: `others` combine options that are known to give wrong results or to have no effect.
 
     Examples:
         >>> import jax
@@ -40,19 +57,43 @@ def compiler_options(mesh: Mesh) -> dict[str, str | bool]:
         >>> compiler_options(mesh)  # on CPUs
         {}
     """
-    devices = mesh.devices.flat
+    devices, given = mesh.devices.flat, dict(others or {})
     if devices[0].platform not in ("gpu", "cuda"):
-        return {}
-    options: dict[str, str | bool] = {
-        # CUDA runs what is in a command buffer as a graph: its host does not wait before each round of a loop.
-        "xla_gpu_enable_command_buffer": ",".join(IN_GRAPHS),
-    }
-    if len({(device.process_index, getattr(device, "slice_index", 0)) for device in devices}) > 1:
-        # An exchange that XLA takes apart gathers the copies of all domains on every rank. Whole, it runs as a kernel
-        # on buffers that all can reach where NCCL has these, else as sends and receives, for which the host waits.
-        options["xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer"] = False
-        options["xla_gpu_experimental_enable_nccl_symmetric_buffers"] = True
-        if jax.__version_info__ >= FIRST_WITH_A_KERNEL:
-            options["xla_gpu_experimental_ragged_all_to_all_use_device_kernel"] = True
-            options["xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback"] = True
+        return given
+    # A command buffer runs as a CUDA graph: the host does not wait before each round of a loop.
+    options: dict[str, str | bool] = {COMMAND_BUFFER: ",".join(IN_GRAPHS)}
+    processes = {(device.process_index, getattr(device, "slice_index", 0)) for device in devices}
+    if len(processes) > 1:
+        # The decomposer gathers the copies of all domains on every rank.
+        options |= {MULTI_HOST_DECOMPOSER: False, SYMMETRIC_BUFFERS: True}
+        if jax.__version_info__ >= FIRST_DEVICE_KERNEL:
+            # NCCL's symmetric memory may be absent: then sends and receives, for which the host waits.
+            options |= {DEVICE_KERNEL: True, SEND_RECEIVE: True}
+    elif len(devices) > MAX_ONE_SHOT_RANKS:
+        options |= {ONE_SHOT: False, SEND_RECEIVE: True}
+    options |= given
+    _check(options, len(devices) if len(processes) == 1 else 0)
     return options
+
+
+def _check(options: Mapping[str, str | bool], ranks_in_process: int) -> None:
+    """Refuse combinations of options that are known to be wrong."""
+
+    def is_on(name: str) -> bool:
+        return str(options.get(name, False)).lower() in ("true", "1")
+
+    if is_on(ZERO_COPY) and is_on(LATENCY_HIDING):
+        raise ValueError(
+            f"{ZERO_COPY} and {LATENCY_HIDING} are on; expected one of them: together they give NaN gradients "
+            "(marin-community/marin#8077)"
+        )
+    if is_on(DEVICE_KERNEL) and not is_on(SYMMETRIC_BUFFERS):
+        raise ValueError(
+            f"{DEVICE_KERNEL} is on and {SYMMETRIC_BUFFERS} off; expected both: "
+            "without symmetric input the device kernel is not used"
+        )
+    if is_on(ONE_SHOT) and ranks_in_process > MAX_ONE_SHOT_RANKS:
+        raise ValueError(
+            f"{ONE_SHOT} is on for {ranks_in_process} devices of one process; expected at most {MAX_ONE_SHOT_RANKS} "
+            "(openxla/xla#47283)"
+        )

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from jax_moe_lb.aot.collectives import ProgramCollective
+from jax_moe_lb.aot.collectives import ExchangeForm, ProgramCollective
 from jax_moe_lb.aot.execution_counts import OperationCost
 from jax_moe_lb.aot.hlo import Module
 from jax_moe_lb.aot.memory import Buffer
@@ -181,12 +181,20 @@ def _operations(report: ProgramReport) -> Table:
 
 
 def _collectives(report: ProgramReport) -> Table:
-    table = _table("collectives", ("moved", "runs", "collective", "mesh axes", "asynchronous", "over"))
+    headers = ("moved", "runs", "collective", "mesh axes", "updates", "blocks", "path", "asynchronous", "over")
+    table = _table("collectives; updates and thread blocks per peer", headers)
     for one in report.collectives:
         beside = ", ".join(one.over[:3]) + (" ..." if len(one.over) > 3 else "")
-        row = (str(one.count), one.kind, _axes(one), str(one.asynchronous or "none"), beside)
+        row = (str(one.count), one.kind, _axes(one), *_form(one.exchange), str(one.asynchronous or "none"), beside)
         table.add_row(decimal(one.nbytes), *map(escape, row))
     return table
+
+
+def _form(exchange: ExchangeForm | None) -> tuple[str, str, str]:
+    if exchange is None:
+        return "", "", ""
+    blocks = "" if exchange.blocks_per_peer is None else str(exchange.blocks_per_peer)
+    return str(exchange.updates_per_peer), blocks, f"{exchange.path}: {exchange.reason}"
 
 
 def _axes(one: ProgramCollective) -> str:

@@ -155,8 +155,10 @@ def _alike(sums: Kinds, wide: Kinds, none: Array, *others: Array) -> tuple[Kinds
     return every[: len(sums)], every[len(sums) : -1], every[-1]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def fetch(home: WeightsOfKind, wanted: Wanted, num_home: int, axis_name: Axes) -> WeightsOfKind:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def fetch(
+    home: WeightsOfKind, wanted: Wanted, num_home: int, axis_name: Axes, in_one_process: bool = False
+) -> WeightsOfKind:
     """Returns the replicas that this rank wants, out of the home weights of all ranks.
 
     `Gather` calls it for each kind of weights: any home expert may be wanted, so that for one exchange of all kinds all
@@ -168,29 +170,43 @@ def fetch(home: WeightsOfKind, wanted: Wanted, num_home: int, axis_name: Axes) -
         wanted: `[R, P]` int32, the same on all ranks: the expert of each slot, -1 for an empty one.
         num_home: `L`.
         axis_name: the mesh axes of the ranks, outermost first.
+        in_one_process: as of `ragged_all_to_all`.
 
     Returns:
         `[P, ...]`; an empty slot is 0, and on GPUs anything: no row is multiplied with it.
     """
     by_ring = partial(ring_fetch, axis_name=axis_name)
-    by_ragged = partial(ragged_fetch, axis_name=axis_name)
+    by_ragged = partial(ragged_fetch, axis_name=axis_name, in_one_process=in_one_process)
     on_cpu = by_ragged if moves_in_process() else by_ring
     return jax.lax.platform_dependent(home, wanted, cpu=on_cpu, default=by_ragged)
 
 
-def _save(home: WeightsOfKind, wanted: Wanted, num_home: int, axis_name: Axes) -> tuple[WeightsOfKind, Wanted]:
-    return fetch(home, wanted, num_home, axis_name), wanted
+def _save(
+    home: WeightsOfKind, wanted: Wanted, num_home: int, axis_name: Axes, in_one_process: bool
+) -> tuple[WeightsOfKind, Wanted]:
+    return fetch(home, wanted, num_home, axis_name, in_one_process), wanted
 
 
-def _backward(num_home: int, axis_name: Axes, wanted: Wanted, upstream: WeightsOfKind) -> tuple[WeightsOfKind, None]:
-    sums = add_at_home(zero_sums((upstream,), num_home), (upstream,), wanted, num_home, wanted.shape[0], axis_name)
+def _backward(
+    num_home: int, axis_name: Axes, in_one_process: bool, wanted: Wanted, upstream: WeightsOfKind
+) -> tuple[WeightsOfKind, None]:
+    zeros, domain = zero_sums((upstream,), num_home), wanted.shape[0]
+    sums = add_at_home(zeros, (upstream,), wanted, num_home, domain, axis_name, in_one_process)
     return rounded(sums, (upstream,))[0], None
 
 
 fetch.defvjp(_save, _backward)
 
 
-def add_at_home(sums: Kinds, upstream: Kinds, wanted: Wanted, num_home: int, domain: int, axis_name: Axes) -> Kinds:
+def add_at_home(
+    sums: Kinds,
+    upstream: Kinds,
+    wanted: Wanted,
+    num_home: int,
+    domain: int,
+    axis_name: Axes,
+    in_one_process: bool = False,
+) -> Kinds:
     """Adds the gradients of all replicas to those of their home experts, in an order that depends on `wanted` alone.
 
     Args:
@@ -202,6 +218,7 @@ def add_at_home(sums: Kinds, upstream: Kinds, wanted: Wanted, num_home: int, dom
         num_home: `L`.
         domain: the number of ranks inside which replicas are; all of them where plans have no domains.
         axis_name: the mesh axes of the ranks, outermost first.
+        in_one_process: as of `ragged_all_to_all`.
 
     Returns:
         `sums`, whose first `L` experts have got what their replicas had: in float32 at least and rounded once.
@@ -214,7 +231,15 @@ def add_at_home(sums: Kinds, upstream: Kinds, wanted: Wanted, num_home: int, dom
         return tuple(add(total, kind) for total, kind in zip(sums, upstream, strict=True))
 
     def by_ragged(wanted: Wanted, sums: Kinds, upstream: Kinds) -> Kinds:
-        return ragged_add(sums, upstream, wanted, num_home=num_home, domain=domain, axis_name=axis_name)
+        return ragged_add(
+            sums,
+            upstream,
+            wanted,
+            num_home=num_home,
+            domain=domain,
+            axis_name=axis_name,
+            in_one_process=in_one_process,
+        )
 
     on_cpu = by_ragged if moves_in_process() else by_ring
     return jax.lax.platform_dependent(wanted, sums, upstream, cpu=on_cpu, default=by_ragged)
@@ -269,7 +294,9 @@ def _ring_distance(wanted: Wanted, num_home: int) -> Wanted:
 
 
 # ---- ragged_all_to_all ------------------------------------------------------
-def ragged_fetch(home: WeightsOfKind, wanted: Wanted, *, axis_name: Axes) -> WeightsOfKind:
+def ragged_fetch(
+    home: WeightsOfKind, wanted: Wanted, *, axis_name: Axes, in_one_process: bool = False
+) -> WeightsOfKind:
     """Computes `fetch` out of one exchange: each replica moves once, as one slice of one expert."""
     num_ranks, num_replicas = wanted.shape
     me, num_home = jax.lax.axis_index(axis_name), home.shape[0]
@@ -285,11 +312,21 @@ def ragged_fetch(home: WeightsOfKind, wanted: Wanted, *, axis_name: Axes) -> Wei
         output_offsets=slot.reshape(-1),
         recv_sizes=_ones(arriving),
         axis_name=axis_name,
+        in_one_process=in_one_process,
         site="replicate",
     )
 
 
-def ragged_add(sums: Kinds, upstream: Kinds, wanted: Wanted, *, num_home: int, domain: int, axis_name: Axes) -> Kinds:
+def ragged_add(
+    sums: Kinds,
+    upstream: Kinds,
+    wanted: Wanted,
+    *,
+    num_home: int,
+    domain: int,
+    axis_name: Axes,
+    in_one_process: bool = False,
+) -> Kinds:
     """Computes `add_at_home` out of exchanges of exact sizes, usually one."""
     num_ranks, num_replicas = wanted.shape
     me, owner = jax.lax.axis_index(axis_name), owner_of(wanted, num_home)
@@ -309,6 +346,7 @@ def ragged_add(sums: Kinds, upstream: Kinds, wanted: Wanted, *, num_home: int, d
             output_offsets=jnp.broadcast_to(jnp.maximum(place[me], 0), wanted.shape).reshape(-1),
             recv_sizes=_ones((owner == me) & comes),
             axis_name=axis_name,
+            in_one_process=in_one_process,
             site="gradients of replicas",
         )
         words = as_words(landed)

@@ -73,6 +73,11 @@ class Route:
         if self.chunk_bytes < 1:
             raise ValueError(f"Route.chunk_bytes is {self.chunk_bytes}; expected at least 1")
 
+    @property
+    def in_one_process(self) -> bool:
+        """Whether all ranks are devices of one process; false if unknown."""
+        return self.domain is None and self.reach is True and not self.processes
+
 
 @pytree
 class Pending:
@@ -197,7 +202,7 @@ def fetch_reference(home: WeightsOfKind, wanted: Wanted, num_home: int, route: R
     if wanted.shape[1] == 0:
         return home[:0]
     if route.axis_name:
-        return fetch(home, wanted, num_home, route.axis_name)
+        return fetch(home, wanted, num_home, route.axis_name, route.in_one_process)
     flat = wanted.reshape(-1)
     filled = (flat >= 0).reshape(-1, *[1] * (home.ndim - 1))
     # An empty slot is 0 and not garbage: its weights take part in products whose results are masked, where NaN would
@@ -208,7 +213,9 @@ def fetch_reference(home: WeightsOfKind, wanted: Wanted, num_home: int, route: R
 def add_reference(sums: Arrays, slots: Arrays, wanted: Wanted, num_home: int, route: Route) -> Arrays:
     """Adds the gradients of replicas at home, of all kinds of weights: the transpose of `fetch_reference`."""
     if route.axis_name:
-        return add_at_home(sums, slots, wanted, num_home, num_participants(route), route.axis_name)
+        return add_at_home(
+            sums, slots, wanted, num_home, num_participants(route), route.axis_name, route.in_one_process
+        )
     flat = wanted.reshape(-1)
     num_experts = wanted.shape[0] * num_home
 

@@ -116,7 +116,9 @@ def served_quota(quota: Quota, moved: MovedRows) -> Quota:
     return jnp.where(at_home, stays, moved.taken)
 
 
-def move(rows: Rows, moved: MovedRows, window: CopyWindow, out: Taken, axis_name: Axes) -> Taken:
+def move(
+    rows: Rows, moved: MovedRows, window: CopyWindow, out: Taken, axis_name: Axes, in_one_process: bool = False
+) -> Taken:
     """Brings rows that are at home to the slots that take them.
 
     It is not differentiable: `move_back` is its transpose.
@@ -127,6 +129,7 @@ def move(rows: Rows, moved: MovedRows, window: CopyWindow, out: Taken, axis_name
         window: the part of the streams that is at home.
         out: `[B, H]`, room for the rows of others that this rank takes.
         axis_name: the mesh axes of the ranks, outermost first.
+        in_one_process: as of `ragged_all_to_all`.
 
     Returns:
         `[B, H]`, sorted by slot; rows beyond those of the last slot stay as they are.
@@ -142,11 +145,14 @@ def move(rows: Rows, moved: MovedRows, window: CopyWindow, out: Taken, axis_name
         recv_sizes=_of(_sources(moved, me), size[me][None]),
         axis_name=axis_name,
         disjoint=True,
+        in_one_process=in_one_process,
         site="moved rows",
     )
 
 
-def move_back(rows: Taken, moved: MovedRows, window: CopyWindow, out: Rows, axis_name: Axes) -> Rows:
+def move_back(
+    rows: Taken, moved: MovedRows, window: CopyWindow, out: Rows, axis_name: Axes, in_one_process: bool = False
+) -> Rows:
     """Writes what became of moved rows over those rows at home: the transpose of `move`.
 
     Args:
@@ -155,6 +161,7 @@ def move_back(rows: Taken, moved: MovedRows, window: CopyWindow, out: Rows, axis
         window: that of `move`.
         out: `[A, H]`; rows that nobody took stay as they are.
         axis_name: that of `move`.
+        in_one_process: that of `move`.
     """
     me = jax.lax.axis_index(axis_name)
     first, size = window.of(moved.first, moved.size)
@@ -168,6 +175,7 @@ def move_back(rows: Taken, moved: MovedRows, window: CopyWindow, out: Rows, axis
         recv_sizes=_of(moved.home == me, size),
         axis_name=axis_name,
         disjoint=True,
+        in_one_process=in_one_process,
         site="outputs of moved rows",
     )
 

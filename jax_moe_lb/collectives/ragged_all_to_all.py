@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Shaped
 
+from jax_moe_lb.collectives.one_shot_lists import for_one_shot_kernel
 from jax_moe_lb.collectives.permutes import (
     Axes,
     from_wire,
@@ -236,6 +237,7 @@ def ragged_all_to_all(
     *,
     axis_name: tuple[str, ...],
     disjoint: bool = False,
+    in_one_process: bool = False,
     site: str | None = None,
     timeout_s: float = 120.0,
 ) -> Shaped[Array, "Q *X"]:
@@ -257,6 +259,8 @@ def ragged_all_to_all(
         axis_name: the mesh axes of the ranks, outermost first.
         disjoint: whether no row of `operand` is in two slices. Where the exchange is made of XLA's other collectives,
             all slices for a rank then travel as one.
+        in_one_process: if True, all ranks are devices of one process, and NVIDIA GPUs run XLA's one-shot kernel. The
+            lists are then filled for it, see `one_shot_lists`. False by default.
         site: the name of this exchange in messages; its axes by default.
         timeout_s: how long the custom call waits for ranks that do not come, in seconds, before all ranks that did come
             stop with an error that names those that did not. 120, the default, is far more than an exchange takes.
@@ -275,6 +279,10 @@ def ragged_all_to_all(
     def on_accelerators(*args: Array) -> Array:
         return jax.lax.ragged_all_to_all(*args, axis_name=axis_name)
 
+    def on_one_shot_kernel(operand: Array, output: Array, *updates: Array) -> Array:
+        rows, into, filled = for_one_shot_kernel(operand, output, updates, num_ranks)
+        return on_accelerators(rows, into, *filled).reshape(output.shape)
+
     def in_process(*args: Array) -> Array:
         return _in_process(*args, axis_name=axis_name, site=site or "axis " + ", ".join(axis_name), timeout_s=timeout_s)
 
@@ -282,7 +290,8 @@ def ragged_all_to_all(
         return exchange_by_steps(*args, axis_name=axis_name, disjoint=disjoint)
 
     on_cpu = in_process if moves_in_process() else by_steps
-    return jax.lax.platform_dependent(*args, cpu=on_cpu, default=on_accelerators)
+    on_cuda = on_one_shot_kernel if in_one_process else on_accelerators
+    return jax.lax.platform_dependent(*args, cpu=on_cpu, cuda=on_cuda, default=on_accelerators)
 
 
 def empty_buffer(rows: Array, num_rows: int) -> Array:

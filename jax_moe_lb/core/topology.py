@@ -123,6 +123,7 @@ class Topology:
             memory; `None` if unknown, and then only a program of one process takes them for such.
         processes: the process of each rank of each group, one group after the other, where every device of the mesh is
             a process of its own; else empty. Processes of one machine can copy from each other's memory.
+        platform: `"cpu"`, `"gpu"` or `"tpu"`, the platform of the mesh's devices; `None` if unknown.
 
     Examples:
         Two nodes of four GPUs each, where weights move inside nodes:
@@ -144,6 +145,7 @@ class Topology:
     flops_per_s: float | None = None
     ranks_per_process: int | None = None
     processes: tuple[int, ...] = ()
+    platform: str | None = None
 
     def __post_init__(self) -> None:
         # Ranks are numbered outermost level first, as the mesh numbers them: another order would mix them up.
@@ -173,6 +175,16 @@ class Topology:
         Expert weights may move further, over the rails, where `ranks_per_domain` says so.
         """
         return min(self.levels[-1].size, self.ranks_per_domain)
+
+    @property
+    def in_one_process(self) -> bool:
+        """Whether all ranks of each group are devices of one process; false if unknown."""
+        return self.ranks_per_process == self.num_ranks
+
+    @property
+    def nodes_in_one_process(self) -> bool:
+        """Whether the ranks of each node are devices of one process; false if unknown."""
+        return self.ranks_per_process is not None and self.ranks_per_process % self.ranks_per_node == 0
 
     @property
     def num_domains(self) -> int:
@@ -272,7 +284,14 @@ class Topology:
                 _ranks_per_process(mesh.devices, mesh.axis_names, axes) if isinstance(mesh, Mesh) else None
             ),
             processes=_own_processes(mesh.devices, mesh.axis_names, axes) if isinstance(mesh, Mesh) else (),
+            platform=_platform(mesh.devices) if isinstance(mesh, Mesh) else None,
         )
+
+
+def _platform(devices: np.ndarray) -> str:
+    # A device of a compile-only topology has the name of the lowering platform.
+    platform = devices.flat[0].platform
+    return "gpu" if platform in ("cuda", "rocm") else platform
 
 
 def _ranks_per_process(devices: np.ndarray, names: tuple[str, ...], axes: tuple[str, ...]) -> int:

@@ -41,12 +41,14 @@ class Hop:
         size: `[G, G]` int32, the rows that each sender has for each receiver.
         first: `[G, G]` int32, the row of the sender's array at which each block starts.
         lands: `[G, G]` int32, the row of the receiver's array at which each block starts.
+        in_one_process: as of `ragged_all_to_all`.
     """
 
     axes: tuple[str, ...]
     size: GroupMatrix
     first: GroupMatrix
     lands: GroupMatrix
+    in_one_process: bool
 
     def there(self, rows: Shaped[Array, "P H"], into: Shaped[Array, "Q H"], site: str) -> Shaped[Array, "Q H"]:
         """Moves rows from their senders to their receivers.
@@ -68,6 +70,7 @@ class Hop:
             output_offsets=self.lands[me],
             recv_sizes=self.size[:, me],
             axis_name=self.axes,
+            in_one_process=self.in_one_process,
             site=site,
         )
 
@@ -91,6 +94,7 @@ class Hop:
             output_offsets=self.first[:, me],
             recv_sizes=self.size[me],
             axis_name=self.axes,
+            in_one_process=self.in_one_process,
             site=site,
         )
 
@@ -299,7 +303,8 @@ def find_route(
     stays = inside(leaving, 1)
     # `size`, `first` and `lands` of all hops are tables of the whole group: `ragged_all_to_all` asks each rank for the
     # rows that it sends and for those that it gets, and only the plan knows the latter.
-    near = Hop(inner, size=stays, first=inside(place, 1), lands=_starts(stays, 0))
+    local = topology.nodes_in_one_process
+    near = Hop(inner, size=stays, first=inside(place, 1), lands=_starts(stays, 0), in_one_process=local)
     # Rows inside the node are taken out of both tables here: they were sent straight, and must not take a rail too.
     far = iota(topology.num_ranks) // members != node
     leaving, entering = jnp.where(far[None, :, None], leaving, 0), jnp.where(far[:, None, None], entering, 0)
@@ -318,14 +323,21 @@ def find_route(
     return RailRoute(
         near,
         InterNodeRoute(
-            to_rail=Hop(inner, size=out, first=_starts(out, 1), lands=_starts(out, 0)),
-            along_rail=Hop(outer, size=rail, first=_starts(rail, 1), lands=_starts(rail, 0)),
+            to_rail=Hop(inner, size=out, first=_starts(out, 1), lands=_starts(out, 0), in_one_process=local),
+            along_rail=Hop(
+                outer,
+                size=rail,
+                first=_starts(rail, 1),
+                lands=_starts(rail, 0),
+                in_one_process=topology.in_one_process,
+            ),
             from_rail=Hop(
                 inner,
                 size=into,
                 first=_starts(into, 1),
                 # Behind the rows that came from inside the node.
                 lands=_starts(into, 0) + stays.sum(0, keepdims=True, dtype=jnp.int32),
+                in_one_process=local,
             ),
             pack=concatenated(place[offset].T, leaving[offset].T, num_copies),
             num_packed=leaving[offset].sum(dtype=jnp.int32),

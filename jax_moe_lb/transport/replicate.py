@@ -198,7 +198,8 @@ class Gather(Replicate):
         if plan.relay is not None:
             raise ValueError("plan.relay is set; expected None, as Gather copies every slot from home")
         wanted = plan.placement[:, plan.num_home :]
-        return jax.tree.map(lambda home: fetch(home, wanted, plan.num_home, topology.expert_axes), experts)
+        axes, in_one_process = topology.expert_axes, topology.in_one_process
+        return jax.tree.map(lambda home: fetch(home, wanted, plan.num_home, axes, in_one_process), experts)
 
     def join(self, pending: Experts, after: Any) -> Experts:
         """Returns what `start` returned."""
@@ -210,7 +211,10 @@ class Gather(Replicate):
         wanted = plan.placement[:, plan.num_home :]
         leaves, tree = jax.tree.flatten(sums)
         kinds, axes = tuple(jax.tree.leaves(gradients)), topology.expert_axes
-        return jax.tree.unflatten(tree, add_at_home(tuple(leaves), kinds, wanted, plan.num_home, plan.domain, axes))
+        return jax.tree.unflatten(
+            tree,
+            add_at_home(tuple(leaves), kinds, wanted, plan.num_home, plan.domain, axes, topology.in_one_process),
+        )
 
 
 @dataclass(frozen=True)

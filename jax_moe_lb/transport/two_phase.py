@@ -64,6 +64,11 @@ class TwoPhase(Direct):
         if self.transfer is not None:
             raise ValueError(f"transfer is {self.transfer}; expected None: peer copies carry rows as they are")
 
+    def sends_one_slice_per_rank(self, topology: Topology) -> bool:
+        """Return false: rows move on by their places in streams sorted by slot."""
+        del topology
+        return False
+
     def room(self, num_copies: int) -> int:
         """Computes how many rows of other ranks' experts a rank can take.
 

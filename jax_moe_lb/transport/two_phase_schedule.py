@@ -298,9 +298,9 @@ def _start_onward(
     if ways.route is not None:
         with jax.named_scope("rows_onward/dispatch"):
             return start_onward(parts, room, moved, window, before, route=ways.route)
-    axes = ways.topology.expert_axes
+    axes, local = ways.topology.expert_axes, ways.topology.in_one_process
     with jax.named_scope("dispatch"):
-        return before, tuple(move(part, moved, window, empty_buffer(part, room), axes) for part in parts)
+        return before, tuple(move(part, moved, window, empty_buffer(part, room), axes, local) for part in parts)
 
 
 def _start_back(
@@ -311,9 +311,10 @@ def _start_back(
     if ways.route is not None:
         with jax.named_scope("rows_back/combine"):
             return start_back(parts, into, phases.moved, window, before, route=ways.route)
-    axes = ways.topology.expert_axes
+    axes, local = ways.topology.expert_axes, ways.topology.in_one_process
     with jax.named_scope("combine"):
-        return before, tuple(move_back(p, phases.moved, window, out, axes) for p, out in zip(parts, into, strict=True))
+        pairs = zip(parts, into, strict=True)
+        return before, tuple(move_back(part, phases.moved, window, out, axes, local) for part, out in pairs)
 
 
 def _arrived(rows: PendingRows, after: Any) -> tuple[Any, ...]:

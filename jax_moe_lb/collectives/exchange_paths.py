@@ -1,0 +1,96 @@
+"""Implementation of an exchange on each target: the table of paths.
+
+XLA chooses the path of `ragged_all_to_all` on NVIDIA GPUs when it compiles and runs a program. This table predicts its
+choice from the topology, so that lists have the form that the path runs fastest.
+
+Sources: `ragged_all_to_all.cc` and the flags of jaxlib 0.12.0.1; openxla/xla#33386 and #47283 (one-shot kernel), #46982
+(sends and receives), #47868 (device kernel).
+"""
+
+import enum
+from dataclasses import dataclass
+
+import jax
+
+from jax_moe_lb.core.custom_calls import is_built
+from jax_moe_lb.core.topology import Topology
+
+MAX_ONE_SHOT_RANKS = 32
+"""Ranks of the one-shot kernel: its barrier has as many slots, and more ranks end in an illegal address
+(openxla/xla#47283). `compiler_options` turns the kernel off for more.
+"""
+
+FIRST_DEVICE_KERNEL = (0, 12)
+"""First version of jaxlib with the device kernel."""
+
+
+class ExchangePath(enum.Enum):
+    """Implementation of an exchange of rows."""
+
+    ONE_SHOT = "one-shot kernel"
+    """One kernel of XLA, which writes to the memory of all ranks: NVIDIA GPUs of one process."""
+    DEVICE_KERNEL = "NCCL device kernel"
+    """One kernel of XLA on NCCL's symmetric memory: one GPU per process, all in one NVLink domain."""
+    SEND_RECEIVE = "NCCL sends and receives"
+    """One send and one receive of NCCL or RCCL per update; the host waits for the lists."""
+    NATIVE = "ragged_all_to_all of the TPU"
+    CUSTOM_CALL = "custom call in one process"
+    STEPS = "padded steps of other collectives"
+    UNKNOWN = "unknown until the mesh is known"
+
+
+@dataclass(frozen=True)
+class PathChoice:
+    """Path of the exchanges of a topology.
+
+    Args:
+        path: the implementation.
+        reason: condition of the choice.
+    """
+
+    path: ExchangePath
+    reason: str
+
+    @property
+    def costs_per_update(self) -> bool:
+        """Whether each update has a cost of its own, so that one slice per rank is fastest."""
+        return self.path in (ExchangePath.DEVICE_KERNEL, ExchangePath.SEND_RECEIVE)
+
+
+def exchange_path(topology: Topology) -> PathChoice:
+    """Return the path of an exchange over all expert axes of a topology.
+
+    Args:
+        topology: the ranks, as `Topology.from_mesh` reads them from a mesh.
+
+    Examples:
+        >>> exchange_path(Topology.flat(8)).path
+        <ExchangePath.UNKNOWN: 'unknown until the mesh is known'>
+    """
+    platform, ranks = topology.platform, topology.num_ranks
+    if platform is None:
+        return PathChoice(ExchangePath.UNKNOWN, "the topology is not read from a mesh of devices")
+    if platform == "tpu":
+        return PathChoice(ExchangePath.NATIVE, "TPUs have one implementation")
+    if platform == "cpu":
+        return _on_cpus(topology)
+    if topology.in_one_process:
+        if ranks <= MAX_ONE_SHOT_RANKS:
+            return PathChoice(ExchangePath.ONE_SHOT, f"{ranks} ranks are devices of one process")
+        return PathChoice(ExchangePath.SEND_RECEIVE, f"{ranks} ranks; the one-shot kernel has {MAX_ONE_SHOT_RANKS}")
+    if not topology.processes:
+        return PathChoice(ExchangePath.SEND_RECEIVE, "several processes, with several devices each")
+    if topology.ranks_per_domain < ranks:
+        return PathChoice(ExchangePath.SEND_RECEIVE, f"{topology.num_domains} domains; the device kernel needs one")
+    if jax.__version_info__ < FIRST_DEVICE_KERNEL:
+        first = ".".join(map(str, FIRST_DEVICE_KERNEL))
+        return PathChoice(ExchangePath.SEND_RECEIVE, f"jax {jax.__version__}; the device kernel needs {first}")
+    return PathChoice(ExchangePath.DEVICE_KERNEL, "one device per process, in one domain")
+
+
+def _on_cpus(topology: Topology) -> PathChoice:
+    if not is_built("cpu"):
+        return PathChoice(ExchangePath.STEPS, "the custom calls are not built")
+    if not topology.in_one_process:
+        return PathChoice(ExchangePath.STEPS, "several processes")
+    return PathChoice(ExchangePath.CUSTOM_CALL, "all ranks are devices of one process")

@@ -1,0 +1,106 @@
+"""Lists of updates in the form that XLA's one-shot kernel of `ragged_all_to_all` shares among most thread blocks.
+
+On NVIDIA GPUs of one process the exchange is one kernel. Its grid has `z` blocks of 128 threads for each peer and each
+run of `z` updates. `z` is the largest power of two that divides the updates per peer, at most `MOST_BLOCKS` and at most
+one block per `ROWS_PER_BLOCK` rows of the operand. Every block copies `1 / z` of each of its updates. So the number of
+updates, not their sizes, sets the number of blocks that copy.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+MOST_BLOCKS = 64
+"""Blocks per peer: `RunRaggedAllToAllKernelImpl` in XLA's `ragged_all_to_all.cc`, read in jaxlib 0.12.0.1."""
+
+ROWS_PER_BLOCK = 16
+"""Rows of the operand per block of a peer: the same function."""
+
+ROW_BYTES = 1024
+"""Bytes that the 128 threads of a block copy at once, in vectors of 8 bytes: a finer row is a multiple of them."""
+
+
+def blocks_per_peer(updates: int, operand_rows: int) -> int:
+    """Return `z`, the thread blocks of XLA's one-shot kernel that share the updates of one peer.
+
+    Args:
+        updates: updates per peer.
+        operand_rows: rows of the operand.
+
+    Examples:
+        >>> blocks_per_peer(updates=18, operand_rows=32768), blocks_per_peer(updates=64, operand_rows=32768)
+        (2, 64)
+    """
+    most = min(-(-operand_rows // ROWS_PER_BLOCK), MOST_BLOCKS)
+    blocks = 1
+    while blocks < most and updates % (2 * blocks) == 0:
+        blocks *= 2
+    return blocks
+
+
+def for_one_shot_kernel(
+    operand: Shaped[Array, "P *X"], output: Shaped[Array, "Q *X"], updates: tuple[Int[Array, "U"], ...], num_ranks: int
+) -> tuple[Shaped[Array, "A *Y"], Shaped[Array, "B *Y"], tuple[Int[Array, "V"], ...]]:
+    """Return the operands of an exchange in the form that the one-shot kernel shares among `MOST_BLOCKS` blocks a peer.
+
+    The exchange of the result is bitwise the same; reshape it to `output.shape`.
+
+    Args:
+        operand: `[P, ...]`, the rows to send.
+        output: `[Q, ...]`, the rows to write.
+        updates: offsets and sizes in rows, each `[U]` int32.
+        num_ranks: `R`, ranks of the exchange; divides `U`.
+    """
+    split = row_split(operand)
+    filled = tuple(fill_updates(split * one, num_ranks) for one in updates)
+    return split_rows(operand, split), split_rows(output, split), filled
+
+
+def fill_updates(updates: Int[Array, "U"], num_ranks: int) -> Int[Array, "V"]:
+    """Append empty updates to those of each peer, up to a multiple of `MOST_BLOCKS`.
+
+    Args:
+        updates: `[U]` int32, offsets or sizes of the updates, `U / R` for each peer.
+        num_ranks: `R`, ranks of the exchange.
+
+    Returns:
+        `[V]` int32 with zeros for the empty updates, `V / R` for each peer.
+    """
+    by_peer = updates.reshape(num_ranks, -1)
+    return jnp.pad(by_peer, ((0, 0), (0, -by_peer.shape[1] % MOST_BLOCKS))).reshape(-1)
+
+
+def row_split(operand: Shaped[Array, "P *X"]) -> int:
+    """Return the number of finer rows that each row of an operand is viewed as: a power of two, 1 for many rows.
+
+    Args:
+        operand: `[P, ...]`, the rows to send.
+
+    Returns:
+        The smallest factor that gives `MOST_BLOCKS * ROWS_PER_BLOCK` rows. It is less if finer rows would not be
+        multiples of `ROW_BYTES`.
+    """
+    row_bytes = math.prod(operand.shape[1:]) * operand.dtype.itemsize
+    split = 1
+    while operand.shape[0] * split < MOST_BLOCKS * ROWS_PER_BLOCK and row_bytes % (2 * split * ROW_BYTES) == 0:
+        split *= 2
+    return split
+
+
+def split_rows(rows: Shaped[Array, "P *X"], split: int) -> Shaped[Array, "Q *Y"]:
+    """View each row as `split` rows.
+
+    Args:
+        rows: `[P, ...]`.
+        split: a divisor of the elements of a row.
+
+    Returns:
+        `[P * split, ...]`. Leading dimensions of a row are split first, so that the view is a bitcast in XLA's usual
+        layout.
+    """
+    shape, left = list(rows.shape), split
+    for axis in range(1, len(shape)):
+        factor = math.gcd(left, shape[axis])
+        shape[axis], left = shape[axis] // factor, left // factor
+    return rows.reshape(rows.shape[0] * split, *shape[1:] if left == 1 else (-1,))

@@ -1,0 +1,188 @@
+"""Lists of an exchange of token copies: one slice per slot of each rank, or one slice per rank.
+
+Both forms return rows sorted by slot, then by source, and write outputs back in the sending order.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jax_moe_lb.collectives.ragged_all_to_all import empty_buffer, ragged_all_to_all, starts
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import GroupSizes, Rows, pytree
+from jax_moe_lb.transport.exchange import Copies, by_slot, landings
+
+PerSlot = Int[Array, "R S"]
+PerRank = Int[Array, "R"]
+
+
+@pytree
+class SlotSlices:
+    """Lists with one slice per slot of each rank: rows land sorted by slot.
+
+    A receiver's stream is sorted by slot, then by source.
+
+    Args:
+        sent: `[R, S]` int32, copies of this rank for each slot of each rank.
+        first_sent: `[R, S]` int32, start of those copies in the sending order.
+        first_landed: `[R, S]` int32, start of those copies in the receiver's stream.
+        arriving: `[R, S]` int32, copies from each rank for each slot of this rank.
+        first_in_stream: `[R, S]` int32, start of those copies in this rank's stream.
+        first_at_source: `[R, S]` int32, start of those copies in the sending order of their source.
+    """
+
+    sent: PerSlot
+    first_sent: PerSlot
+    first_landed: PerSlot
+    arriving: PerSlot
+    first_in_stream: PerSlot
+    first_at_source: PerSlot
+
+    @classmethod
+    def of(cls, sent: PerSlot, arriving: PerSlot, topology: Topology) -> "SlotSlices":
+        """Exchange the starts of all slices.
+
+        Args:
+            sent: `[R, S]` int32, copies of this rank for each slot of each rank.
+            arriving: `[R, S]` int32, copies from each rank for each slot of this rank.
+            topology: its expert axes are the ranks of the exchange.
+        """
+        first_sent = starts(sent.reshape(-1)).reshape(sent.shape)
+        first_in_stream = starts(arriving.T.reshape(-1)).reshape(arriving.T.shape).T
+        # A rank computes its own part of the split alone, without an array of shape `[E, R, R]`, so the starts on other
+        # ranks are exchanged.
+        told = _exchange_starts(jnp.stack([first_in_stream, first_sent], 1), topology)
+        return cls(sent, first_sent, told[:, 0], arriving, first_in_stream, told[:, 1])
+
+    def send(self, copies: Copies, i: Int[Array, ""], capacity: int, topology: Topology) -> tuple[Rows, GroupSizes]:
+        """Send round `i`; see `Exchange.send`."""
+        first, last = i * capacity, (i + 1) * capacity
+        going = _inside(self.first_landed, self.sent, first, last)
+        coming = _inside(self.first_in_stream, self.arriving, first, last)
+        rows = ragged_all_to_all(
+            copies,
+            empty_buffer(copies, capacity),
+            input_offsets=(self.first_sent + going.start).reshape(-1),
+            send_sizes=going.size.reshape(-1),
+            output_offsets=(self.first_landed + going.start - first).reshape(-1),
+            recv_sizes=coming.size.reshape(-1),
+            axis_name=topology.expert_axes,
+            disjoint=True,
+            in_one_process=topology.in_one_process,
+            site="dispatch",
+        )
+        return rows, coming.size.sum(0, dtype=jnp.int32)
+
+    def send_back(self, rows: Rows, i: Int[Array, ""], out: Copies, topology: Topology) -> Copies:
+        """Write the outputs of round `i` into `out`; see `Exchange.send_back`."""
+        capacity = rows.shape[0]
+        first, last = i * capacity, (i + 1) * capacity
+        going = _inside(self.first_landed, self.sent, first, last)
+        coming = _inside(self.first_in_stream, self.arriving, first, last)
+        return ragged_all_to_all(
+            rows,
+            out,
+            input_offsets=(self.first_in_stream + coming.start - first).reshape(-1),
+            send_sizes=coming.size.reshape(-1),
+            # Copies of earlier rounds precede those of this round in the sending order of their source.
+            output_offsets=(self.first_at_source + coming.start).reshape(-1),
+            recv_sizes=going.size.reshape(-1),
+            axis_name=topology.expert_axes,
+            disjoint=True,
+            in_one_process=topology.in_one_process,
+            site="combine",
+        )
+
+
+@pytree
+class RankSlices:
+    """Lists with one slice per rank: rows land sorted by source, and a gather sorts them by slot.
+
+    Take it if each update has a cost of its own. NCCL launches a send and a receive for every update, also for an empty
+    one, about 12 us each (openxla/xla#46982). Its device kernel is fastest with one update per peer
+    (openxla/xla#47868).
+
+    A receiver's stream is sorted by source, then by slot, so the slice of a rank is contiguous in every round.
+
+    Args:
+        sent: `[R]` int32, copies of this rank for each rank.
+        first_sent: `[R]` int32, start of those copies in the sending order.
+        first_landed: `[R]` int32, start of those copies in the receiver's stream.
+        arriving: `[R, S]` int32, copies from each rank for each slot of this rank.
+        first_at_source: `[R]` int32, start of the copies from each rank in its sending order.
+    """
+
+    sent: PerRank
+    first_sent: PerRank
+    first_landed: PerRank
+    arriving: PerSlot
+    first_at_source: PerRank
+
+    @classmethod
+    def of(cls, sent: PerSlot, arriving: PerSlot, topology: Topology) -> "RankSlices":
+        """Exchange the starts of all slices; see `SlotSlices.of`."""
+        to_rank, from_rank = (sizes.sum(1, dtype=jnp.int32) for sizes in (sent, arriving))
+        told = _exchange_starts(jnp.stack([starts(from_rank), starts(to_rank)], 1), topology)
+        return cls(to_rank, starts(to_rank), told[:, 0], arriving, told[:, 1])
+
+    def send(self, copies: Copies, i: Int[Array, ""], capacity: int, topology: Topology) -> tuple[Rows, GroupSizes]:
+        """Send round `i`; see `Exchange.send`."""
+        first, last = i * capacity, (i + 1) * capacity
+        going = _inside(self.first_landed, self.sent, first, last)
+        coming = landings(self.arriving, i, capacity)
+        rows = ragged_all_to_all(
+            copies,
+            empty_buffer(copies, capacity),
+            input_offsets=self.first_sent + going.start,
+            send_sizes=going.size,
+            output_offsets=self.first_landed + going.start - first,
+            recv_sizes=coming.sum(1, dtype=jnp.int32),
+            axis_name=topology.expert_axes,
+            disjoint=True,
+            in_one_process=topology.in_one_process,
+            site="dispatch",
+        )
+        return rows[by_slot(coming, capacity)], coming.sum(0, dtype=jnp.int32)
+
+    def send_back(self, rows: Rows, i: Int[Array, ""], out: Copies, topology: Topology) -> Copies:
+        """Write the outputs of round `i` into `out`; see `Exchange.send_back`."""
+        capacity = rows.shape[0]
+        first, last = i * capacity, (i + 1) * capacity
+        going = _inside(self.first_landed, self.sent, first, last)
+        coming = landings(self.arriving, i, capacity)
+        from_rank = self.arriving.sum(1, dtype=jnp.int32)
+        part = _inside(starts(from_rank), from_rank, first, last)
+        return ragged_all_to_all(
+            # Transposed, `by_slot` sorts rows by source, then by slot.
+            rows[by_slot(coming.T, capacity)],
+            out,
+            input_offsets=starts(part.size),
+            send_sizes=part.size,
+            output_offsets=self.first_at_source + part.start,
+            recv_sizes=going.size,
+            axis_name=topology.expert_axes,
+            disjoint=True,
+            in_one_process=topology.in_one_process,
+            site="combine",
+        )
+
+
+def _exchange_starts(first: Int[Array, "R *X"], topology: Topology) -> Int[Array, "R *X"]:
+    return jax.lax.all_to_all(first, topology.expert_axes, 0, 0, tiled=True)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Copies of each slice that travel in one round."""
+
+    start: Int[Array, "*N"]
+    size: Int[Array, "*N"]
+
+
+def _inside(first_in_stream: Array, size: Array, first: Int[Array, ""], last: Int[Array, ""]) -> _Part:
+    # The round's window on the receiver's stream, relative to each slice. Clipping makes a slice outside it empty, so
+    # every round has the same shapes.
+    start = jnp.clip(first - first_in_stream, 0, size)
+    return _Part(start, jnp.clip(last - first_in_stream, 0, size) - start)

@@ -1,0 +1,43 @@
+from dataclasses import replace
+
+import pytest
+
+from jax_moe_lb import Topology
+from jax_moe_lb.collectives import exchange_paths
+from jax_moe_lb.collectives.exchange_paths import ExchangePath, exchange_path
+from tests.layer_cases import make_mesh
+
+GPUS = replace(Topology.flat(8), platform="gpu", ranks_per_process=8)
+APART = replace(GPUS, ranks_per_process=1, processes=tuple(range(8)))
+
+
+@pytest.mark.parametrize(
+    ("topology", "path", "reason"),
+    [
+        (Topology.flat(8), ExchangePath.UNKNOWN, "not read from a mesh"),
+        (GPUS, ExchangePath.ONE_SHOT, "one process"),
+        (replace(Topology.flat(64), platform="gpu", ranks_per_process=64), ExchangePath.SEND_RECEIVE, "has 32"),
+        (APART, ExchangePath.DEVICE_KERNEL, "one device per process"),
+        (replace(APART, ranks_per_domain=4), ExchangePath.SEND_RECEIVE, "2 domains"),
+        (replace(GPUS, ranks_per_process=4), ExchangePath.SEND_RECEIVE, "several devices each"),
+        (replace(Topology.flat(8), platform="tpu", ranks_per_process=4), ExchangePath.NATIVE, "TPUs"),
+    ],
+)
+def test_each_target_has_its_path_and_a_reason(topology, path, reason, monkeypatch):
+    monkeypatch.setattr(exchange_paths.jax, "__version_info__", (0, 12, 0))
+    choice = exchange_path(topology)
+    assert choice.path is path
+    assert reason in choice.reason
+
+
+def test_an_older_jaxlib_has_no_device_kernel(monkeypatch):
+    monkeypatch.setattr(exchange_paths.jax, "__version_info__", (0, 11, 9))
+    assert exchange_path(APART).path is ExchangePath.SEND_RECEIVE
+
+
+def test_virtual_devices_exchange_by_a_custom_call_if_built(monkeypatch):
+    topology = Topology.from_mesh(make_mesh((8,), ("expert",)))
+    monkeypatch.setattr(exchange_paths, "is_built", lambda platform: True)
+    assert exchange_path(topology).path is ExchangePath.CUSTOM_CALL
+    monkeypatch.setattr(exchange_paths, "is_built", lambda platform: False)
+    assert exchange_path(topology).path is ExchangePath.STEPS

@@ -1,0 +1,106 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jax_moe_lb.collectives.one_shot_lists import (
+    MOST_BLOCKS,
+    ROWS_PER_BLOCK,
+    blocks_per_peer,
+    for_one_shot_kernel,
+    row_split,
+    split_rows,
+)
+from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
+from tests.layer_cases import make_mesh
+
+RANKS = 8
+MESH = make_mesh((RANKS,), ("expert",))
+
+
+@pytest.mark.parametrize(
+    ("updates", "rows", "blocks"),
+    [(1, 32768, 1), (18, 32768, 2), (2, 16, 1), (64, 1024, 64), (64, 16, 1), (128, 60, 4)],
+)
+def test_blocks_are_those_of_the_grid_of_xla(updates, rows, blocks):
+    assert blocks_per_peer(updates, rows) == blocks
+
+
+def lists(rng, slots, num_rows):
+    """Sizes with empty slots, peers and sources; `[R, R * S]` offsets and sizes of a legal exchange."""
+    size = rng.integers(0, max(num_rows // (RANKS * slots), 1) + 1, (RANKS, RANKS, slots))
+    size *= rng.integers(0, 2, (RANKS, 1, slots)) * rng.integers(0, 4, (RANKS, RANKS, 1)).clip(max=1)
+    first = (np.cumsum(size.reshape(RANKS, -1), 1) - size.reshape(RANKS, -1)).reshape(size.shape)
+    landed = size.transpose(1, 0, 2).reshape(RANKS, -1)
+    lands = (np.cumsum(landed, 1) - landed).reshape(RANKS, RANKS, slots).transpose(1, 0, 2)
+    received = size.transpose(1, 0, 2)
+    return [one.reshape(-1).astype(np.int32) for one in (first, size, lands, received)]
+
+
+def exchange(filled):
+    def one_rank(operand, output, *updates):
+        rows, into = operand, output
+        if filled:
+            rows, into, updates = for_one_shot_kernel(operand, output, updates, RANKS)
+        return ragged_all_to_all(rows, into, *updates, axis_name=("expert",)).reshape(output.shape)
+
+    spec = PartitionSpec("expert")
+    return jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(spec,) * 6, out_specs=spec))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("slots", "num_rows", "row", "dtype"),
+    [
+        (18, 300, (12,), "bfloat16"),
+        pytest.param(1, 300, (1,), "float32", marks=pytest.mark.thorough),
+        pytest.param(70, 300, (512,), "bfloat16", marks=pytest.mark.thorough),
+        (2, 16, (64, 96), "bfloat16"),
+        pytest.param(2, 2, (3 * 64 * 96,), "float32", marks=pytest.mark.thorough),
+    ],
+    ids=["tokens", "row weights", "many slots", "weights of experts", "gradients of replicas"],
+)
+def test_a_filled_exchange_has_the_same_bits(slots, num_rows, row, dtype):
+    rng = np.random.default_rng(0)
+    plain, filled = exchange(False), exchange(True)
+    for _ in range(5):
+        operand, output = (jnp.asarray(rng.normal(size=(RANKS * num_rows, *row)), dtype) for _ in range(2))
+        updates = lists(rng, slots, num_rows)
+        np.testing.assert_array_equal(plain(operand, output, *updates), filled(operand, output, *updates))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expected"),
+    [
+        ((32768, 2048), "bfloat16", (32768, 2048)),
+        ((16, 2048, 768), "bfloat16", (1024, 32, 768)),
+        ((2, 4718592), "bfloat16", (1024, 9216)),
+        ((16, 12), "float32", (16, 12)),
+    ],
+)
+def test_few_rows_are_split_to_feed_all_blocks(shape, dtype, expected):
+    operand = jax.ShapeDtypeStruct(shape, dtype)
+    split = row_split(operand)
+    assert jax.eval_shape(lambda rows: split_rows(rows, split), operand).shape == expected
+    assert expected[0] >= MOST_BLOCKS * ROWS_PER_BLOCK or split == 1
+
+
+def test_lists_for_cuda_are_filled_in_one_process_only():
+    def lowered(in_one_process):
+        def one_rank(operand, output, *updates):
+            return ragged_all_to_all(operand, output, *updates, axis_name=("expert",), in_one_process=in_one_process)
+
+        spec = PartitionSpec("expert")
+        run = jax.jit(jax.shard_map(one_rank, mesh=MESH, in_specs=(spec,) * 6, out_specs=spec))
+        rows = jnp.zeros((RANKS * 2048, 8))
+        updates = [jnp.zeros(RANKS * RANKS * 18, jnp.int32)] * 4
+        return {
+            platform: run.trace(rows, rows, *updates).lower(lowering_platforms=(platform,)).as_text()
+            for platform in ("cuda", "rocm", "tpu")
+        }
+
+    apart, together = lowered(False), lowered(True)
+    assert f"tensor<{RANKS * MOST_BLOCKS}xi32>" in together["cuda"]
+    for text in (*apart.values(), together["rocm"], together["tpu"]):
+        assert f"tensor<{RANKS * MOST_BLOCKS}xi32>" not in text

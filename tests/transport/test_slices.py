@@ -1,0 +1,69 @@
+"""One slice per rank against one slice per slot, in whole layers."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.workloads import WORKLOADS
+from jax_moe_lb import Buffers, TopK, Topology, exact, greedy, plain, ultraep
+from jax_moe_lb.transport import Direct, QuantizedTransfer
+from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
+
+pytestmark = pytest.mark.slow
+
+MESH = make_mesh((8,), ("expert",))
+BY_SLOT = Topology.from_mesh(MESH, ranks_per_domain=4)
+# As on GPUs with a process each. The rows travel by the custom call of one process all the same.
+BY_RANK = replace(BY_SLOT, platform="gpu", ranks_per_process=1)
+
+
+def run(topology, system, workload, dtype):
+    case = Case()
+    kernel, experts = case.params(dtype)
+    x, mask = case.tokens(workload, 8, dtype)
+    target = jnp.asarray(np.random.default_rng(3).normal(size=x.shape), dtype)
+    layer = with_gradients(sharded_moe(MESH, topology, system))
+    return layer(x, mask, kernel, experts, target), (x, mask, kernel, experts, target)
+
+
+def test_gpus_of_several_processes_send_one_slice_per_rank():
+    assert Direct().sends_one_slice_per_rank(BY_RANK)
+    assert not Direct().sends_one_slice_per_rank(BY_SLOT)
+    assert not Direct().sends_one_slice_per_rank(replace(BY_RANK, ranks_per_process=8))
+
+
+@pytest.mark.parametrize(
+    ("system", "dtype"),
+    [
+        (exact(), "float32"),
+        pytest.param(plain(Buffers(8.0)), "bfloat16", marks=pytest.mark.thorough),
+        pytest.param(ultraep(), "bfloat16", marks=pytest.mark.thorough),
+        pytest.param(exact(), "bfloat16", marks=pytest.mark.thorough),
+    ],
+    ids=["exact", "plain", "ultraep", "exact in bfloat16"],
+)
+def test_one_round_has_the_same_bits(system, dtype):
+    system = system.replace(buffers=Buffers(8.0))
+    for workload in WORKLOADS:
+        by_slot, by_rank = (run(topology, system, workload, dtype)[0] for topology in (BY_SLOT, BY_RANK))
+        jax.tree.map(np.testing.assert_array_equal, by_rank, by_slot)
+
+
+@pytest.mark.parametrize("headroom", [0.4, pytest.param(0.15, marks=pytest.mark.thorough)])
+def test_several_rounds_equal_a_dense_layer(headroom, x64):
+    system = greedy(buffers=Buffers(headroom), replica_slots=1)
+    for workload in WORKLOADS:
+        ((y, stats), gradients), (x, mask, kernel, experts, target) = run(BY_RANK, system, workload, "float64")
+        (want, _), want_gradients = dense_with_gradients(TopK(2))(x, mask, kernel, experts, target)
+        assert_close((y, gradients), (want, want_gradients), 1e-12)
+        assert int(stats.rounds.max()) > 1
+
+
+@pytest.mark.thorough
+def test_quantized_rows_have_the_same_bits():
+    system = exact().replace(buffers=Buffers(8.0), transfer=QuantizedTransfer(block=4))
+    by_slot, by_rank = (run(topology, system, WORKLOADS[0], "float32")[0] for topology in (BY_SLOT, BY_RANK))
+    jax.tree.map(np.testing.assert_array_equal, by_rank, by_slot)
