@@ -115,6 +115,15 @@ def test_room_is_made_on_idle_ranks():
         assert fill(tokens, jnp.int32(10), way, slots=1, max_fan_out=1).load.max() == highest
 
 
+def test_room_is_made_within_the_fan_out():
+    """Rank 1 has three experts that ranks 2 and 3 have room for."""
+    tokens = jnp.asarray(np.array([[20, 0, 0], [2, 2, 2], [9, 0, 0], [9, 0, 0]], np.int32))
+    for max_fan_out, sent in ((1, 1), (2, 2)):
+        way = replace(usual_way(tokens), cleared=jnp.int32(1))
+        plan = fill(tokens, jnp.int32(12), way, slots=1, max_fan_out=max_fan_out)
+        assert (np.asarray(plan.expert) // 3 == 1).sum() == sent
+
+
 def test_it_needs_about_as_many_replicas_as_the_cpp_planner():
     """Where the mean is in reach, both use the whole of `eps`."""
     ours, theirs = [], []
