@@ -179,8 +179,7 @@ class Scheduler:
         return self._after_experts(work, at, self._serve(BACKWARD, work.waves[-1], at, (*sent, *held), factor))
 
     def _after_experts(self, work: LayerWork, at: int, served: _Served) -> tuple[Task, ...]:
-        """Add the backward pass of attention, and the gradients of replicas and gathered experts that overlap with it.
-        """
+        """Add the backward pass of attention, overlapped with gradients of replicas and gathered experts."""
         home: tuple[Task, ...] = ()
         if work.return_home is not None:
             home = self._exchanges("gradients" + BACKWARD, (work.return_home,), at, served.experts, work.engine)
@@ -258,8 +257,7 @@ class Scheduler:
         return (self._compute(stage, num_bytes / rate, at, after),) if rate and after else after
 
     def _dispatch(self, stage: str, wave: Wave, at: int, after: tuple[Task, ...], sends: int = 0) -> tuple[Task, ...]:
-        """Add the exchange to the experts: of tokens if `sends` is 0, else of gradients, beside tokens if `sends` is 2.
-        """
+        """Add the exchange to the experts: tokens if `sends` is 0, else gradients, with tokens if `sends` is 2."""
         flows = wave.gradients_out(sends - 1) if sends else wave.dispatch
         mark, sends = BACKWARD if sends else "", max(sends, 1)
         after = self._in_memory("permutation" + mark, sends * permuted_bytes(self._copies_bytes(wave)), at, after)

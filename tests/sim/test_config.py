@@ -107,7 +107,11 @@ BAD = {
         {"model": "mixtral"},
         "model is 'mixtral', no preset and no .yaml file; near ones are mixtral",
     ),
-    "preset without a model": ((), {"cluster": "mixtral_8x7b"}, "cluster is 'mixtral_8x7b'; expected a preset with a cluster"),
+    "preset without a model": (
+        (),
+        {"cluster": "mixtral_8x7b"},
+        "cluster is 'mixtral_8x7b'; expected a preset with a cluster",
+    ),
     "no such base": ((), {"migration": {"base": "mean"}}, "migration.base is 'mean'"),
     "imbalance below one": ((), {"routing": {"imbalance": 0.5}}, "routing.imbalance is 0.5"),
 }
