@@ -291,7 +291,7 @@ class Module:
         return self.sources.line(self._telling(instruction, "stack_frame_id").attributes)
 
     def op_name(self, instruction: Instruction) -> str:
-        """Return the name of an instruction in the traced program, such as `while/body/gather`; its opcode if unknown."""
+        """Return the name of an instruction in the traced program, as `while/body/gather`; else its opcode."""
         name = self._telling(instruction, "op_name").text("op_name")
         return "/".join(part for part in name.split("/") if not part.startswith("jit(")) or instruction.opcode
 

@@ -225,7 +225,7 @@ class Target:
         )
 
     def mesh(self) -> Mesh:
-        """Create a mesh of all devices for one expert-parallel group, with axes `node` and `expert`, or `expert` alone."""
+        """Create a mesh of all devices as one expert-parallel group, with axes `node` (if several) and `expert`."""
         devices = np.array(self.devices())
         if self.num_domains > 1:
             return _auto_mesh(devices.reshape(self.num_domains, -1), ("node", "expert"))
