@@ -92,7 +92,7 @@ class Choice:
 
     @property
     def parts(self) -> tuple[int, int, int]:
-        """Complexity beyond plain expert parallelism: number of parts, replica slots, and sum of expert-domain sizes."""
+        """Complexity beyond plain expert parallelism: number of parts, slots, and sum of expert-domain sizes."""
         number = (self.system != "plain") + self.relayed + self.sprayed + self.relocated + bool(self.domain_sizes)
         return number + (self.eps is not None) + (self.headroom is not None), self.replica_slots, sum(self.domain_sizes)
 

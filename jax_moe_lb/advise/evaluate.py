@@ -21,8 +21,8 @@ from jax_moe_lb.sim.run import Report, keeps_history, remembered, simulate, simu
 from jax_moe_lb.sim.work import shared_work
 
 BEFORE = 4
-"""Number of steps before a workload. The plan of a balancer with a period of three steps is then one step old, the middle
-of its possible ages."""
+"""Number of steps before a workload. The plan of a balancer with a period of three steps is then one step old, the
+middle of its possible ages."""
 
 EARLIER = (-75, -50, -25)
 """Earlier steps from which homes are planned. Homes move every 50 steps; on average they are 25 steps old, planned from
@@ -238,5 +238,5 @@ def permute_to_homes(workload: Workload, candidate: Candidate, cluster: Cluster)
     if not candidate.system.relocates or workload.earlier is None:
         return workload.counts
     permutation = plan_relocation(workload.earlier, cluster.topology())
-    # Place `p` gets the expert that was at `permutation[p]`.
+    # Place `p` gets the expert previously at `permutation[p]`.
     return np.take_along_axis(workload.counts, permutation[:, None], 2)

@@ -183,7 +183,7 @@ def read_report(
 def _waits(module: Module, target: Target, folder: Path) -> int | None:
     if target.platform != "cuda":
         return answers_from_host(module)
-    # XLA omits the first dump if its last passes change nothing.
+    # XLA omits the first dump if its last passes make no change.
     sequence = _dump(folder, "thunk_sequence_after_thunk_passes") or _dump(folder, "thunk_sequence")
     return host_waits(module, sequence, _dump(folder, "thunk_metadata")) if sequence else None
 

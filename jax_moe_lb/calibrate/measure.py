@@ -203,7 +203,7 @@ def _product_s(mesh: Mesh) -> float:
 
 
 def _exchange(mesh: Mesh, level: str) -> MeasuredExchange:
-    """Measure one level: every rank sends to the ranks that differ from it only at this level, in all groups at once."""
+    """Measure one level: every rank sends to the ranks differing from it at this level only, all groups at once."""
     size = mesh.shape[level]
     few_s, many_s = (_exchange_s(mesh, level, rows) for rows in (FEW_ROWS, MANY_ROWS))
     # Rows sent to itself use no link.
