@@ -165,7 +165,7 @@ def test_a_file_says_how_bytes_are_moved_and_how_much_ranks_differ(written):
     assert (cluster.jitter, cluster.jitter_seed) == (0.02, 7)
     with pytest.raises(ValueError, match=r"cluster\.communication\.collectives is 'rings'"):
         load_config("CONFIG", written(("cluster",), communication={"collectives": "rings"}))
-    with pytest.raises(ValueError, match="once_per_member is True; expected by_level as well"):
+    with pytest.raises(ValueError, match="once_per_member is True; expected by_level=True"):
         load_config("CONFIG", written(("cluster",), communication={"once_per_member": True}))
 
 
