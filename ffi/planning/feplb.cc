@@ -41,7 +41,7 @@ class Moves {
     }
   }
 
-  // Balances the domain that starts at rank `first`.
+  // Balances the domain starting at rank `first`.
   void Balance(size_t first) {
     while (MoveOne(first)) {
     }
@@ -83,7 +83,7 @@ class Moves {
     return false;
   }
 
-  // Returns the idlest rank that can take the expert.
+  // Returns the idlest rank able to take the expert.
   size_t Taker(size_t expert, size_t first) const {
     size_t best = kNone;
     for (size_t rank = first; rank < first + static_cast<size_t>(options_.domain); ++rank) {
@@ -123,7 +123,7 @@ class Moves {
   Holders holders_;
   std::vector<int64_t> load_;                 // per rank
   std::vector<int64_t> open_;                 // per rank: experts that it can still take
-  std::vector<std::vector<size_t>> dynamic_;  // per rank: experts of at least tau tokens that can move, busiest first
+  std::vector<std::vector<size_t>> dynamic_;  // per rank: movable experts of at least tau tokens, busiest first
 };
 
 }  // namespace

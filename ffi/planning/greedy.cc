@@ -45,7 +45,7 @@ class Moves {
     FindServed();
   }
 
-  // Balances the domain that starts at rank `first`.
+  // Balances the domain starting at rank `first`.
   void Balance(size_t first) {
     const auto begin = surplus_.begin() + static_cast<std::ptrdiff_t>(first);
     const auto end = begin + static_cast<std::ptrdiff_t>(members_);

@@ -48,7 +48,7 @@ class Rails {
  public:
   Rails(View<const int32_t> ticks, size_t first) : ticks_(ticks), first_(first), loads_(ticks.size(), 0) {}
 
-  // Returns the rail that first completes with the additional rows.
+  // Returns the rail completing first with the additional rows.
   size_t Add(int64_t rows) {
     size_t best = ticks_.size();
     int64_t soonest = 0;
