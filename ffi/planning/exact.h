@@ -1,4 +1,4 @@
-// Replicas and quotas of the lowest maximum rank load that the slots allow, then of the fewest replicas.
+// Replicas and quotas with the lowest maximum rank load possible with the slots, then with the fewest replicas.
 #pragma once
 
 #include <cstdint>

@@ -79,7 +79,7 @@ class PlannerRing {
   explicit PlannerRing(size_t words) : words_(words), slots_(kNumSlots), jobs_(kNumSlots), done_(kNumSlots, nullptr) {}
 
   ~PlannerRing() {
-    // Leak memory that the device may still write.
+    // Leak memory, because the device may still write to it.
     if (!slots_.Drain([this](size_t slot) { return IsFinished(slot); }, kPatience)) {
       for (auto& job : jobs_) static_cast<void>(job.release());
       return;

@@ -1,4 +1,4 @@
-// Tokens of each expert served by each rank, and the flow that levels them over given replicas.
+// Tokens of each expert served by each rank, and the flow leveling them over given replicas.
 #pragma once
 
 #include <cstddef>

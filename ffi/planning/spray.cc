@@ -56,7 +56,7 @@ class Rails {
       const size_t rail = (first_ + step) % ticks_.size();
       // At most 2^31 rows are multiplied by less than 2^15 ticks, so the product fits.
       const int64_t done = (loads_[rail] + rows) * ticks_[rail];
-      // A dead rail has 0 ticks and would complete at once, so it is skipped. Ties go to the rail that is first in the
+      // A dead rail has 0 ticks and would complete at once, so it is skipped. Ties go to the first rail in the
       // cycle.
       if (ticks_[rail] > 0 && (best == ticks_.size() || done < soonest)) {
         best = rail;

@@ -30,7 +30,7 @@ class SwapEvaluator {
   virtual void Commit(const Swap& swap) = 0;
   virtual void SetLimit(int32_t limit) = 0;
 
-  // Returns the lowest limit that the placement keeps.
+  // Returns the lowest limit kept by the placement.
   virtual int32_t MaxLoad() = 0;
 
   // The largest excess, 0 if none is above 0. If it is above 0, cut() is the smallest set with this excess, which all
