@@ -159,7 +159,7 @@ def _facts(report: ProgramReport) -> Iterator[tuple[str, str]]:
     yield "FLOPs", f"{report.flops / 1e12:.3f} T" + (f", {over:.3f} of the ideal" if over is not None else "")
     yield "memory traffic", decimal(report.hbm_bytes)
     waits = report.host_waits
-    yield "host waits", "the compiler does not say" if waits is None else str(waits)
+    yield "host waits", "not reported by the compiler" if waits is None else str(waits)
     calls = ", ".join(f"{name} x {count}" for name, count in sorted(report.custom_calls.items()))
     yield "custom calls", calls or "none"
 

@@ -87,8 +87,8 @@ def warnings(found: Measured) -> Iterator[str]:
     """
     if found.busy > BUSY * found.cores:
         yield (
-            f"the load average was {found.busy:.1f} on {found.cores} cores before anything was measured; rates may be "
-            "lower, and times longer, than what the machine can do"
+            f"the load average was {found.busy:.1f} on {found.cores} cores before the measurements; rates may be "
+            "lower, and times longer, than on the idle machine"
         )
     if found.preset is not None:
         cluster = load_config("preset", found.preset).cluster

@@ -284,10 +284,10 @@ def _line(at: Latency, best: bool) -> str:
 def _reason(choice: LevelChoice) -> str:
     best = choice.best
     if choice.level.size == 1:
-        return "there is nothing to reach"
+        return "one member, so no exchange"
     if best.domain_size == 1:
-        return "no gather: it would outlast what hides it by more than it saves"
+        return "no gather: its exposed time would exceed the saved exchanges"
     left = best.gather_s - best.hidden_s
-    hides = "computing hides all of the gather" if left <= 0 else f"{left * 1e3:.3f} ms of the gather are not hidden"
-    tokens = "no token crosses" if best.domain_size == choice.level.size else "the rest is exchanged"
+    hides = "compute hides the whole gather" if left <= 0 else f"{left * 1e3:.3f} ms of the gather are exposed"
+    tokens = "no tokens are exchanged" if best.domain_size == choice.level.size else "other tokens are exchanged"
     return f"{hides}, {tokens}"
