@@ -75,10 +75,10 @@ class Drift:
         return max(1 - self.steady - self.drifting, 0.0)
 
     def correlation(self, lag: int) -> float:
-        """Compute the autocorrelation over steps of an expert's log popularity.
+        """Compute the correlation over experts of log popularity between two steps.
 
         Args:
-            lag: Number of steps between the two samples.
+            lag: Number of steps between the two.
 
         Returns:
             The correlation; 1 at lag 0.

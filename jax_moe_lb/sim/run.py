@@ -155,7 +155,7 @@ def simulate(
 ) -> Report:
     """Simulate one step, planned by the system's own balancer for the given counts.
 
-    Use it to predict the time of a system, and the stages hidden by overlap, on machines without access.
+    Use it to predict the time of a system, and the stages hidden by overlap, on unavailable machines.
 
     Args:
         system: System, as in `moe`.
