@@ -135,7 +135,7 @@ def read_named(path: Path, names: Sequence[str], most_bytes: int) -> tuple[dict[
     """
     # Check the file type first: opening a pipe waits for a writer, and a device may never end.
     if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
-        raise LimitError("no regular file; expected one")
+        raise LimitError("not a regular file; expected one")
     with path.open("rb") as file:
         if file.read(2) != b"PK":
             file.seek(0)
