@@ -263,7 +263,7 @@ class Topology:
         """
         axes = (expert_axis,) if isinstance(expert_axis, str) else tuple(expert_axis)
         if not 1 <= len(set(axes)) == len(axes) <= len(LEVEL_NAMES):
-            raise ValueError(f"expert_axis is {expert_axis!r}; expected one to three different mesh axes")
+            raise ValueError(f"expert_axis is {expert_axis!r}; expected one to three distinct mesh axes")
         tensor = (tensor_axes,) if isinstance(tensor_axes, str) else tuple(tensor_axes)
         others = tuple(axis for axis in mesh.axis_names if axis not in axes + tensor)
         data = others if data_axes is None else (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
@@ -271,13 +271,11 @@ class Topology:
             if axis not in mesh.axis_names:
                 raise ValueError(f"expert_axis names {axis!r}; expected an axis of the mesh, one of {mesh.axis_names}")
         if len(set(data)) < len(data) or not set(data) <= set(others):
-            raise ValueError(
-                f"data_axes is {data_axes!r}; expected different ones of {others}, beside those of experts"
-            )
+            raise ValueError(f"data_axes is {data_axes!r}; expected distinct axes of {others}, excluding expert_axis")
         beside = tuple(axis for axis in mesh.axis_names if axis not in axes)
         if len(set(tensor)) < len(tensor) or not set(tensor) <= set(beside):
             raise ValueError(
-                f"tensor_axes is {tensor_axes!r}; expected different ones of {beside}, beside those of experts"
+                f"tensor_axes is {tensor_axes!r}; expected distinct axes of {beside}, excluding expert_axis"
             )
         rates = _per_axis("bytes_per_s", bytes_per_s, axes)
         latencies = _per_axis("latency_s", latency_s, axes)

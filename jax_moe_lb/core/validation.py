@@ -39,7 +39,7 @@ def check_counts(counts: AnyArray) -> None:
     if (counts < 0).any():
         rank, expert = np.argwhere(counts < 0)[0]
         raise ValueError(
-            f"counts of rank {rank}, expert {expert} is {counts[rank, expert]}; expected a number of tokens, at least 0"
+            f"counts of rank {rank}, expert {expert} is {counts[rank, expert]}; expected at least 0 tokens"
         )
     check_total(counts)
 

@@ -15,12 +15,15 @@ def greedy(placement: Placement, quota: Quota, domain: int, min_tokens: int) -> 
 
     Call it to plan on NumPy arrays or in a custom balancer; `Greedy` applies the equivalent `greedy_planner`.
 
-    While a rank of a domain exceeds the domain's mean, rounded up, the busiest rank gives tokens away. There are two
-    options. `kept`: the existing slot able to take most tokens of its expert. `new`: the first empty slot of the rank
-    with most room among the ranks with an empty slot. It takes, of the domain's experts without a slot on this rank,
-    the expert with the most tokens served by the giver. Either takes at most its rank's distance below the mean. `new`
-    wins if it can take more than `kept` and the move reaches `min_tokens`. No move exceeds the giver's surplus. A giver
-    without a possible move is skipped from then on. Ties go to the lower rank, slot and expert.
+    While a rank of a domain exceeds the domain's mean, rounded up, the busiest rank gives tokens to one of two slots:
+
+    - `kept`: the existing slot able to take most tokens of its expert.
+    - `new`: the first empty slot of the rank with most room among the ranks with an empty slot. It takes, of the
+      domain's experts without a slot on this rank, the expert with the most tokens served by the giver.
+
+    Either takes at most its rank's distance below the mean. `new` wins if it can take more than `kept` and the move
+    reaches `min_tokens`. No move exceeds the giver's surplus. A giver without a possible move is skipped from then on.
+    Ties go to the lower rank, slot and expert.
 
     Args:
         placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot.

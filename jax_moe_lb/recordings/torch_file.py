@@ -132,7 +132,7 @@ def read_torch(path: Path) -> Any:
                 if not name or archive.getinfo(name).file_size > MOST_PICKLE_BYTES:
                     raise ValueError(f"data.pkl is missing or too large; expected at most {MOST_PICKLE_BYTES} bytes")
                 if f"{folder}byteorder" in archive.namelist() and _content(archive, f"{folder}byteorder") != b"little":
-                    raise ValueError("byte order is not little-endian; expected little-endian")
+                    raise ValueError("tensors are not little-endian; expected little-endian")
                 program = _content(archive, name)
         _check_program(program)
         return _Reader(path, folder, program).load()

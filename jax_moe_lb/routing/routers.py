@@ -113,9 +113,7 @@ class Router:
 
     def __post_init__(self) -> None:
         if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
-            raise ValueError(
-                f"capacity_factor is {self.capacity_factor}; expected above 0 and finite, or None to drop nothing"
-            )
+            raise ValueError(f"capacity_factor is {self.capacity_factor}; expected a finite number above 0, or None")
 
     def _inherit(self, inner: "Router") -> None:
         """Take the options of the wrapped router for options with default values."""
@@ -178,7 +176,7 @@ class GroupLimit:
         if num_experts % self.num_groups or num_experts // self.num_groups < self.experts_per_score:
             raise ValueError(
                 f"num_groups is {self.num_groups}; expected a divisor of the {num_experts} experts "
-                f"that leaves at least {self.experts_per_score} in a group"
+                f"with at least {self.experts_per_score} experts per group"
             )
         grouped = scores.reshape(num_tokens, self.num_groups, -1)
         group_scores = jax.lax.top_k(grouped, self.experts_per_score)[0].sum(-1)

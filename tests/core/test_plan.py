@@ -177,7 +177,7 @@ def test_relay_and_rails_are_checked():
     [
         (np.ones(4, np.int32), r"counts has shape \(4,\); expected \[R, E\]"),
         (np.ones((4, 8)), r"counts has dtype float64; expected integers"),
-        (np.where(np.eye(4, 8, 1, bool), -2, 3), r"counts of rank 0, expert 1 is -2; expected a number of tokens"),
+        (np.where(np.eye(4, 8, 1, bool), -2, 3), r"counts of rank 0, expert 1 is -2; expected at least 0 tokens"),
         (np.full((4, 8), 2**27), r"counts sum to 4294967296 tokens; expected at most 2147483647"),
     ],
 )

@@ -69,7 +69,7 @@ def test_data_axes_are_said_or_all_others():
     assert Topology.from_mesh(mesh, data_axes="data").data_axes == ("data",)
     assert Topology.from_mesh(mesh, data_axes=()).data_axes == ()
     for wrong in ("expert", "fsdp", ("data", "data")):
-        with pytest.raises(ValueError, match=r"data_axes is .*; expected different ones of \('data', 'tensor'\)"):
+        with pytest.raises(ValueError, match=r"data_axes is .*; expected distinct axes of \('data', 'tensor'\)"):
             Topology.from_mesh(mesh, data_axes=wrong)
 
 
