@@ -115,7 +115,7 @@ class EPLB(Balancer):
     """EPLB: replicas of the busiest experts of earlier steps, with an even split over copies.
 
     Use it if the same experts stay busy for many steps, or as the common baseline. It plans from earlier microbatches
-    only, so it fails if the busy experts change between microbatches.
+    only, so it balances poorly if the busy experts change between microbatches.
 
     It is DeepSeek's EPLB with fixed homes. The first copy of every expert is at home and never moves. The rest of the
     algorithm fills every other slot with the expert of the highest load per copy. It then packs these replicas,

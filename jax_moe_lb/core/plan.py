@@ -37,7 +37,7 @@ class Plan:
 
     Args:
         placement: `[R, S]` integers, the expert in each slot; -1 for an empty slot. The first `L` slots of a rank hold
-            its home experts, including their optimizer state.
+            its home experts; the rank owns their parameters and optimizer state.
         quota: `[E, R]` integers, the token copies of each expert served by each rank (UltraEP's `U`).
         relay: `[R, S]` integers, the source rank of each slot's weights; `None` (default) copies all from home.
         rails: `[R, R, N]` integers, token copies from rank to rank on each rail; `None` (default) uses the rail of the

@@ -27,11 +27,11 @@ def eplb_plus(tokens: TokensOfExperts, placement: Placement, domain: int) -> tup
     holding it), rounded up. Each domain is planned separately:
 
     1. Replicate: while there are empty slots, the home expert of the domain with the highest share gets another copy.
-      Experts with a share of at most 1 are excluded. The number of copies is limited to the ranks with the expert or
-      with an empty slot.
+       Experts with a share of at most 1 are excluded. The number of copies is limited to the ranks with the expert or
+       with an empty slot.
     2. Pack (longest processing time first): new copies, highest share first, go to the least loaded rank with an empty
-      slot and without the expert. The load of a rank is the sum of the shares of its experts. A copy without such a
-      rank is not made.
+       slot and without the expert. The load of a rank is the sum of the shares of its experts. A copy without such a
+       rank is not made.
     3. Split: see `round_robin`.
 
     Ties go to the lower expert and rank.
