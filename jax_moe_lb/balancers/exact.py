@@ -78,7 +78,9 @@ class Exact(Balancer):
         return self if self.cost is None else replace(self, cost=self.cost.sized(facts))
 
     def bound(self, topology: Topology, num_home: int, slots: int) -> float:
-        """Return `num_domains * (1 + eps)` if each rank has a replica slot per home expert, else the default bound.
+        """Return a bound near `num_domains * (1 + eps)` with a replica slot per home expert, else the default bound.
+
+        The exact value is `num_domains * (1 + max(eps, 1 / 4096))`.
 
         A rank above the limit has an expert with more than the `L`-th part of its load. A receiver taking such experts
         whole, the hottest of a rank each time, is full before it has taken `L`. There is no such bound with fewer

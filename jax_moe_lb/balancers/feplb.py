@@ -23,7 +23,7 @@ class FEPLB(Balancer):
 
     The dynamic experts of a rank are its `num_dynamic` busiest in this microbatch; all others are static and never
     move. The rank with the highest load gives its busiest dynamic expert to the eligible rank with the lowest load. The
-    weights are copied into a replica slot and receive all tokens of the expert. The home slot is kept.
+    weights are copied into a replica slot, which receives all tokens of the expert. The home slot is kept.
 
     The paper gives the order of moves and leaves four rules open. The rules below were selected among many readings by
     the reduction of token stragglers in its results (`benchmarks/bench_feplb_readings.py`). No reading is nearest to
@@ -31,7 +31,7 @@ class FEPLB(Balancer):
 
     - Dynamic experts: the busiest of this microbatch.
     - Useful moves: the taker's load after the move is below the giver's load before it.
-    - After a move that is not useful: the domain is finished. With `skip`, a smaller dynamic expert of the same rank is
+    - After a useless move: the domain is finished. With `skip`, a smaller dynamic expert of the same rank is
       tried, which balances better than the published results.
     - Threshold: none, `tau=1`. A threshold of about 2000 token copies follows the paper's trend, less closely on fewer
       ranks.
