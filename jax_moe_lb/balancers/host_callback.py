@@ -75,7 +75,7 @@ class HostCallback(Balancer):
         so_far, plan_of = ravel_pytree(plan)
         call = partial(_call, self.planner, topology)
         # Return one array: on TPUs JAX gives all results of a callback the sharding of the first, invalid for results
-        # of another rank.
+        # with another number of dimensions.
         result = jax.ShapeDtypeStruct((so_far.size + 1 + MOST_BYTES // 4,), jnp.int32)
         words = jax.pure_callback(call, result, counts, plan, vmap_method="sequential")
         answer, fingerprint, problem = jnp.split(words, (so_far.size, so_far.size + 1))

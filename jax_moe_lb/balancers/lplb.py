@@ -38,9 +38,10 @@ class LPLB(Balancer):
 
     It follows DeepSeek's LPLB. The k-th replica slot of a rank copies from the rank at the k-th distance in its domain.
     It holds the k-th heaviest home expert of this source rank, by the load of the steps before the last plan (before
-    the first plan, its k-th expert). The graph has one edge per replicated expert. For every microbatch, a linear program splits
-    the tokens of each expert between home and replica, with the lowest maximum load of each domain. HiGHS solves it on
-    the host (`spread`). The original LPLB also moves home experts between ranks at intervals; here homes are fixed.
+    the first plan, its k-th expert). The graph has one edge per replicated expert. For every microbatch, a linear
+    program splits the tokens of each expert between home and replica, with the lowest maximum load of each domain.
+    HiGHS solves it on the host (`spread`). The original LPLB also moves home experts between ranks at intervals; here
+    homes are fixed.
 
     Args:
         every: steps between rankings of the experts, and steps of history; 1 to 46340, 3 by default.

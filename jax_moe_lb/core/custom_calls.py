@@ -138,7 +138,7 @@ def like(array: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any = No
     """
     aval = jax.typeof(array)
     shape = aval.shape if shape is None else shape
-    # A sharding has one entry per dimension; a result of another rank is unsharded.
+    # A sharding has one entry per dimension; a result with another number of them is unsharded.
     sharding = aval.sharding if len(shape) == aval.ndim else aval.sharding.update(spec=(None,) * len(shape))
     return aval.update(shape=shape, dtype=aval.dtype if dtype is None else dtype, weak_type=False, sharding=sharding)
 

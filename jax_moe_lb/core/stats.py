@@ -135,8 +135,9 @@ def _check(fault: Fault) -> None:
 
 
 def _place(where: tuple[int, ...], sizes: tuple[int, ...]) -> str:
-    """Return the index of a fault as text. The last dimension is the group, as in `nn.MoE`; the others are the
-    caller's.
+    """Return the index of a fault as text.
+
+    The last dimension is the group, as in `nn.MoE`; the others are the caller's.
     """
     names = [f"group {where[-1]} of {sizes[-1]}"] if where and sizes[-1] > 1 else []
     names = [f"entry {i}" for i in where[:-1]] + names
