@@ -168,7 +168,7 @@ def test_relay_and_rails_are_checked():
     rails = np.stack([split(COUNTS, plan.quota, 2).sum(1)] * 2, -1) // 2
     check_plan(Plan(plan.placement, plan.quota, rails=rails.astype(np.int32), domain=2), COUNTS)
     rails[1, 3, 0] += 1
-    with pytest.raises(ValueError, match=r"plan.rails from rank 1 to rank 3 sums to 7 tokens; expected the 6"):
+    with pytest.raises(ValueError, match=r"plan.rails from rank 1 to rank 3 sums to 7 tokens; expected 6,"):
         check_plan(Plan(plan.placement, plan.quota, rails=rails.astype(np.int32), domain=2), COUNTS)
 
 

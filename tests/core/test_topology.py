@@ -38,8 +38,8 @@ def test_a_topology_is_a_static_argument():
     ("axis", "options", "message"),
     [
         ("ep", {}, r"expert_axis names 'ep'; expected an axis of the mesh, one of \('data', 'expert'\)"),
-        (("expert", "expert"), {}, r"expert_axis is \('expert', 'expert'\); expected one to three different"),
-        ((), {}, r"expert_axis is \(\); expected one to three different"),
+        (("expert", "expert"), {}, r"expert_axis is \('expert', 'expert'\); expected one to three distinct"),
+        ((), {}, r"expert_axis is \(\); expected one to three distinct"),
         ("expert", {"ranks_per_domain": 3}, r"ranks_per_domain is 3; expected a divisor of the 4 ranks"),
         ("expert", {"ranks_per_domain": 0}, r"ranks_per_domain is 0; expected at least 1"),
         ("expert", {"rails_per_node": 0}, r"rails_per_node is 0; expected at least 1"),
