@@ -333,7 +333,7 @@ def lose_a_token(counts, plan, topology):
         (lambda counts, plan, topology: plan.quota, r"planner returned ndarray; expected a Plan"),
         (
             lambda counts, plan, topology: Plan(plan.placement[:, :2], plan.quota, domain=plan.domain),
-            r"planner returned an array of shape \(8, 2\); expected \(8, 3\), as it was given",
+            r"planner returned an array of shape \(8, 2\); expected \(8, 3\), as in the input",
         ),
     ],
 )
