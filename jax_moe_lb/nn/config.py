@@ -88,7 +88,7 @@ class SharedMix(Enum):
         y = dense_ffn(x, shared)
         if kernel is None:
             return routed + y
-        # In float32 like the router's logits, and rounded once.
+        # Compute logits in float32, like the router's, and round once.
         logits = jnp.matmul(x, kernel, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
         if self is SharedMix.SIGMOID:
             return routed + jax.nn.sigmoid(logits).astype(x.dtype) * y
@@ -98,7 +98,7 @@ class SharedMix(Enum):
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """Feed-forward network that every token passes beside its routed experts, with their activation and gate.
+    """Feed-forward network applied to every token, with the activation and gating of the routed experts.
 
     Args:
         hidden_dim: inner width; the sum of all widths for several shared experts.
@@ -149,7 +149,7 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("dtype", "param_dtype", "transfer_dtype"):
             value = getattr(self, name)
-            # One form of each dtype, so that equal precisions are equal: they are static in programs.
+            # Normalize to `np.dtype` so that equal precisions compare equal: they are static arguments of `jax.jit`.
             object.__setattr__(self, name, None if value is None else jnp.dtype(value))
         allowed = tuple(map(jnp.dtype, TOKEN_DTYPES))
         for name, dtype in (("dtype", self.dtype or jnp.float32), ("param_dtype", self.param_dtype)):
