@@ -149,7 +149,7 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("dtype", "param_dtype", "transfer_dtype"):
             value = getattr(self, name)
-            # Normalize to `np.dtype` so that equal precisions compare equal: they are static arguments of `jax.jit`.
+            # Normalize to `np.dtype`: equal precisions must compare equal, as they are static arguments of `jax.jit`.
             object.__setattr__(self, name, None if value is None else jnp.dtype(value))
         allowed = tuple(map(jnp.dtype, TOKEN_DTYPES))
         for name, dtype in (("dtype", self.dtype or jnp.float32), ("param_dtype", self.param_dtype)):

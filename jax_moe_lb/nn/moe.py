@@ -70,34 +70,33 @@ class MoE(nnx.Module):
         num_experts: `E`, a multiple of the number of expert-parallel ranks.
         router: `TopK`, another router of `jax_moe_lb.routing`, or a function like them. Its `selection_bias`,
             `logit_bias` and `capacity_factor` are options of the layer, see `Router`.
-            mesh: mesh of the expert and data axes, Auto or Explicit. The layer may run inside a `jax.shard_map` over
-                further axes, such as pipeline stages. For gradients there, JAX 0.12 requires `check_vma=False`.
-            topology: return value of `Topology.from_mesh(mesh, ...)`; if the system has `migrate`, its
-                `domains.between`. `None` (default) uses these, without further options.
-            system: balancer, weight transport and token dispatch: a `System`, or the name of a function of
-                `jax_moe_lb.systems`. "exact" (default) balances with 2 replica slots per rank, or `E - L` if there are
-                fewer experts. "plain" does not balance.
+        mesh: mesh of the expert and data axes, Auto or Explicit. The layer may run inside a `jax.shard_map` over
+            further axes, such as pipeline stages. For gradients there, JAX 0.12 requires `check_vma=False`.
+        topology: return value of `Topology.from_mesh(mesh, ...)`; if the system has `migrate`, its `domains.between`.
+            `None` (default) uses these, without further options.
+        system: balancer, weight transport and token dispatch: a `System`, or the name of a function of
+            `jax_moe_lb.systems`. "exact" (default) balances with 2 replica slots per rank, or `E - L` if there are
+            fewer experts. "plain" does not balance.
         experts: inner width, activation and biases of the experts.
-            shared: expert applied to every token; `None` (default) for none.
+        shared: expert applied to every token; `None` (default) for none.
         losses: coefficients of the router losses; add `router_loss` of the statistics to the loss of the model.
         precision: dtypes of arithmetic, parameters and exchanges.
         kernel_init: initializer of all kernels.
-            rules: table from logical to mesh axes; `None` (default) uses `logical_axis_rules(topology,
-                system.migrate)`.
+        rules: table from logical to mesh axes; `None` (default) uses `logical_axis_rules(topology, system.migrate)`.
         on_fault: action on bad values, see `moe`: "raise" stops the program, "record" writes them to the statistics;
             call `raise_on_fault` on those of each step. `None` (default): "raise" on CPUs, "record" on accelerators.
-            rngs: random number generators for the parameters.
+        rngs: random number generators for the parameters.
 
     Warns:
         UserWarning: the system cannot balance this layer, such as `hybridep()` with too few slots.
 
     Raises:
-            ValueError: `num_experts` is no multiple of the number of ranks, the topology does not match the mesh, or
-                the system relocates experts with a balancer that stores loads by place.
-            TypeError: `system` is neither a `System` nor the name of one.
+        ValueError: `num_experts` is no multiple of the number of ranks, the topology does not match the mesh, or the
+            system relocates experts with a balancer that stores loads by place.
+        TypeError: `system` is neither a `System` nor the name of one.
 
     Examples:
-            Two ranks, each with half of the tokens and half of the experts:
+        Two ranks, each with half of the tokens and half of the experts:
 
         >>> import jax
         >>> import jax.numpy as jnp
@@ -159,7 +158,7 @@ class MoE(nnx.Module):
         everywhere, by_group = PartitionSpec(), PartitionSpec(self.topology.data_axes)
 
         def on_mesh(tree: Any, spec: PartitionSpec) -> Any:
-            # Put the states on the parameters' devices, so that a checkpoint of both restores onto any mesh.
+            # Put the states on the parameters' devices: a checkpoint of both then restores onto any mesh.
             return jax.device_put(tree, NamedSharding(self.mesh, spec))
 
         zeros = jnp.zeros((num_experts,), jnp.float32)
@@ -221,12 +220,11 @@ class MoE(nnx.Module):
         Returns:
             Outputs `[..., H]` with the sharding of `x`, and statistics stacked over the `D` groups.
         """
-        """
         num_tokens = math.prod(x.shape[:-1])
         if jax.typeof(x).sharding.mesh.empty:
             # An input without a mesh gives no sharding for the outputs: replicate it over all devices first.
             x = place(x, NamedSharding(self.mesh, PartitionSpec()), self.mesh)
-        # Cast weights and tokens before the exchanges, so that bfloat16 halves the transferred bytes.
+        # Cast weights and tokens before the exchanges: bfloat16 halves the transferred bytes.
         dtype = self.precision.dtype
         x = x if dtype is None else x.astype(dtype)
         # Pass a mask only for padding: masking costs memory passes over all tokens.
@@ -299,7 +297,7 @@ class MoE(nnx.Module):
             rate: step size of the bias; 1e-3 by default. See `updated_bias`.
 
         Raises:
-                ValueError: the router has `selection_bias=False`.
+            ValueError: the router has `selection_bias=False`.
         """
         if self.bias is None:
             raise ValueError("router.selection_bias is False; expected True, for update_bias")
@@ -313,7 +311,7 @@ class MoE(nnx.Module):
             decay: weight of the earlier mean, at least 0 and less than 1. 0.9 (default) averages over about ten steps.
 
         Raises:
-                ValueError: the system has `relocates=False`, or `decay` is out of range.
+            ValueError: the system has `relocates=False`, or `decay` is out of range.
         """
         if self.loads is None:
             raise ValueError("system.relocates is False; expected True, for update_loads")
@@ -427,9 +425,7 @@ def _migrate(system: System | str) -> GatherExpertDomain | None:
 
 def _check_domains(topology: Topology, migrate: GatherExpertDomain | None) -> None:
     if migrate is not None and migrate.domains.between != topology:
-        raise ValueError(
-            "topology differs from system.migrate.domains.between; expected that topology, or None"
-        )
+        raise ValueError("topology differs from system.migrate.domains.between; expected that topology, or None")
 
 
 def _check_mesh(mesh: Mesh, topology: Topology) -> None:

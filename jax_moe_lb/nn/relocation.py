@@ -195,8 +195,8 @@ def restore_mesh_independent_state(model: nnx.Module, state: nnx.State) -> None:
         state: restored state, in the shardings of `mesh_independent_state(model)`.
 
     Warns:
-        UserWarning: a balancer with load history, such as `EPLB`, restarts with an empty history. It balances little
-            until it has new loads.
+        UserWarning: a balancer with load history, such as `EPLB`, has none on a new model and balances little at
+            first.
 
     Examples:
         >>> import jax

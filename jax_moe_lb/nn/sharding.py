@@ -145,14 +145,14 @@ class LayerInputs(NamedTuple):
     known: Any
 
 
-# Jitted here so that all layers of one configuration share a compilation, even if the caller does not jit.
+# Jitted here: all layers of one configuration share a compilation, even if the caller does not jit.
 @functools.partial(jax.jit, inline=True, static_argnames=("layer",))
 def sharded_moe(inputs: LayerInputs, *, layer: LayerConfig) -> tuple[Float[Array, "C H"], Stats, State, Experts | None]:
     """Run `moe` on the tokens of all ranks; return outputs, statistics and state per group, and codec state."""
     topology, migrate, mesh = layer.topology, layer.system.migrate, layer.mesh
     home_axes = expert_axes(topology, migrate)
     whole, by_expert = PartitionSpec(), PartitionSpec(home_axes)
-    # The data axes are outermost, so that the tokens of a group are contiguous.
+    # The data axes are outermost: the tokens of a group are contiguous.
     by_token = PartitionSpec(topology.data_axes + topology.expert_axes)
     by_group = PartitionSpec(topology.data_axes) if topology.data_axes else PartitionSpec(None)
     specs = LayerInputs(
@@ -221,8 +221,10 @@ def _place_by(tree: Any, specs: Any, mesh: Mesh) -> Any:
 
 
 def reshaped(array: Array, shape: tuple[int, ...], sharding: NamedSharding, mesh: Mesh) -> Array:
-    """Reshape, and on a mesh with Explicit axes reshard in the same operation: JAX cannot reshape every split
-    dimension."""
+    """Reshape an array, and on a mesh with Explicit axes reshard it in the same operation.
+
+    A plain reshape is not defined for every sharding of Explicit axes.
+    """
     if AxisType.Explicit not in mesh.axis_types:
         return array.reshape(shape)
     return jax.lax.reshape(array, shape, out_sharding=sharding)
@@ -252,7 +254,7 @@ def flatten_tokens(
     shape = (math.prod(array.shape[:num_dims]), *array.shape[num_dims:])
     if not missing:
         return reshaped(array, shape, NamedSharding(mesh, by_token), mesh)
-    # Explicit axes shard only dimensions that they divide evenly. Such inputs are small, so replicate them.
+    # Explicit axes shard only evenly divisible dimensions. Such inputs are small, so replicate them.
     array = reshaped(array, shape, NamedSharding(mesh, PartitionSpec()), mesh)
     return jnp.pad(array, ((0, missing), *[(0, 0)] * (array.ndim - 1)))
 
