@@ -148,7 +148,7 @@ class ExpertDomains:
 
     @property
     def whole(self) -> Topology:
-        """Topology of all ranks as one group with the expert domains as its domains, for planners such as `HybridEP`."""
+        """Topology of all ranks as one group, with the expert domains as domains, for planners such as `HybridEP`."""
         # Two levels suffice: planners read only the domain of a rank.
         levels = (Level("node", self.between.num_ranks), Level("gpu", self.domain_size))
         data_axes = tuple(axis for axis in self.between.data_axes if axis not in self.offset_axes)
@@ -214,7 +214,7 @@ class GatherExpertDomain:
         >>> experts = Experts(up=jnp.arange(4.0).reshape(4, 1, 1), down=jnp.zeros((4, 1, 1)))  # one on each rank
         >>> ranks = PartitionSpec(domains.expert_axes)
         >>> gathered = jax.shard_map(GatherExpertDomain(domains), mesh=mesh, in_specs=ranks, out_specs=ranks)(experts)
-        >>> print(gathered.up.ravel())  # what ranks 0 to 3 hold, one after the other
+        >>> print(gathered.up.ravel())  # of ranks 0 to 3, in order
         [0. 1. 0. 1. 2. 3. 2. 3.]
     """
 
@@ -313,7 +313,7 @@ class GatherExpertDomain:
 
 
 def _gather(leaf: Array, axes: tuple[str, ...]) -> Array:
-    """Concatenate the blocks of all ranks along `axes`, in the order of `axis_index`; the last axis is gathered first."""
+    """Concatenate the blocks of all ranks along `axes`, in `axis_index` order; the last axis is gathered first."""
     for axis in reversed(axes):
         leaf = leaf if jax.lax.axis_size(axis) == 1 else gather_tiles(leaf, axis)
     return leaf
