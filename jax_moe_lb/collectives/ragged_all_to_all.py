@@ -223,7 +223,7 @@ def _copy_own(operand: Array, output: Array, pairs: _Pairs, axis_name: Axes) -> 
 
 
 LANES = 128
-"""Words of a TPU vector register row."""
+"""Lanes of a TPU vector, 4-byte words each."""
 
 
 def ragged_all_to_all(
