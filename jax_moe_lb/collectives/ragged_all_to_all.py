@@ -117,7 +117,7 @@ def _by_pairs(
     disjoint: bool,
 ) -> Array:
     first, sizes, output_offsets, arriving = where
-    # Senders know the landing offsets, but here receivers place the rows, so exchange them. This precedes the early
+    # Senders have the landing offsets, but here receivers place the rows, so exchange them. This precedes the early
     # return below, because all ranks of a group must take part.
     landings = jax.lax.all_to_all(output_offsets, axis_name, 0, 0, tiled=True)
     if operand.shape[0] == 0 or output.shape[0] == 0:

@@ -106,7 +106,7 @@ def moe(
     """Compute a mixture-of-experts layer on one rank; call it inside `jax.shard_map`.
 
     Values and gradients equal those of a dense mixture of experts, for any plan. `nn.MoE` calls it with arrays of the
-    whole mesh; call `moe` in a `jax.shard_map` of your own.
+    whole mesh; call `moe` in a custom `jax.shard_map`.
 
     Args:
         x: `[T, H]`, tokens of this rank; bfloat16, float32 or float64.
@@ -114,20 +114,20 @@ def moe(
         router: `TopK`, another router of `jax_moe_lb.routing`, or a function like them.
         system: balancer, weight transport and token dispatch, such as `exact()`. If it has `migrate`, `moe` gathers the
             experts of the expert domain from `params.experts` first.
-        topology: return value of `Topology.from_mesh`, with the axes that `x` varies over.
-        state: initial state, or the one that the last call returned.
+        topology: return value of `Topology.from_mesh`, with the mesh axes over which `x` varies.
+        state: initial state, or the state returned by the last call.
         tokens: mask, ids, random key and sequence length of the tokens.
         losses: coefficients of the router losses; 0 by default.
         on_fault: action on bad values, such as a logit that is not finite or an illegal plan. "raise" (default) stops
-            the program on all ranks, by a callback to the host. "record", usual on accelerators, calls no host: the
-            layer computes what is right, and `raise_on_fault` of the statistics raises on the host. See
+            the program on all ranks, by a callback to the host. "record", usual on accelerators, has no callback: the
+            layer computes the valid part, and `raise_on_fault` of the statistics raises on the host. See
             `docs/pipeline.md`.
 
     Returns:
         Outputs `[T, H]`, statistics and the state for the next call.
 
     Raises:
-        ValueError: shapes do not match each other or the topology, or a bias that the router requires is missing. With
+        ValueError: shapes do not match each other or the topology, or a bias required by the router is missing. With
             `on_fault="raise"`, bad values stop the program with an error of the same form.
 
     Examples:

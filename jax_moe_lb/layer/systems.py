@@ -1,4 +1,4 @@
-"""Systems: a balancer, a weight transport and a token dispatch for `moe`, with one function per published system."""
+"""Systems: combinations of a balancer, a weight transport and a token dispatch for `moe`."""
 
 import inspect
 import math
@@ -52,7 +52,7 @@ def __dir__() -> list[str]:
 class System:
     """Configuration of `moe`: balancer, weight transport and token dispatch.
 
-    The functions of this module return the published systems; create a `System` for other combinations. It is hashable,
+    The functions of this module return ready-made systems; create a `System` for other combinations. It is hashable,
     so it can be a static argument of `jax.jit`.
 
     Args:
@@ -240,7 +240,7 @@ def plain(buffers: Buffers = Buffers()) -> System:
 
 
 def greedy(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
-    """Return a system with one greedy planning pass inside the jitted program, in jnp.
+    """Return a system with one greedy planning pass inside the jitted program.
 
     It requires no custom calls. Try it first.
 
@@ -346,8 +346,7 @@ def feplb(replica_slots: int = 4, buffers: Buffers = Buffers(headroom=1.5)) -> S
 
 
 def fastermoe(replica_slots: int = 2, buffers: Buffers = Buffers()) -> System:
-    """Return FasterMoE: copy hot experts to every rank of their domain if the cost model of its defaults predicts a
-    gain.
+    """Return FasterMoE: copy hot experts to every rank of their domain if its cost model predicts a gain.
 
     Use it to reproduce the baseline.
 

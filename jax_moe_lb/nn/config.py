@@ -84,6 +84,9 @@ class SharedMix(Enum):
             routed: `[..., H]`, the outputs of their routed experts.
             shared: the shared expert, in the dtype of `x`.
             kernel: `[H, num_logits]`; `None` for `SUM`.
+
+        Returns:
+            `[..., H]` in the dtype of `x`.
         """
         y = dense_ffn(x, shared)
         if kernel is None:
@@ -156,7 +159,7 @@ class Precision:
             if dtype not in allowed:
                 raise ValueError(
                     f"precision.{name} is {dtype}; expected bfloat16, float32 or float64. "
-                    "Pass transfer_dtype for rows that travel in 8 bits."
+                    "Pass transfer_dtype for 8-bit transfers."
                 )
         if self.transfer_dtype not in (None, jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8)):
             raise ValueError(f"precision.transfer_dtype is {self.transfer_dtype}; expected float8_e4m3fn or int8")

@@ -62,8 +62,8 @@ class MoE(nnx.Module):
     """A dropless mixture-of-experts layer with load-balanced expert parallelism.
 
     Use it in place of the feed-forward network of a transformer block. Call it outside `jax.shard_map`, with the tokens
-    of all ranks. It holds the parameters, the routing bias and the balancer state. The expert weights are sharded over
-    the expert axes.
+    of all ranks. It contains the parameters, the routing bias and the balancer state. The expert weights are sharded
+    over the expert axes.
 
     Args:
         embed_dim: `H`, the width of the model.
@@ -425,7 +425,7 @@ def _migrate(system: System | str) -> GatherExpertDomain | None:
 
 def _check_domains(topology: Topology, migrate: GatherExpertDomain | None) -> None:
     if migrate is not None and migrate.domains.between != topology:
-        raise ValueError("topology differs from system.migrate.domains.between; expected that topology, or None")
+        raise ValueError("topology differs from system.migrate.domains.between; expected the same topology, or None")
 
 
 def _check_mesh(mesh: Mesh, topology: Topology) -> None:

@@ -31,10 +31,10 @@ HOMES = "homes"
 def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "layers E"]) -> tuple[Params, OptState]:
     """Move experts to new places in parameters and optimizer state; the function of the model does not change.
 
-    Call it at regular intervals with the permutation of `plan_relocation`. It finds `MoE` layers by path: `kernel` `[H,
-    E]` beside `up` and `down` `[E, ...]`. It permutes `up`, `down`, `gate` and their biases. In the optimizer state it
-    permutes every leaf whose path ends with the path of one of these. It updates `homes`, so the router's kernel, bias
-    and running loads do not move.
+    Call it at regular intervals with the permutation of `plan_relocation`. It finds `MoE` layers by path: `kernel`
+    `[H, E]` beside `up` and `down` `[E, ...]`. It permutes `up`, `down`, `gate` and their biases. In the optimizer
+    state it permutes every leaf whose path ends with the path of one of these. It updates `homes`, so the router's
+    kernel, bias and running loads do not move.
 
     Call it in `jax.jit` with donated arguments and `out_shardings` equal to the argument shardings. The compiler then
     exchanges the experts between devices.
@@ -49,8 +49,8 @@ def relocate(params: Params, opt_state: OptState, permutation: Int[AnyArray, "la
         `params` and `opt_state` with the same shapes, experts moved.
 
     Raises:
-        ValueError: `params` has no `MoE` layer, a layer has no homes, the permutation has another shape or is none, or
-            optimizer state has another shape than its parameter.
+        ValueError: `params` has no `MoE` layer, a layer has no homes, the permutation has another shape or is
+            invalid, or optimizer state has another shape than its parameter.
 
     Examples:
         >>> import jax.numpy as jnp

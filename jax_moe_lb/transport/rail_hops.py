@@ -1,7 +1,7 @@
 """Routes of rows between nodes: rail ranks, and positions of rows on each hop.
 
 A row from rank `(d, a)` to rank `(f, m)`, each a node and an offset in it, takes the rail of some offset `o`. It makes
-three hops: to `(d, o)`, to `(f, o)`, and to `(f, m)`. The two ranks of offset `o` are its rail ranks. All ranks know
+three hops: to `(d, o)`, to `(f, o)`, and to `(f, m)`. The two ranks of offset `o` are its rail ranks. All ranks have
 the plan, so each can compute the contents and order of every buffer:
 
 =============================== ===========================================

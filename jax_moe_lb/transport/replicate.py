@@ -273,7 +273,7 @@ class PeerCopy(Replicate):
         together, domain = topology.ranks_per_process, topology.ranks_per_domain
         inside = None if together is None or together == topology.num_ranks else domain
         reach = None if together is None else together % domain == 0
-        # The first call asks the other processes, which trace the same program.
+        # The first call exchanges messages with the other processes, which trace the same program.
         apart = reach is False and topology.processes and can_copy(topology.processes, domain)
         processes = topology.processes if apart else ()
         return Route(topology.expert_axes, self.site, self.timeout_s, self.chunk_bytes, inside, reach, processes)

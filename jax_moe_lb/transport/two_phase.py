@@ -35,9 +35,9 @@ class TwoPhase(Direct):
     homes then serve the dynamic experts. Outputs return to the home of their expert, and from there, with all others,
     to their tokens. Partly moved experts, as those of `Greedy`, send on a part of their rows.
 
-    The receive buffer must fit the load *before* balancing: a rank whose home load is `m` times the mean runs `ceil(m /
-    headroom)` rounds. So use a larger headroom than elsewhere. `Direct` receives the balanced load in less memory, but
-    does not overlap its copies.
+    The receive buffer must fit the load *before* balancing: a rank whose home load is `m` times the mean runs
+    `ceil(m / headroom)` rounds. So use a larger headroom than elsewhere. `Direct` receives the balanced load in less
+    memory, but does not overlap its copies.
 
     Args:
         buffers: receive buffer of phase 1. Its headroom is 1.5 by default, for loads up to 1.5 x mean before balancing.
