@@ -29,7 +29,7 @@ class ExpertConfig:
         use_bias: if True, add a learned bias to each projection, as in GPT-OSS; False by default.
         fuse_gate_up: if True, multiply rows with the up and gate projections at once; they stay two parameters. `None`
             (default) does so on accelerators if tokens and parameters differ in dtype: the cast then writes both into
-            one array, which saves memory traffic, while equal dtypes would require a copy. `True` requires `gated`.
+            one array, which saves memory traffic. Equal dtypes would require a copy. True requires `gated`.
 
     Raises:
         ValueError: `hidden_dim` is no positive integer, or `fuse_gate_up` is True without a gate.
