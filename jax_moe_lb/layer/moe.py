@@ -457,7 +457,7 @@ def _check_arguments(x: Tokens, params: MoEParams, experts: Experts, options: Ro
         raise ValueError(f"x has dtype {x.dtype}; expected bfloat16, float32 or float64")
     for name in ("logit_bias", "selection_bias"):
         if getattr(options, name) and getattr(params, name) is None:
-            raise ValueError(f"params.{name} is None; expected shape [E], as router.{name} is True")
+            raise ValueError(f"params.{name} is None; expected [E], as router.{name} is True")
     width, num_experts = params.router.shape
     home, experts_width, _ = experts.up.shape
     if home * topology.num_ranks != num_experts:
