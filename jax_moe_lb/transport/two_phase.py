@@ -35,7 +35,7 @@ class TwoPhase(Direct):
     homes then serve the dynamic experts. Outputs return to the home of their expert, and from there, with all others,
     to their tokens. Partly moved experts, as those of `Greedy`, send on a part of their rows.
 
-    The receive buffer must fit the load *before* balancing: a rank whose home load is `m` times the mean runs
+    Phase 1 receives the load *before* balancing: a rank whose home load is `m` times the mean runs
     `ceil(m / headroom)` rounds. So use a larger headroom than elsewhere. `Direct` receives the balanced load in less
     memory, but does not overlap its copies.
 
