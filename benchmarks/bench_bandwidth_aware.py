@@ -46,7 +46,7 @@ class Fixed(Balancer):
     plan: Plan
 
     def rebalance(self, counts: Counts, plan: Plan, topology: Topology, state: State) -> tuple[Plan, State]:
-        """Returns that plan."""
+        """Return that plan."""
         return self.plan, state
 
 
@@ -97,7 +97,7 @@ def busiest_first(plan: Plan) -> list[tuple[int, int]]:
 
 
 def counts_of(tokens: np.ndarray, model: ModelShape, num_ranks: int) -> np.ndarray:
-    """Counts [R, E] of a microbatch whose experts are as popular as in a recording, with text of each rank's own."""
+    """Count [R, E] of a microbatch whose experts are as popular as in a recording, with text of each rank's own."""
     rng = np.random.default_rng(0)
     own = tokens * np.exp(RANK_STD * rng.standard_normal((num_ranks, len(tokens))))
     chances = np.minimum(own * model.per_token / own.sum(1, keepdims=True), 1.0)
@@ -130,7 +130,7 @@ def ratios(case: Case) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recorded.add_arguments(parser)
     out_option(parser)

@@ -49,7 +49,7 @@ def packed_afresh(case: popular_ranks.Case, counts: np.ndarray, rebalance: Calla
 
 
 def main() -> None:
-    """Reports the table."""
+    """Report the table."""
     out = out_alone(__doc__)
     rows: dict[str, list[tuple[float, ...]]] = {}
     for case in popular_ranks.CASES:

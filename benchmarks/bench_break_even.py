@@ -137,7 +137,7 @@ def agreement(rows: list[list]) -> Table:
 
 
 def draw(found: Surface, tokens: tuple[int, ...], path: Path) -> None:
-    """Writes a panel for each size of experts."""
+    """Write a panel for each size of experts."""
     figure = Figure(figsize=(4 * len(found), 3.6), layout="constrained")
     for axes, (inner, ratios) in zip(figure.subplots(1, len(found)), found.items(), strict=True):
         image = axes.pcolormesh(range(len(tokens)), range(len(SKEWS)), np.log2(ratios), cmap="RdBu_r", vmin=-1, vmax=1)
@@ -155,7 +155,7 @@ def draw(found: Surface, tokens: tuple[int, ...], path: Path) -> None:
 
 
 def main() -> None:
-    """Prints the tables and writes the plot."""
+    """Print the tables and writes the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few points")
     parser.add_argument("--plot", type=Path, help="where to write the plot, a PNG")

@@ -70,7 +70,7 @@ def measured(repeats: int, points: tuple[Point, ...]) -> Iterator[list[Value]]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15, help="of each point")
     parser.add_argument("--points", type=int, default=len(POINTS), help="how many, the quickest first")

@@ -51,7 +51,7 @@ class Row:
     own_kernels: bool = False
 
     def compile(self) -> ProgramReport:
-        """Compiles the layer of the reference sizes."""
+        """Compile the layer of the reference sizes."""
         system = system_named(self.system)
         buffers = replace(system.dispatch.buffers, max_rounds=self.max_rounds)
         system = system.replace(buffers=buffers, transfer=self.wire)
@@ -125,7 +125,7 @@ def measured(row: Row) -> list[Value]:
 
 
 def main() -> None:
-    """Reports the table."""
+    """Report the table."""
     out = out_alone(__doc__)
     # Compilers of kernels keep the architecture of the first program of a process, and refuse others. Nothing is timed,
     # so that two programs may be compiled at once.

@@ -71,7 +71,7 @@ def compare(name: str, layers: np.ndarray, replica_slots: int, candidates: int) 
 
 
 def main() -> None:
-    """Reports a table."""
+    """Report a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("table", "optimum"))
     recorded.add_arguments(parser)

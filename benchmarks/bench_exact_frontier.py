@@ -58,7 +58,7 @@ def within_their_maximum(layer: np.ndarray, ranks: int, slots: int) -> tuple[flo
 
 
 def main() -> None:
-    """Reports the table."""
+    """Report the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recorded.add_arguments(parser)
     out_option(parser)

@@ -46,7 +46,7 @@ def both(layers: np.ndarray, num_ranks: int, spare: int, eps: float, fan_out: in
 
 
 def main() -> None:
-    """Reports the table."""
+    """Report the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recorded.add_arguments(parser)
     parser.add_argument(

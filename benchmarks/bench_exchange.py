@@ -95,7 +95,7 @@ class Floor:
         return rows
 
     def receive(self, rank: int, rows: np.ndarray) -> np.ndarray:
-        """Fills it."""
+        """Fill it."""
         for source, size in enumerate(self.sizes[:, rank]):
             landing, start = self.landings[rank, source], self.first[source, rank]
             rows[landing : landing + size] = self.operand[source, start : start + size]
@@ -155,7 +155,7 @@ def measure(name: str, sizes: np.ndarray) -> list[Value]:
 
 
 def main() -> None:
-    """Reports the table."""
+    """Report the table."""
     out = out_alone(__doc__)
     use_virtual_cpu_devices(RANKS)
     times = ("exact", "padded all_to_all", "padded steps", "floor", "in place", "copy")

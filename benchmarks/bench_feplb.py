@@ -102,7 +102,7 @@ def times(loads: dict[Case, np.ndarray]) -> Table:
 
 
 def main() -> None:
-    """Reports the tables."""
+    """Report the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--number", type=int, default=2000, help="microbatches of each row")
     parser.add_argument("--seed", type=int, default=0)

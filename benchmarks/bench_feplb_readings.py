@@ -154,7 +154,7 @@ def points(name: str, rows: dict[str, Found]) -> Table:
 
 
 def main() -> None:
-    """Reports the tables."""
+    """Report the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=400, help="microbatches of each point")
     parser.add_argument("--seed", type=int, default=0)

@@ -137,7 +137,7 @@ def columns_of(first: tuple[str, ...], ratios: tuple[str, ...]) -> dict[str, str
 
 
 def main() -> None:
-    """Reports the tables."""
+    """Report the tables."""
     out = out_alone(__doc__)
     sized = [("equal", *case) for case in CASES] + list(UNEVEN)
     products = Table(

@@ -51,7 +51,7 @@ def rows(earlier: dict[Value, Value]) -> Iterator[list[Value]]:
 
 
 def main() -> None:
-    """Reports the table."""
+    """Report the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compiled", type=Path, metavar="FILE", help="compile only what this earlier run lacks")
     out_option(parser)

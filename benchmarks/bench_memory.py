@@ -110,7 +110,7 @@ def buffer_list(buffers: list[Buffer]) -> Table:
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     out_option(parser)
     given = parser.parse_args()

@@ -62,7 +62,7 @@ class Case:
         return f"{self.model}, {passes}, {self.system}" + (", one round" if self.max_rounds == 1 else "")
 
     def built(self) -> System:
-        """Makes the system."""
+        """Make the system."""
         system = system_named(self.system)
         buffers = replace(system.dispatch.buffers, max_rounds=self.max_rounds)
         return system.replace(buffers=buffers)
@@ -152,7 +152,7 @@ def _arguments(sizes: LayerSizes, mesh: Mesh, train: bool) -> tuple[Any, Any]:
 
 
 def compared(case: Case, compiled_bytes: float) -> list[Any]:
-    """Makes a row: all bytes, and those beside weights, their gradients and the optimizer, which are simple."""
+    """Make a row: all bytes, and those beside weights, their gradients and the optimizer, which are simple."""
     said = case.predicted()
     homes = said.weights + said.gradients + said.optimizer
     whole = said.total, compiled_bytes
@@ -168,12 +168,12 @@ def compiled_gb(path: Path) -> dict[str, float]:
 
 
 def parts(case: Case) -> list[Any]:
-    """Makes a row of what is predicted, part by part."""
+    """Make a row of what is predicted, part by part."""
     return [case.name, *(number / 1e9 for number in asdict(case.predicted()).values())]
 
 
 def main() -> None:
-    """Compiles all programs."""
+    """Compile all programs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     out_option(parser)
     parser.add_argument("--compiled", type=Path, metavar="FILE", help="compile only what this earlier run lacks")

@@ -123,7 +123,7 @@ def _answer(holds: bool) -> str:
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--maxtext", action="store_true", help="MaxText's block, too, which must be installed")
     parser.add_argument("--quick", action="store_true", help="a tiny layer")

@@ -52,7 +52,7 @@ def shapes(mesh: Mesh, sizes: LayerSizes) -> tuple:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     out = out_alone(__doc__)
     use_no_accelerators()
     sizes, target = LayerSizes(), Target.parse(TARGET)

@@ -128,7 +128,7 @@ def table_of(loads: list[np.ndarray], packed: dict[str, Callable], title: str) -
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recorded.add_arguments(parser)
     parser.add_argument("--tokens", type=int, default=2048, help="of each rank, of synthetic loads")

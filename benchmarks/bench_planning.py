@@ -99,7 +99,7 @@ def compare_all_calls(num_ranks: int = 64, num_experts: int = 256, slots: int = 
 
 
 def main() -> None:
-    """Reports both tables."""
+    """Report both tables."""
     out = out_alone(__doc__)
     times = ("greedy us", "legality us", "split us", "split, domains of 8, us")
     columns = {"ranks x experts": ""} | dict.fromkeys(times, ".0f")

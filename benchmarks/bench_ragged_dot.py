@@ -15,7 +15,7 @@ OPTIONS = (None, "xla_gpu_experimental_use_ragged_dot_fusion", "xla_gpu_experime
 
 
 def main() -> None:
-    """Reports a row for each of XLA's options."""
+    """Report a row for each of XLA's options."""
     out = out_alone(__doc__)
     use_no_accelerators()
     target = Target.parse("h100:1x8")

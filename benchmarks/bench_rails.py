@@ -27,20 +27,20 @@ MEAN_ROWS = 4000
 
 
 def sparse(rng: np.random.Generator, sparsity: float) -> np.ndarray:
-    """Draws flows of random sizes (gamma of shape 2), less this fraction of them: `[R, R]` rows, 0 inside nodes."""
+    """Draw flows of random sizes (gamma of shape 2), less this fraction of them: `[R, R]` rows, 0 inside nodes."""
     rows = MEAN_ROWS / 2 * rng.gamma(2, size=(RANKS, RANKS)) * (rng.random((RANKS, RANKS)) >= sparsity)
     return between_nodes_only(rows)
 
 
 def popular(rng: np.random.Generator, exponent: float) -> np.ndarray:
-    """Lets every GPU route tokens to two of as many experts as GPUs, of which some are popular (Zipf)."""
+    """Let every GPU route tokens to two of as many experts as GPUs, of which some are popular (Zipf)."""
     share = rng.permutation(np.arange(1.0, RANKS + 1) ** -exponent)
     tokens = MEAN_ROWS * RANKS
     return between_nodes_only(rng.multinomial(tokens, share / share.sum(), RANKS))
 
 
 def mixtral(rng: np.random.Generator, spread: float) -> np.ndarray:
-    """Draws eight experts, two per token, on the GPUs of two nodes of four; routing differs between GPUs."""
+    """Draw eight experts, two per token, on the GPUs of two nodes of four; routing differs between GPUs."""
     logits = spread * rng.normal(size=(8, 1, 8)) + rng.gumbel(size=(8, 4096, 8))
     chosen = np.argsort(-logits, -1)[:, :, :2].reshape(8, -1)
     return np.stack([np.bincount(row, minlength=8) for row in chosen]).astype(np.int32)
@@ -55,29 +55,29 @@ def between_nodes_only(rows: np.ndarray) -> np.ndarray:
 
 
 def on_rail(rows: np.ndarray, rail: np.ndarray, num_rails: int) -> np.ndarray:
-    """Puts whole flows on one rail each."""
+    """Put whole flows on one rail each."""
     return rows[:, :, None] * (rail[:, :, None] == np.arange(num_rails))
 
 
 def by_source(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarray:
-    """Uses the NIC of the GPU that sends."""
+    """Use the NIC of the GPU that sends."""
     del rng
     return on_rail(rows, np.broadcast_to(np.arange(len(rows))[:, None] % members, rows.shape), members)
 
 
 def by_receiver(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarray:
-    """Uses the NIC of the GPU that receives, as without a plan."""
+    """Use the NIC of the GPU that receives, as without a plan."""
     del rng
     return on_rail(rows, np.broadcast_to(np.arange(len(rows)) % members, rows.shape), members)
 
 
 def hashed(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarray:
-    """Puts every flow on a NIC of its own choice, as ECMP does."""
+    """Put every flow on a NIC of its own choice, as ECMP does."""
     return on_rail(rows, rng.integers(0, members, rows.shape), members)
 
 
 def pooled(rows: np.ndarray, members: int, rng: np.random.Generator, parts: float = np.inf) -> np.ndarray:
-    """Packs all that a node sends by LPT: whole flows, or chunks of the mean flow over `parts`."""
+    """Pack all that a node sends by LPT: whole flows, or chunks of the mean flow over `parts`."""
     del rng
     rails = np.zeros((*rows.shape, members), np.int32)
     chunk = rows[rows > 0].mean() / parts if np.isfinite(parts) else rows.max() + 1
@@ -88,7 +88,7 @@ def pooled(rows: np.ndarray, members: int, rng: np.random.Generator, parts: floa
 
 
 def per_destination(rows: np.ndarray, members: int, rng: np.random.Generator) -> np.ndarray:
-    """Packs what a node sends to another by LPT, in chunks of a quarter of the mean flow, without turns."""
+    """Pack what a node sends to another by LPT, in chunks of a quarter of the mean flow, without turns."""
     del rng
     rails = np.zeros((*rows.shape, members), np.int32)
     chunk = int(max(rows[rows > 0].mean() / 4, 1))
@@ -144,7 +144,7 @@ PLANS = {
 
 
 def loads(rails: np.ndarray, members: int) -> tuple[np.ndarray, np.ndarray]:
-    """Counts what each NIC sends and receives, `[G, N]` for `G` nodes."""
+    """Count what each NIC sends and receives, `[G, N]` for `G` nodes."""
     num_nodes = len(rails) // members
     total = rails.reshape(num_nodes, members, num_nodes, members, -1).sum((1, 3), dtype=np.int64)
     total = total * ~np.eye(num_nodes, dtype=bool)[:, :, None]
@@ -152,13 +152,13 @@ def loads(rails: np.ndarray, members: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bound(rows: np.ndarray, members: int) -> float:
-    """Returns the busiest node's rows over its rails, which no plan gets below."""
+    """Return the busiest node's rows over its rails, which no plan gets below."""
     sent, received = loads(rows[:, :, None], members)
     return max(sent.max(), received.max()) / members
 
 
 def over_bound(plan, draw, members: int = MEMBERS) -> np.ndarray:
-    """Returns the busiest NIC as a sender, as a receiver, and of both, over the bound: means over seeds."""
+    """Return the busiest NIC as a sender, as a receiver, and of both, over the bound: means over seeds."""
     ratios = []
     for seed in range(SEEDS):
         rng = np.random.default_rng(seed)
@@ -246,7 +246,7 @@ def table_of_rails() -> Table:
 
 
 def main() -> None:
-    """Reports all tables."""
+    """Report all tables."""
     out = out_alone(__doc__)
     plans, times, chunks, rails = table_of_plans(), table_of_times(), table_of_chunks(), table_of_rails()
     report({"plans": plans, "times": times, "chunks": chunks, "rails": rails}, out)

@@ -46,7 +46,7 @@ Times = dict[str, np.ndarray]
 
 
 def drawn(num_ranks: int, num_experts: int) -> np.ndarray:
-    """Counts `[R, E]`."""
+    """Count `[R, E]`."""
     rng = np.random.default_rng(0)
     popularity = rng.lognormal(0.0, 1.0, num_experts)
     return rng.multinomial(COPIES_PER_RANK, popularity / popularity.sum(), num_ranks).astype(np.int32)
@@ -117,7 +117,7 @@ def curves(times: dict[tuple[int, ...], Times], names: Sequence[str]) -> dict:
 
 
 def main() -> None:
-    """Prints the tables and writes the plot."""
+    """Print the tables and writes the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few sizes and repeats")
     parser.add_argument("--plot", type=Path, help="where to write the plot, a PNG")

@@ -238,7 +238,7 @@ def sensitivity(fits: list[Fit], number: int, seed: int) -> Comparison:
 
 
 def main() -> None:
-    """Reports the tables."""
+    """Report the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     results.out_option(parser)
     parser.add_argument("--number", type=int, default=60, help="microbatches that are simulated")

@@ -297,7 +297,7 @@ def compositions(setting: Setting, imbalance: float) -> Comparison:
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     results.out_option(parser)
     options = parser.parse_args()

@@ -303,7 +303,7 @@ def measure(domains: list[int], seeds: int) -> dict[str, Table]:
 
 
 def main() -> None:
-    """Reports all tables."""
+    """Report all tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--domains", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--seeds", type=int, default=5)

@@ -232,7 +232,7 @@ def tables(tokens: int) -> list[Comparison]:
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     results.out_option(parser)
     parser.add_argument("--tokens", type=int, default=2048, help="drawn on each rank; a divisor of 8192")

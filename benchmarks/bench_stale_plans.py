@@ -32,7 +32,7 @@ LAGS, DRAWS, PERIODS = (1, 4, 16), 16, (64, 16, 4, 1)
 
 
 def recorded(kind: str, run: int) -> np.ndarray:
-    """Counts [steps, layers, R, E] of a training run."""
+    """Count [steps, layers, R, E] of a training run."""
     with np.load(TRACES / f"{KINDS[kind][run]}.npz") as file:
         return file["counts"].astype(np.int32)
 
@@ -112,7 +112,7 @@ def balanced(balancer: Balancer, trace: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables."""
     out = out_alone(__doc__)
     tables = {"fits": fits(), "held_out": held_out(), "stale_plans": stale_plans()}
     report(tables, out)

@@ -123,7 +123,7 @@ def table(case: Case, seed: int, number: int, turns: int) -> Table:
 
 
 def main() -> None:
-    """Reports a table for each number of ranks."""
+    """Report a table for each number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--number", type=int, default=3, help="microbatches")
     parser.add_argument("--turns", type=int, default=12, help="the least time of so many counts")

@@ -122,7 +122,7 @@ def _temporary_bytes(step: Compiled) -> int:
 
 
 def main() -> None:
-    """Reports the tables."""
+    """Report the tables."""
     out = out_alone(__doc__)
     use_virtual_cpu_devices(SIZES.num_ranks)
     mesh = jax.make_mesh((SIZES.num_ranks,), ("expert",), axis_types=(AxisType.Auto,))

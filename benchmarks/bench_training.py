@@ -57,7 +57,7 @@ def config_of(base: TrainConfig, name: str) -> TrainConfig:
 
 
 def start(base: TrainConfig, name: str) -> Training:
-    """Compiles the step of a system, and makes its first state: parameters do not depend on the system."""
+    """Compile the step of a system, and makes its first state: parameters do not depend on the system."""
     config = config_of(base, name)
     mesh = make_mesh(config.parallel)
     programs = make_programs(config, mesh, make_system(config.parallel))
@@ -70,7 +70,7 @@ def start(base: TrainConfig, name: str) -> Training:
 
 
 def advance(training: Training, batch: np.ndarray, config: TrainConfig) -> None:
-    """Runs one step and notes loss, seconds and balance."""
+    """Run one step and notes loss, seconds and balance."""
     tokens = jax.block_until_ready(place_batch(batch, make_mesh(config.parallel)))
     started = time.perf_counter()
     training.state, loss, stats = training.program(training.state, tokens)
@@ -102,7 +102,7 @@ def summarised(trainings: dict[str, Training], config: TrainConfig) -> dict[str,
 
 
 def draw(trainings: dict[str, Training], path: Path) -> None:
-    """Draws the losses over steps; those of all systems but the ideal should lie on each other."""
+    """Draw the losses over steps; those of all systems but the ideal should lie on each other."""
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     widest = len(trainings) + 1
@@ -116,7 +116,7 @@ def draw(trainings: dict[str, Training], path: Path) -> None:
 
 
 def written(trainings: dict[str, Training], config: TrainConfig, path: Path) -> None:
-    """Writes all rows and what they come to."""
+    """Write all rows and what they come to."""
     result = {
         "config": dataclasses.asdict(config),
         "summary": summarised(trainings, config),
@@ -145,7 +145,7 @@ def table_of(summary: dict[str, dict[str, float]], steps: int) -> Table:
 
 
 def main() -> None:
-    """Trains all systems, and reports the table."""
+    """Train all systems, and reports the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--preset", default="small")

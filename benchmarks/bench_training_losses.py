@@ -72,7 +72,7 @@ def steps_before(wrong: np.ndarray) -> int:
 
 
 def main() -> None:
-    """Reports the table."""
+    """Report the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--systems", nargs="+", default=[*system_names(), *(f"exact, {wire}" for wire in WIRES)])

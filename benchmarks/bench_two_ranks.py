@@ -85,7 +85,7 @@ def configurations(router: Router) -> dict:
 
 
 def run_rank(rank: int, address: str, repeats: int, folder: Path, point: Point) -> None:
-    """Calibrates, then times every configuration in turn; writes what it found into the folder."""
+    """Calibrate, then times every configuration in turn; writes what it found into the folder."""
     faulthandler.dump_traceback_later(limit_s(repeats), exit=True)
     jax.config.update("jax_platforms", "cpu")
     use_virtual_cpu_devices(1)
@@ -255,7 +255,7 @@ def _of_ranks(reports: list[dict], name: str, key: str) -> np.ndarray:
 
 
 def main() -> None:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)

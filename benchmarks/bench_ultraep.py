@@ -94,7 +94,7 @@ def planned_row(after: Plan, loads: np.ndarray) -> list[float]:
 
 
 def main() -> None:
-    """Reports the tables."""
+    """Report the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=TOKENS_PER_RANK, help="tokens on each rank")
     parser.add_argument("--seed", type=int, default=0)

@@ -24,7 +24,7 @@ SOURCES = {
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SOURCES, default=list(SOURCES), help="these sources")
     out_option(parser)

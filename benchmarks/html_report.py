@@ -18,7 +18,7 @@ svg { max-width: 100%; height: auto; } nav a { margin-right: 1em; white-space: n
 
 
 def write_report(results: Path, path: Path, ended: Mapping[str, str]) -> Path:
-    """Writes a report.
+    """Write a report.
 
     Args:
         results: folder of what benchmarks kept.

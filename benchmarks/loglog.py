@@ -29,7 +29,7 @@ def exponents(sizes: np.ndarray, times_s: np.ndarray) -> np.ndarray:
 
 
 def draw(panels: Mapping[str, Mapping[str, Curve]], labels: Mapping[str, str], path: Path) -> None:
-    """Writes a panel for each group of curves, as a PNG.
+    """Write a panel for each group of curves, as a PNG.
 
     Args:
         panels: curves by their names, by the title of their panel.

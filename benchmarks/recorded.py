@@ -34,14 +34,14 @@ def synthetic(num_layers: int = 58, num_experts: int = 256) -> np.ndarray:
 
 
 def on_first_rank(tokens: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Counts `[..., R, E]` with these sums; all tokens start on rank 0."""
+    """Count `[..., R, E]` with these sums; all tokens start on rank 0."""
     counts = np.zeros((*tokens.shape[:-1], num_ranks, tokens.shape[-1]), np.int32)
     counts[..., 0, :] = tokens
     return counts
 
 
 def scattered(tokens: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Counts `[..., R, E]` with these sums; most tokens of an expert start on a few ranks."""
+    """Count `[..., R, E]` with these sums; most tokens of an expert start on a few ranks."""
     rng = np.random.default_rng(0)
     starts = rng.dirichlet(np.full(num_ranks, 0.3), tokens.shape)
     return np.moveaxis(rng.multinomial(tokens, starts), -1, -2).astype(np.int32)

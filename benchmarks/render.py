@@ -99,7 +99,7 @@ def changed() -> Iterator[tuple[Path, str]]:
 
 
 def old_plots() -> Iterator[tuple[Path, str]]:
-    """Plots that documents link to and that were not drawn from these results, with the line that says so."""
+    """Plot that documents link to and that were not drawn from these results, with the line that says so."""
     text, records = "".join(path.read_text() for path in documents()), read(RESULTS)
     for match in sorted({match.group() for match in PLOT.finditer(text)}):
         path = PLOTS / Path(match).name
@@ -109,7 +109,7 @@ def old_plots() -> Iterator[tuple[Path, str]]:
 
 
 def draw(path: Path, drawn: str) -> None:
-    """Writes one plot."""
+    """Write one plot."""
     from benchmarks.plots import figures_of, svg
 
     name, plot, _ = path.name.split(".")
@@ -118,7 +118,7 @@ def draw(path: Path, drawn: str) -> None:
 
 
 def write_documents() -> None:
-    """Writes all that changed, and says which."""
+    """Write all that changed, and says which."""
     for path, wanted in changed():
         path.write_text(wanted)
         print(path.relative_to(ROOT))
@@ -128,7 +128,7 @@ def write_documents() -> None:
 
 
 def main() -> None:
-    """Writes all documents, or tells which are old."""
+    """Write all documents, or tells which are old."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if anything would be written")
     given = parser.parse_args()

@@ -215,7 +215,7 @@ RUNS = (
 
 
 def run(one: Run, given: argparse.Namespace, folder: Path) -> str:
-    """Runs it, and says how that ended; results are replaced only if it ended well."""
+    """Run it, and says how that ended; results are replaced only if it ended well."""
     log, found = folder / "logs" / f"{one.name}.log", folder / "logs" / f"{one.name}.json"
     found.unlink(missing_ok=True)
     start_s = time.monotonic()
@@ -243,7 +243,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs all of them; ends with 1 if one failed."""
+    """Run all of them; ends with 1 if one failed."""
     given = options()
     folder = (given.folder or ROOT / "runs" / ("reproduce-quick" if given.quick else "reproduce")).resolve()
     (folder / "logs").mkdir(parents=True, exist_ok=True)

@@ -89,14 +89,14 @@ def spread(values: np.ndarray) -> list[float]:
 
 
 def out_option(parser: argparse.ArgumentParser) -> None:
-    """Adds `--out`."""
+    """Add `--out`."""
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="JSON file for the tables; replaces its run of the same name"
     )
 
 
 def out_alone(what: str | None) -> Path | None:
-    """Reads `--out` for a benchmark that has nothing else to choose; refuses anything else, before it begins.
+    """Read `--out` for a benchmark that has nothing else to choose; refuses anything else, before it begins.
 
     Args:
         what: the docstring of its module.
@@ -107,7 +107,7 @@ def out_alone(what: str | None) -> Path | None:
 
 
 def report(tables: Mapping[str, Table], out: Path | None) -> None:
-    """Prints all tables, and keeps them where `out` is given."""
+    """Print all tables, and keeps them where `out` is given."""
     for name, table in tables.items():
         print(f"{name}:\n\n{table}\n")
     if out is not None:

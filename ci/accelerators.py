@@ -86,7 +86,7 @@ class Case:
         return f"{what} {rounds:7} {'fused' if self.fused else '':5} {'own kernels' if self.own_kernels else '':11}"
 
     def compile(self) -> ProgramReport:
-        """Compiles it."""
+        """Compile it."""
         system = system_named(self.system)
         buffers = replace(system.dispatch.buffers, max_rounds=self.max_rounds)
         system = system.replace(buffers=buffers)
@@ -115,7 +115,7 @@ LIMITS = {
 
 
 def cases(system: str | None, target: str | None) -> list[Case]:
-    """Lists what to compile, the longest first.
+    """List what to compile, the longest first.
 
     Args:
         system: the only system, or `None` for all.
@@ -128,7 +128,7 @@ def cases(system: str | None, target: str | None) -> list[Case]:
 
 
 def faults(case: Case) -> tuple[list[str], str]:
-    """Compiles a case, and says what is wrong with it and what came out."""
+    """Compile a case, and says what is wrong with it and what came out."""
     target = Target.parse(case.target)
     expected = REFUSED.get((case.system, target.platform))
     try:
@@ -167,13 +167,13 @@ def _numbers(report: ProgramReport) -> str:
 
 
 def compiled(case: Case) -> tuple[list[str], str]:
-    """Runs `faults` in a process of its own, whose compilers keep quiet."""
+    """Run `faults` in a process of its own, whose compilers keep quiet."""
     with quiet_stderr():
         return faults(case)
 
 
 def main() -> int:
-    """Compiles all cases and prints a line for each."""
+    """Compile all cases and prints a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--system", choices=system_names())
     parser.add_argument("--target", choices=sorted({*TARGETS, *(case.target for case in LIMITS)}))

@@ -21,7 +21,7 @@ def names(archive: Path) -> list[str]:
 
 
 def check(archive: Path) -> None:
-    """Stops the program where a file is missing or too many."""
+    """Stop the program where a file is missing or too many."""
     held = names(archive)
     missing = [needed for needed in NEEDED[archive.suffix] if not any(name.startswith(needed) for name in held)]
     too_many = [name for name in held if REFUSED & set(name.split("/"))]

@@ -34,12 +34,12 @@ class TwoSpaces(Extension):
     """Lists go on after two spaces, as code-hosting sites read them, and not after four."""
 
     def extendMarkdown(self, md):
-        """Sets how far a list is indented."""
+        """Set how far a list is indented."""
         md.tab_length = 2
 
 
 def version() -> str:
-    """Reads the version off the package without importing it."""
+    """Read the version off the package without importing it."""
     return re.search(r'__version__ = "(.+?)"', (ROOT / "jax_moe_lb/__init__.py").read_text()).group(1)
 
 
@@ -54,7 +54,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def place(origin: str) -> str:
-    """Returns where on the site a file of the repository is, as MkDocs names sources."""
+    """Return where on the site a file of the repository is, as MkDocs names sources."""
     if origin.startswith("docs/"):
         return origin.removeprefix("docs/")
     if origin in NAMED:
@@ -64,14 +64,14 @@ def place(origin: str) -> str:
 
 
 def targets(origin: str, text: str) -> set[str]:
-    """Finds the files of the repository that a page links to."""
+    """Find the files of the repository that a page links to."""
     here = posixpath.dirname(origin)
     found = {posixpath.normpath(posixpath.join(here, link)) for _, link, _ in LINK.findall(text)}
     return {target for target in found if not target.startswith("..") and (ROOT / target).is_file()}
 
 
 def shown(origin: str) -> str | bytes:
-    """Returns what the site has of a file: Markdown and pictures as they are, other text in a block of code."""
+    """Return what the site has of a file: Markdown and pictures as they are, other text in a block of code."""
     path = ROOT / origin
     if path.suffix in SHOWN:
         return path.read_bytes()
@@ -81,7 +81,7 @@ def shown(origin: str) -> str | bytes:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds what pages link to, from page to page."""
+    """Add what pages link to, from page to page."""
     waiting = [f"docs/{file.src_uri}" for file in files.documentation_pages()] + list(NAMED)
     seen = set(waiting)
     while waiting:
@@ -98,7 +98,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links to files of the repository into links to their pages."""
+    """Turn links to files of the repository into links to their pages."""
     here = page.file.src_uri
     origin = config.extra["origins"].get(here)
     if origin is None or not origin.endswith(".md"):
@@ -115,7 +115,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def anchor(target: str, end: str) -> str:
-    """Names the second of two equal headings as MkDocs does, `name_1`, where code-hosting sites say `name-1`."""
+    """Name the second of two equal headings as MkDocs does, `name_1`, where code-hosting sites say `name-1`."""
     again = re.fullmatch(r"#(.+)-(\d+)\)", end)
     if not again or not target.endswith(".md"):
         return end

@@ -7,7 +7,7 @@ class Records(griffe.Extension):
     """Classes under `@pytree` are dataclasses, which griffe does not see."""
 
     def on_class(self, *, cls: griffe.Class, **_: object) -> None:
-        """Gives such a class the `__init__` that it has when it runs."""
+        """Give such a class the `__init__` that it has when it runs."""
         decorators = {str(decorator.value) for decorator in cls.decorators}
         if "__init__" in cls.members or "pytree" not in decorators:
             return

@@ -30,7 +30,7 @@ def shapes(layer: MoE) -> nnx.State:
 
 
 def main(systems: list[str]) -> None:
-    """Prints what was restored where."""
+    """Print what was restored where."""
     use_virtual_cpu_devices(16)
     x = jax.random.normal(jax.random.key(1), (64, 16))
     for system in systems:

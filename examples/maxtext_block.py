@@ -91,7 +91,7 @@ class RoutedMoE(nnx.Module):
         out_sharding: Any = None,
         forced_routed_experts: Any = None,
     ) -> tuple[jax.Array, None, None]:
-        """Returns the outputs, and `None` for the loss and the biases that a balanced plan has no need of."""
+        """Return the outputs, and `None` for the loss and the biases that a balanced plan has no need of."""
         if gate_inputs is not None or forced_routed_experts is not None:
             raise ValueError(
                 "gate_inputs or forced_routed_experts is given; expected None: `moe` routes what it is given"
@@ -124,7 +124,7 @@ def dense(block: RoutedMoE, inputs: jax.Array) -> jax.Array:
 
 
 def main() -> None:
-    """Prints the parameters, and how far outputs and gradients are from those of the dense form."""
+    """Print the parameters, and how far outputs and gradients are from those of the dense form."""
     use_virtual_cpu_devices(8)
     mesh = jax.make_mesh((2, 4, 1), ("fsdp", "expert", "tensor"), axis_types=(AxisType.Auto,) * 3)
     decoder = SimpleNamespace(value="mixtral")

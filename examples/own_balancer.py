@@ -11,7 +11,7 @@ from jax_moe_lb.core import check_plan, imbalance, load, plain_plan
 
 
 def share_hottest(counts: np.ndarray, plan: Plan, topology: Topology) -> Plan:
-    """Lets the busiest rank give half of its hottest expert's tokens to the idlest rank with a free slot."""
+    """Let the busiest rank give half of its hottest expert's tokens to the idlest rank with a free slot."""
     placement, quota = plan.placement.copy(), plan.quota.copy()
     busiest = load(plan).argmax()
     expert = quota[:, busiest].argmax()

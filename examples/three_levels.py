@@ -21,7 +21,7 @@ BALANCER = lb.Chain((lb.balancers.Exact(), lb.balancers.RailS()))
 
 
 def gradient_step(mesh, topology, system, x):
-    """Takes a step of gradient descent; returns the loss before and after it, the statistics and the layer."""
+    """Take a step of gradient descent; returns the loss before and after it, the statistics and the layer."""
     experts, rngs = lb.ExpertConfig(64), nnx.Rngs(0)
     layer = lb.MoE(32, 16, lb.TopK(2), mesh=mesh, topology=topology, system=system, experts=experts, rngs=rngs)
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
@@ -36,7 +36,7 @@ def gradient_step(mesh, topology, system, x):
 
 
 def main() -> None:
-    """Takes the same step with plain expert parallelism and with all three, and prints what each of them did."""
+    """Take the same step with plain expert parallelism and with all three, and prints what each of them did."""
     common, own = jax.random.split(jax.random.key(0))
     x = jax.random.normal(common, (32,)) + jax.random.normal(own, (2048, 32))
     before, after, _, _ = gradient_step(BASE, WHOLE, lb.plain(), x)

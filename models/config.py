@@ -18,7 +18,7 @@ class UserError(Exception):
 
 
 def say(line: str) -> None:
-    """Prints one line to standard error at once, whole, whatever other threads and processes print."""
+    """Print one line to standard error at once, whole, whatever other threads and processes print."""
     sys.stderr.write(f"{' '.join(line.split())}\n")
     sys.stderr.flush()
 
@@ -32,7 +32,7 @@ REMAT = ("none", "full")
 
 
 def require_positive(name: str, value: int) -> None:
-    """Refuses what is no number of things, with a `ValueError` unless `value` is at least 1."""
+    """Refuse what is no number of things, with a `ValueError` unless `value` is at least 1."""
     if value < 1:
         raise ValueError(f"{name} is {value}; expected at least 1")
 
@@ -403,7 +403,7 @@ said of compiled programs is said of it.
 
 
 def preset(name: str) -> TrainConfig:
-    """Finds the preset of that name.
+    """Find the preset of that name.
 
     Raises:
         ValueError: there is none.

@@ -61,7 +61,7 @@ class Tuning:
 def make_tuning(
     model: Decoder, config: TrainConfig, mesh: Mesh, bias_rate: float = 0.0, further_weight: float = 0.0
 ) -> Tuning:
-    """Builds the programs, compiling nothing.
+    """Build the programs, compiling nothing.
 
     Args:
         model: what `from_pretrained` returned.
@@ -102,7 +102,7 @@ def _move_biases(model: Decoder, stats: Stats, rate: float) -> None:
 
 
 def tune(tuning: Tuning, corpus: Corpus, config: TrainConfig, mesh: Mesh, trace: CountsTrace) -> nnx.State:
-    """Runs all steps, prints a line about some of them, and the validation loss before and after."""
+    """Run all steps, prints a line about some of them, and the validation loss before and after."""
     sizes = (config.validation.batches, config.batch.size, config.batch.sequence_length)
     held_out = [place_batch(batch, mesh) for batch in corpus.validation_batches(*sizes)]
     state = tuning.state
@@ -141,7 +141,7 @@ def main(
     further_weight: Annotated[float, typer.Option(help="Of the loss of tokens after the next; 0.3 is usual.")] = 0.0,
     record_counts: Annotated[Path | None, typer.Option(help="Write the routing, for jax-moe-lb replay.")] = None,
 ) -> None:
-    """Tunes all parameters of a checkpoint, and writes what transformers loads."""
+    """Tune all parameters of a checkpoint, and writes what transformers loads."""
     try:
         parallel = ParallelConfig(data_parallel, expert_parallel, system)
         batch, optimizer = BatchConfig(batch_size, sequence_length), OptimizerConfig(learning_rate)

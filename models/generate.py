@@ -30,7 +30,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of parameters and products: float32 or bfloat16.")] = "float32",
     record_counts: Annotated[Path | None, typer.Option(help="Write the routing, for jax-moe-lb replay.")] = None,
 ) -> None:
-    """Continues each prompt, and prints it with what follows, one after the other."""
+    """Continue each prompt, and prints it with what follows, one after the other."""
     try:
         parallel, sampling = ParallelConfig(data_parallel, expert_parallel, system), Sampling(temperature, top_p, seed)
         offer_cpu_devices(parallel.num_shards)

@@ -26,7 +26,7 @@ def offer_cpu_devices(num_devices: int) -> None:
 
 
 def make_mesh(parallel: ParallelConfig) -> Mesh:
-    """Makes the mesh `(data, expert)` on the first devices.
+    """Make the mesh `(data, expert)` on the first devices.
 
     Args:
         parallel: the sizes of its axes.
@@ -46,12 +46,12 @@ def make_mesh(parallel: ParallelConfig) -> Mesh:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Splits a batch by sequence over all devices."""
+    """Split a batch by sequence over all devices."""
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
 def place_batch(batch: np.ndarray, mesh: Mesh) -> jax.Array:
-    """Splits a batch that every process holds by sequence over all devices."""
+    """Split a batch that every process holds by sequence over all devices."""
     return jax.make_array_from_callback(batch.shape, batch_sharding(mesh), lambda index: batch[index])
 
 
@@ -63,7 +63,7 @@ def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
 
 
 def placed_shapes(shapes: nnx.State, shardings: Any) -> Any:
-    """Returns the shapes of a state with where its arrays lie, for lowering and for restoring."""
+    """Return the shapes of a state with where its arrays lie, for lowering and for restoring."""
     return jax.tree.map(lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), shapes, shardings)
 
 
@@ -75,7 +75,7 @@ def _shardings(variable: nnx.Variable, mesh: Mesh) -> nnx.Variable:
 
 
 def make_system(parallel: ParallelConfig) -> System:
-    """Makes the system with the options of the run.
+    """Make the system with the options of the run.
 
     Args:
         parallel: the name and the options.

@@ -74,7 +74,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 def tiny_config(architecture: str) -> str:
-    """Writes the `config.json` of a small model.
+    """Write the `config.json` of a small model.
 
     Args:
         architecture: its `model_type`.
@@ -89,7 +89,7 @@ def tiny_config(architecture: str) -> str:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Makes a tokenizer whose words are the 256 bytes."""
+    """Make a tokenizer whose words are the 256 bytes."""
     words = {word: number for number, word in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -98,7 +98,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def write_tiny(architecture: str, folder: Path, seed: int = 0) -> None:
-    """Writes a small random checkpoint with its tokenizer.
+    """Write a small random checkpoint with its tokenizer.
 
     Args:
         architecture: the `model_type` of its `config.json`.
@@ -120,7 +120,7 @@ def main(
     out: Annotated[Path, typer.Option(help="A new or an empty folder.")],
     seed: Annotated[int, typer.Option(help="Of the parameters.")] = 0,
 ) -> None:
-    """Writes a small random checkpoint, as transformers would."""
+    """Write a small random checkpoint, as transformers would."""
     try:
         offer_cpu_devices(1)
         write_tiny(architecture, out, seed)

@@ -141,14 +141,14 @@ class TrainArgs:
         return prepare(config, corpus, folder, **how, tell=tell)
 
     def dry_run(self, target: str) -> None:
-        """Compiles a step for a machine that need not be there, and prints what it needs."""
+        """Compile a step for a machine that need not be there, and prints what it needs."""
         if self.name in dry_run.PRESETS:
             dry_run.show_published(self.name, Target.parse(target), self.given)
         else:
             dry_run.show(self._configured(self.given)[0], Target.parse(target))
 
     def _configured(self, given: Given) -> tuple[TrainConfig, Tokenizer]:
-        """Changes the preset by what is given; returns the tokenizer, too."""
+        """Change the preset by what is given; returns the tokenizer, too."""
         path = updated(self.base.data, given.get("data", {}), "data.").tokenizer
         tokenizer: Tokenizer = Bytes() if path is None else TokenizerFile(Path(path))
         words = {} if path is None else {"model": {"vocab_size": tokenizer.vocab_size}}
@@ -163,7 +163,7 @@ class TrainArgs:
 
 
 def _config_named(name: str) -> tuple[TrainConfig, Given]:
-    """Finds a preset, or the defaults and the fields that a file gives."""
+    """Find a preset, or the defaults and the fields that a file gives."""
     if Path(name).suffix in (".yaml", ".yml"):
         return TrainConfig(), read_file(Path(name))
     if name in dry_run.PRESETS:
@@ -176,7 +176,7 @@ def _config_named(name: str) -> tuple[TrainConfig, Given]:
 def _given(
     system: str | None, mesh: str | None, steps: int | None, seed: int | None, assignments: Sequence[str]
 ) -> Given:
-    """Collects the fields of `TrainConfig` that options give."""
+    """Collect the fields of `TrainConfig` that options give."""
     numbers = {name: value for name, value in (("steps", steps), ("seed", seed)) if value is not None}
     return combined(
         numbers,
@@ -201,7 +201,7 @@ def _loggers(names: list[str], profile: int) -> MetricLoggerConfig:
 
 @contextmanager
 def _user_errors() -> Iterator[None]:
-    """Makes errors of values those of the user."""
+    """Make errors of values those of the user."""
     try:
         yield
     except ValueError as error:
@@ -211,7 +211,7 @@ def _user_errors() -> Iterator[None]:
 def _carry_out(
     prepared: Callable[[Tell], Run], console: Console, stop: StopRequest, watched: Callable[[], MetricLoggerConfig]
 ) -> None:
-    """Prepares and executes a run, and tells of it."""
+    """Prepare and executes a run, and tells of it."""
     if hidden := shadowed_installation():
         _print(console, f"{hidden}, which has custom calls, is passed by for this folder: pip install -e .")
     with _user_errors():
@@ -236,7 +236,7 @@ def _corpus(config: TrainConfig, data: list[str], tokenizer: Tokenizer) -> Corpu
 
 
 def _place(distributed: bool, processes: MultiProcessConfig) -> Place | None:
-    """Finds which of several processes this is, `None` if it is alone."""
+    """Find which of several processes this is, `None` if it is alone."""
     given = {name: getattr(processes, name) for name in ("coordinator", "num_processes", "process_id")}
     if distributed:
         return detect_process(**given, timeout_s=processes.join_timeout_s)
@@ -249,7 +249,7 @@ def _place(distributed: bool, processes: MultiProcessConfig) -> Place | None:
 
 
 def _joined(place: Place | None, timeout_s: float) -> AbstractContextManager:
-    """Joins the other processes, and ends with them; does nothing for a process that is alone."""
+    """Join the other processes, and ends with them; does nothing for a process that is alone."""
     if place is None:
         return nullcontext()
     join(place, timeout_s)
@@ -257,7 +257,7 @@ def _joined(place: Place | None, timeout_s: float) -> AbstractContextManager:
 
 
 def _options(config: TrainConfig, corpus: Corpus, run_dir: Path | None, place: Place) -> dict:
-    """Collects what has to be the same on all processes."""
+    """Collect what has to be the same on all processes."""
     options = dataclasses.asdict(config) | {"data": corpus.fingerprint, "run_dir": run_dir and str(run_dir)}
     del options["multi_process"]
     options |= {package: metadata.version(package) for package in PACKAGES}
@@ -268,7 +268,7 @@ def _options(config: TrainConfig, corpus: Corpus, run_dir: Path | None, place: P
 
 
 def _default_run_dir(first: Path, place: Place | None, *, last: bool) -> Path:
-    """Numbers the runs of a preset, so that a run that no folder was named for harms no other.
+    """Number the runs of a preset, so that a run that no folder was named for harms no other.
 
     Args:
         first: the folder of the first run.

@@ -36,7 +36,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 def upcycled_config(fields: Fields, num_experts: int, experts_per_token: int, share: bool = False) -> str:
-    """Makes the `config.json` of the mixture: a Llama becomes a Mixtral, a Qwen3 a Qwen3-MoE, with `share` a GLM-4.5.
+    """Make the `config.json` of the mixture: a Llama becomes a Mixtral, a Qwen3 a Qwen3-MoE, with `share` a GLM-4.5.
 
     Args:
         fields: the file of the dense model.
@@ -91,7 +91,7 @@ def upcycled_config(fields: Fields, num_experts: int, experts_per_token: int, sh
 
 
 def dense_name(name: str) -> str | None:
-    """Finds which tensor of the dense model a tensor of the mixture is a copy of; `None` for a router's."""
+    """Find which tensor of the dense model a tensor of the mixture is a copy of; `None` for a router's."""
     if re.search(r"\.(mlp|block_sparse_moe)\.gate\.(weight|e_score_correction_bias)$", name):
         return None
     found = re.fullmatch(r"(.*)\.(?:mlp|block_sparse_moe)\.(?:shared_experts|experts\.\d+)\.(\w+)\.weight", name)
@@ -110,7 +110,7 @@ def upcycle(
     seed: int = 0,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Writes a checkpoint of a mixture whose experts are copies of a dense model's network.
+    """Write a checkpoint of a mixture whose experts are copies of a dense model's network.
 
     Args:
         folder: the checkpoint of a Llama or a Qwen3.
@@ -171,7 +171,7 @@ def main(
     ] = False,
     seed: Annotated[int, typer.Option(help="Of the routers.")] = 0,
 ) -> None:
-    """Makes a mixture of experts of a dense checkpoint; it computes the same until it is trained."""
+    """Make a mixture of experts of a dense checkpoint; it computes the same until it is trained."""
     try:
         upcycle(checkpoint, out, num_experts, experts_per_token, share=share, seed=seed)
     except (OSError, ValueError) as error:

@@ -90,7 +90,7 @@ class Policy(abc.ABC):
     def react(
         self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
     ) -> Int[np.ndarray, "n W"]:
-        """Returns the paths of the next round, in a new array where one changes.
+        """Return the paths of the next round, in a new array where one changes.
 
         Args:
             flows: all flows of the exchange.
@@ -101,7 +101,7 @@ class Policy(abc.ABC):
 
 
 def simulate(flows: Flows, fabric: Fabric, policy: Policy | None, round_s: float, seed: int) -> Outcome:
-    """Sends all flows, and tells how long it took.
+    """Send all flows, and tells how long it took.
 
     Args:
         flows: what is to be sent.
@@ -164,7 +164,7 @@ class _State:
         return self.links.reshape(-1, self.links.shape[2])
 
     def step(self, round_s: float, until_react_s: float, now_s: float) -> float:
-        """Goes on until flows end or the policy reacts; returns how long it took, in seconds."""
+        """Go on until flows end or the policy reacts; returns how long it took, in seconds."""
         num_lanes = self.path.shape[1]
         lanes = self._lanes()
         least_s = self._shortest_step_s(round_s)
@@ -201,7 +201,7 @@ class _State:
             self.links, self.rounds_marked = self.links[stay], self.rounds_marked[stay]
 
     def react(self, policy: Policy, rng: np.random.Generator) -> None:
-        """Lets the policy see the last step, and moves lanes."""
+        """Let the policy see the last step, and moves lanes."""
         full = self.used >= FULL * self.bytes_per_s
         marked = (full & self.marks)[self.links].any(2)
         self.rounds_marked = np.where(marked.any(1), self.rounds_marked + 1, 0)
@@ -219,7 +219,7 @@ class _State:
 def max_min_rates(
     links: Int[np.ndarray, "lanes C"], bytes_per_s: Float[np.ndarray, "links"], most: Float[np.ndarray, "lanes"]
 ) -> Float[np.ndarray, "lanes"]:
-    """Returns max-min fair rates, by progressive filling: none can be raised without lowering one that is not higher.
+    """Return max-min fair rates, by progressive filling: none can be raised without lowering one that is not higher.
 
     It goes in turns: a link all of whose lanes are offered less by no other link fixes theirs at its equal share, and a
     lane that wants no more than any of its links offers is fixed at that. Links offer equal shares of what is left
@@ -254,7 +254,7 @@ def max_min_rates(
 
 
 def _per_link(links: Int[np.ndarray, "lanes C"], value: Float[np.ndarray, "lanes"], num_links: int) -> np.ndarray:
-    """Sums over the lanes of each link; the last link, which stands for none, has 0."""
+    """Sum over the lanes of each link; the last link, which stands for none, has 0."""
     total = np.bincount(links.ravel(), np.repeat(value, links.shape[1]), num_links)
     total[-1] = 0.0
     return total

@@ -57,7 +57,7 @@ class Fabric:
     def non_blocking(
         cls, num_nodes: int, gpus_per_node: int, nic_bytes_per_s: float, gpu_bytes_per_s: float
     ) -> "Fabric":
-        """Makes a fabric whose leaves have as many links up as down, one to each of as many spines as nodes, all as
+        """Make a fabric whose leaves have as many links up as down, one to each of as many spines as nodes, all as
         fast as a NIC.
 
         Args:
@@ -85,7 +85,7 @@ class Fabric:
         return 4 * self.num_gpus + 2 * self.gpus_per_node * self.num_spines
 
     def bytes_per_s(self) -> Float[np.ndarray, "links"]:
-        """Returns the rate of every link, in bytes per second."""
+        """Return the rate of every link, in bytes per second."""
         # In the order of the numbers: GPUs out and in, NICs out and in, up and down, none.
         counts = 2 * self.num_gpus, 2 * self.num_gpus, 2 * self.gpus_per_node * self.num_spines, 1
         return np.repeat([self.gpu_bytes_per_s, self.nic_bytes_per_s, self.spine_bytes_per_s, math.inf], counts)
@@ -98,32 +98,32 @@ class Fabric:
         return marks
 
     def gpu_out(self, gpu: np.ndarray) -> np.ndarray:
-        """Returns the links from GPUs to the others of their nodes."""
+        """Return the links from GPUs to the others of their nodes."""
         return gpu
 
     def gpu_in(self, gpu: np.ndarray) -> np.ndarray:
-        """Returns the links to GPUs from the others of their nodes."""
+        """Return the links to GPUs from the others of their nodes."""
         return self.num_gpus + gpu
 
     def nic_out(self, gpu: np.ndarray) -> np.ndarray:
-        """Returns the links from GPUs' NICs to their leaves."""
+        """Return the links from GPUs' NICs to their leaves."""
         return 2 * self.num_gpus + gpu
 
     def nic_in(self, gpu: np.ndarray) -> np.ndarray:
-        """Returns the links from leaves to GPUs' NICs."""
+        """Return the links from leaves to GPUs' NICs."""
         return 3 * self.num_gpus + gpu
 
     def spine_up(self, leaf: np.ndarray, spine: np.ndarray) -> np.ndarray:
-        """Returns the links from leaves to spines."""
+        """Return the links from leaves to spines."""
         return 4 * self.num_gpus + leaf * self.num_spines + spine
 
     def spine_down(self, spine: np.ndarray, leaf: np.ndarray) -> np.ndarray:
-        """Returns the links from spines to leaves."""
+        """Return the links from spines to leaves."""
         return 4 * self.num_gpus + (self.gpus_per_node + leaf) * self.num_spines + spine
 
 
 def rail_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
-    """Returns one path for each rail: to the GPU of the sender's node at the rail, along it, and on in the receiver's
+    """Return one path for each rail: to the GPU of the sender's node at the rail, along it, and on in the receiver's
     node.
 
     The hops inside nodes are left out where source or target is at the rail. Bytes do not wait at a rail rank: all
@@ -152,7 +152,7 @@ def rail_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
 
 
 def spine_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
-    """Returns one path for each spine: from the sender's own NIC to the receiver's own.
+    """Return one path for each spine: from the sender's own NIC to the receiver's own.
 
     NICs of one rail have a leaf in common, and all paths between them are the one without a spine. Inside a node no
     path uses a NIC.
@@ -177,7 +177,7 @@ def spine_paths(fabric: Fabric, source: Gpus, target: Gpus) -> Paths:
 
 
 def _stacked(fabric: Fabric, links: list[np.ndarray], source: np.ndarray, target: np.ndarray) -> Paths:
-    """Stacks the links of paths, and refuses a flow from a GPU to itself, which has no path."""
+    """Stack the links of paths, and refuses a flow from a GPU to itself, which has no path."""
     if (source == target).any():
         gpu = int(source[source == target][0])
         raise ValueError(f"a flow goes from GPU {gpu} to itself; expected another target")

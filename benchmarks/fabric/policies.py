@@ -19,7 +19,7 @@ from jax_moe_lb.core.types import AnyArray, Counts
 
 
 def planned_flows(counts: Counts, plan: Plan, fabric: Fabric, row_bytes: int) -> Flows:
-    """Makes a flow for each pair of GPUs and rail, as `plan.rails` says; without it, on the receiver's own rail.
+    """Make a flow for each pair of GPUs and rail, as `plan.rails` says; without it, on the receiver's own rail.
 
     Nobody reacts to congestion. With the plan of `RailS` this is RailS. Without rails it is what `Direct` stands for,
     and what NCCL does with PXN: the hop to the right rail inside the sender's node. All that a GPU sends to another on
@@ -53,7 +53,7 @@ def planned_flows(counts: Counts, plan: Plan, fabric: Fabric, row_bytes: int) ->
 def hashed_flows(
     rows: Int[np.ndarray, "R R"], fabric: Fabric, row_bytes: int, paths: PathsOf, lanes: int, seed: int
 ) -> Flows:
-    """Makes a flow for each pair of GPUs, with each of its lanes on a path drawn at random.
+    """Make a flow for each pair of GPUs, with each of its lanes on a path drawn at random.
 
     With one lane, and nobody to react, this is ECMP, which hashes a flow's addresses and ports once; a draw stands for
     the hash, so none is worse than a fair one. It is also how the transports below start.
@@ -107,7 +107,7 @@ class Rehash(Policy):
     def react(
         self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
     ) -> Int[np.ndarray, "n W"]:
-        """Draws another path for flows that were marked long enough; it may be the same."""
+        """Draw another path for flows that were marked long enough; it may be the same."""
         again = seen.rounds_marked[:, None] >= self.rounds
         return np.where(again, rng.integers(flows.choices.shape[1], size=path.shape), path)
 
@@ -125,7 +125,7 @@ class MinRtt(Policy):
     def react(
         self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
     ) -> Int[np.ndarray, "n W"]:
-        """Moves one lane of each flow, where that helps."""
+        """Move one lane of each flow, where that helps."""
         wait = seen.queue_s_per_byte[flows.choices[seen.flows]].sum(2)
         flow = np.arange(len(path))
         # All flows see the same queues: with ties to the first path they would all move there.
@@ -152,5 +152,5 @@ class Recycle(Policy):
     def react(
         self, flows: Flows, path: Int[np.ndarray, "n W"], seen: Seen, rng: np.random.Generator
     ) -> Int[np.ndarray, "n W"]:
-        """Draws new paths for marked lanes."""
+        """Draw new paths for marked lanes."""
         return np.where(seen.marked, rng.integers(flows.choices.shape[1], size=path.shape), path)

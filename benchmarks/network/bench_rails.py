@@ -101,11 +101,11 @@ class Start:
         self._start_s = context.Value("d", 0.0)
 
     def gather(self) -> None:
-        """Returns when all ranks have come."""
+        """Return when all ranks have come."""
         self._barrier.wait(TIMEOUT_S)
 
     def together(self, rank: int) -> float:
-        """Returns shortly after all ranks have come, on all of them at the same time, which it returns."""
+        """Return shortly after all ranks have come, on all of them at the same time, which it returns."""
         self.gather()
         if rank == 0:
             self._start_s.value = time.monotonic() + LEAD_S

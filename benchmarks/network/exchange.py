@@ -123,7 +123,7 @@ class Shipment:
             self.peers[to].queue += [memoryview(header), rows]
 
     def run(self, connections: dict[int, socket.socket], timeout_s: float) -> None:
-        """Returns when this rank has sent and received everything, its part as a rail rank included.
+        """Return when this rank has sent and received everything, its part as a rail rank included.
 
         Raises:
             Stalled: not within that time; with the peers that are missed.
@@ -177,7 +177,7 @@ class Shipment:
         return memoryview(self.arrived[start : start + count]).cast("B")
 
     def _finish(self, peer: _Peer) -> None:
-        """Passes on the message if it is for another rank."""
+        """Pass on the message if it is for another rank."""
         source, target, way, _, count = HEADER.unpack(peer.header)
         peer.missing -= count
         if target != self.rank and peer.body is not None:
@@ -223,7 +223,7 @@ def _send(connection: socket.socket, peer: _Peer) -> None:
 
 
 def _await(selector: selectors.BaseSelector, connection: socket.socket, peer: _Peer) -> None:
-    """Waits for what the peer still has to do, which passing on changes."""
+    """Wait for what the peer still has to do, which passing on changes."""
     key = selector.get_map().get(connection)
     if key is None and peer.events:
         selector.register(connection, peer.events, peer)

@@ -68,5 +68,5 @@ def check_same_program(lowered_text: str) -> None:
 
 
 def barrier(name: str) -> None:
-    """Returns when all ranks have come."""
+    """Return when all ranks have come."""
     multihost_utils.sync_global_devices(name)

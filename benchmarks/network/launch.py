@@ -61,7 +61,7 @@ class RanksFailed(RuntimeError):
 
 
 def launch(network: Network, body: Body, *, deadline_s: float) -> list[Any]:
-    """Runs `body` on every rank at once; in the end none is left, whatever happened.
+    """Run `body` on every rank at once; in the end none is left, whatever happened.
 
     Call it in a sandbox, in a process that has no other threads (so: no JAX backend).
 
@@ -110,7 +110,7 @@ class _Child:
         return self.status is not None
 
     def end(self) -> None:
-        """Kills it if it still runs."""
+        """Kill it if it still runs."""
         if not self.poll():
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)

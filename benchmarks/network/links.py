@@ -90,7 +90,7 @@ def add_bridge(at: Interface) -> None:
 
 
 def plug(port: Interface, bridge: str) -> None:
-    """Makes an interface a port of a bridge of its namespace."""
+    """Make an interface a port of a bridge of its namespace."""
     ip(port.namespace, f"link set {port.device} master {bridge}")
 
 

@@ -45,7 +45,7 @@ def _preferences(rng: np.random.Generator, spread: float) -> np.ndarray:
 
 
 def scaled(weights: np.ndarray, rows: int) -> np.ndarray:
-    """Counts `[RANKS, EXPERTS]` of which the busiest node, as a sender or receiver, has about `rows`."""
+    """Count `[RANKS, EXPERTS]` of which the busiest node, as a sender or receiver, has about `rows`."""
     return (weights * rows / busiest_node(weights.reshape(RANKS, RANKS, -1).sum(-1))).round().astype(np.int32)
 
 

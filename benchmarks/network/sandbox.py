@@ -79,7 +79,7 @@ def inside() -> bool:
 
 
 def enter() -> None:
-    """Starts this program again in a sandbox, unless it is in one. Call it first in `main`.
+    """Start this program again in a sandbox, unless it is in one. Call it first in `main`.
 
     Raises:
         RuntimeError: there can be no sandbox; with the step that failed.

@@ -18,7 +18,7 @@ SMALLEST_BITS_PER_S = 1_000_000.0
 
 
 def check_rate(name: str, bits_per_s: float | None) -> None:
-    """Raises `ValueError` unless the rate is `None`, for unlimited, or a possible one."""
+    """Raise `ValueError` unless the rate is `None`, for unlimited, or a possible one."""
     if bits_per_s is not None and not SMALLEST_BITS_PER_S <= bits_per_s < math.inf:
         raise ValueError(
             f"{name} is {bits_per_s}; expected bits per second, finite and at least {SMALLEST_BITS_PER_S:.0f}, or None"
@@ -31,7 +31,7 @@ def payload_bytes_per_s(bits_per_s: float) -> float:
 
 
 def set_rate(at: Interface, bits_per_s: float | None) -> None:
-    """Limits what an interface sends; `None`: no limit.
+    """Limit what an interface sends; `None`: no limit.
 
     Raises:
         ValueError: an impossible rate.

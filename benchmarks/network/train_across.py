@@ -28,7 +28,7 @@ WARMUP_STEPS = 2
 
 
 def body(rank: Rank, steps: int) -> dict[str, Any]:
-    """Trains by every run in turn: losses, seconds of every step, and bytes that each datacenter sent."""
+    """Train by every run in turn: losses, seconds of every step, and bytes that each datacenter sent."""
     from benchmarks.network.jax_ranks import barrier, check_same_program
     from benchmarks.network.layer import Choice, domains_of
     from jax_moe_lb import plain

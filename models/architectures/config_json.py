@@ -33,7 +33,7 @@ class Fields:
         self.text = text
 
     def integer(self, name: str, default: int | None = None, most: int = 2**31) -> int:
-        """Reads an integer from 0 to `most`."""
+        """Read an integer from 0 to `most`."""
         value = self.raw.get(name)
         value = default if value is None else value
         if type(value) is not int or not 0 <= value <= most:
@@ -41,24 +41,24 @@ class Fields:
         return value
 
     def num_layers(self) -> int:
-        """Reads the number of layers, which is no such that listing them would take long."""
+        """Read the number of layers, which is no such that listing them would take long."""
         return self.integer("num_hidden_layers", most=MOST_LAYERS)
 
     def num_further(self) -> int:
-        """Reads how many layers predict further tokens; older and newer files have another name for it."""
+        """Read how many layers predict further tokens; older and newer files have another name for it."""
         name = "num_nextn_predict_layers"
         return self.integer(name if name in self.raw else "num_mtp_layers", 0, most=MOST_LAYERS)
 
     def num_experts(self, name: str) -> int:
-        """Reads the number of experts, which newer versions of `transformers` call the same in all models."""
+        """Read the number of experts, which newer versions of `transformers` call the same in all models."""
         return self.integer(name if name in self.raw else "num_local_experts", most=MOST_EXPERTS)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Reads a number."""
+        """Read a number."""
         return _number(name, self.raw.get(name), default)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Reads true or false."""
+        """Read true or false."""
         value = self.raw.get(name)
         value = default if value is None else value
         if type(value) is not bool:
@@ -66,7 +66,7 @@ class Fields:
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """Reads a list of integers, which is empty where it is absent."""
+        """Read a list of integers, which is empty where it is absent."""
         value = self.raw.get(name)
         value = [] if value is None else value
         if not isinstance(value, list) or any(type(item) is not int for item in value):
@@ -74,13 +74,13 @@ class Fields:
         return tuple(value)
 
     def require(self, name: str, expected: Any) -> None:
-        """Refuses a field that is there with another value than the one that is supported."""
+        """Refuse a field that is there with another value than the one that is supported."""
         value = self.raw.get(name)
         if value is not None and value != expected:
             raise ValueError(f"config.json: {name} is {value!r}; expected {expected!r}, which alone is supported")
 
     def rope_settings(self) -> dict[str, Any]:
-        """Collects the settings of rotary positions, whose place depends on the version of `transformers`."""
+        """Collect the settings of rotary positions, whose place depends on the version of `transformers`."""
         settings = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
         if not isinstance(settings, dict):
             raise ValueError(f"config.json: rope_parameters is {settings!r}; expected an object")
@@ -88,7 +88,7 @@ class Fields:
         return {key: value for key, value in {**named, **settings}.items() if value is not None}
 
     def rope(self, dim: int, *, base: float, interleaved: bool = False) -> Rope:
-        """Makes the rotary positions of heads with so many rotated channels.
+        """Make the rotary positions of heads with so many rotated channels.
 
         Args:
             dim: the channels.
@@ -137,7 +137,7 @@ def _number(name: str, value: Any, default: float | None) -> float:
 
 
 def read_fields(folder: Path) -> Fields:
-    """Reads the `config.json` of a folder.
+    """Read the `config.json` of a folder.
 
     Args:
         folder: the folder of a checkpoint.

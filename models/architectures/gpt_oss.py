@@ -13,7 +13,7 @@ LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 def config(fields: Fields) -> DecoderConfig:
-    """Reads the sizes of a GPT-OSS."""
+    """Read the sizes of a GPT-OSS."""
     num_layers, has_bias = fields.num_layers(), fields.flag("attention_bias", True)
     width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", width // max(num_heads, 1))
@@ -51,7 +51,7 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 def pieces(config: DecoderConfig) -> Iterator[ParameterSlice]:
-    """Names the tensors of its checkpoints, which hold all experts of a layer in one tensor."""
+    """Name the tensors of its checkpoints, which hold all experts of a layer in one tensor."""
     yield from names.outside(config)
     for layer in range(config.num_layers):
         yield from names.layer_norms(config, layer)

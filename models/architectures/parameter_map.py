@@ -32,19 +32,19 @@ class ParameterSlice:
 
 
 def linear(name: str, path: str, inner: int, outer: int, use_bias: bool = False) -> Iterator[ParameterSlice]:
-    """Names the weight of a linear map, which `torch` keeps transposed, and its bias."""
+    """Name the weight of a linear map, which `torch` keeps transposed, and its bias."""
     yield ParameterSlice(f"{name}.weight", (outer, inner), f"{path}.kernel", transposed=True)
     if use_bias:
         yield ParameterSlice(f"{name}.bias", (outer,), f"{path}.bias")
 
 
 def scale(name: str, path: str, width: int) -> ParameterSlice:
-    """Names the weight of a norm."""
+    """Name the weight of a norm."""
     return ParameterSlice(f"{name}.weight", (width,), f"{path}.scale")
 
 
 def outside(config: DecoderConfig) -> Iterator[ParameterSlice]:
-    """Names what is not in a layer: embedding, last norm and output."""
+    """Name what is not in a layer: embedding, last norm and output."""
     yield ParameterSlice("model.embed_tokens.weight", (config.vocab_size, config.embed_dim), "embed.embedding")
     yield scale("model.norm", "norm", config.embed_dim)
     if not config.tie_embeddings:
@@ -52,13 +52,13 @@ def outside(config: DecoderConfig) -> Iterator[ParameterSlice]:
 
 
 def layer_norms(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
-    """Names the norms before attention and before the experts."""
+    """Name the norms before attention and before the experts."""
     yield scale(f"model.layers.{layer}.input_layernorm", f"blocks.{layer}.attention_norm", config.embed_dim)
     yield scale(f"model.layers.{layer}.post_attention_layernorm", f"blocks.{layer}.moe_norm", config.embed_dim)
 
 
 def grouped_attention(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
-    """Names the weights of `GroupedAttention`."""
+    """Name the weights of `GroupedAttention`."""
     theirs, ours = f"model.layers.{layer}.self_attn", f"blocks.{layer}.attention"
     width, queries, keys = config.embed_dim, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield from linear(f"{theirs}.q_proj", f"{ours}.q", width, queries, config.qkv_bias)
@@ -75,7 +75,7 @@ def grouped_attention(config: DecoderConfig, layer: int) -> Iterator[ParameterSl
 def experts(
     config: DecoderConfig, layer: int, inside: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> Iterator[ParameterSlice]:
-    """Names the router's and the experts' weights, where each expert has tensors of its own.
+    """Name the router's and the experts' weights, where each expert has tensors of its own.
 
     Args:
         config: the sizes.
@@ -98,7 +98,7 @@ def experts(
 
 
 def shared_expert(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
-    """Names the weights of the shared expert."""
+    """Name the weights of the shared expert."""
     if config.shared_mlp_dim:
         theirs, ours = f"model.layers.{layer}.mlp.shared_experts", f"blocks.{layer}.moe"
         wide, narrow = (config.shared_mlp_dim, config.embed_dim), (config.embed_dim, config.shared_mlp_dim)
@@ -108,7 +108,7 @@ def shared_expert(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]
 
 
 def dense(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
-    """Names the weights of a layer without experts."""
+    """Name the weights of a layer without experts."""
     theirs, ours = f"model.layers.{layer}.mlp", f"blocks.{layer}.dense"
     yield from linear(f"{theirs}.gate_proj", f"{ours}.gate", config.embed_dim, config.dense_mlp_dim)
     yield from linear(f"{theirs}.up_proj", f"{ours}.up", config.embed_dim, config.dense_mlp_dim)
@@ -116,7 +116,7 @@ def dense(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
 
 
 def usual_pieces(config: DecoderConfig) -> Iterator[ParameterSlice]:
-    """Names all tensors of a model with grouped attention and tensors for each expert under `mlp`."""
+    """Name all tensors of a model with grouped attention and tensors for each expert under `mlp`."""
     yield from outside(config)
     for layer in range(config.num_layers):
         yield from _usual_layer(config, layer)
@@ -132,7 +132,7 @@ def _usual_layer(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
 def further(
     config: DecoderConfig, layer_pieces: Callable[[DecoderConfig, int], Iterator[ParameterSlice]]
 ) -> Iterator[ParameterSlice]:
-    """Names what predicts further tokens: layers behind the last one, and what joins their input.
+    """Name what predicts further tokens: layers behind the last one, and what joins their input.
 
     Args:
         config: the sizes.
@@ -157,7 +157,7 @@ def further(
 
 
 def feed_forward(config: DecoderConfig, layer: int) -> Iterator[ParameterSlice]:
-    """Names the weights of a layer's experts, or of its dense network."""
+    """Name the weights of a layer's experts, or of its dense network."""
     if layer in config.dense_layers:
         yield from dense(config, layer)
     else:

@@ -157,7 +157,7 @@ PUBLISHED = {
 
 
 def published_config(name: str) -> DecoderConfig:
-    """Reads the sizes of a published model.
+    """Read the sizes of a published model.
 
     Raises:
         ValueError: there is none of that name.
@@ -168,7 +168,7 @@ def published_config(name: str) -> DecoderConfig:
 
 
 def num_params(config: DecoderConfig) -> tuple[int, int]:
-    """Counts the parameters of a model, and those that one token meets; the embedding counts in both.
+    """Count the parameters of a model, and those that one token meets; the embedding counts in both.
 
     Layers that predict further tokens do not count.
     """
@@ -185,7 +185,7 @@ def _size(pieces: Iterable[ParameterSlice]) -> int:
 
 
 def main() -> None:
-    """Prints the sizes of all of them."""
+    """Print the sizes of all of them."""
     table = Table("model", "layers", "experts", "parameters", "of a token", "bytes in bfloat16")
     for name in PUBLISHED:
         config = published_config(name)

@@ -9,7 +9,7 @@ __all__ = ["config", "pieces"]
 
 
 def config(fields: Fields) -> DecoderConfig:
-    """Reads the sizes of a Qwen3-MoE."""
+    """Read the sizes of a Qwen3-MoE."""
     fields.require("hidden_act", "silu")
     fields.require("use_sliding_window", False)
     num_layers, sparse_step = fields.num_layers(), fields.integer("decoder_sparse_step", 1)

@@ -36,7 +36,7 @@ ARCHITECTURES = {
 
 
 def architecture_of(fields: Fields) -> Architecture:
-    """Finds the architecture of a `config.json`.
+    """Find the architecture of a `config.json`.
 
     Raises:
         ValueError: it is another.
@@ -55,7 +55,7 @@ def configured(
     scan_layers: bool = False,
     predict_further: bool = False,
 ) -> DecoderConfig:
-    """Reads the sizes of a model from its `config.json`.
+    """Read the sizes of a model from its `config.json`.
 
     Args:
         fields: the file.
@@ -82,5 +82,5 @@ def configured(
 
 
 def pieces_of(config: DecoderConfig) -> list[ParameterSlice]:
-    """Names all tensors of a checkpoint, and what they are in the model."""
+    """Name all tensors of a checkpoint, and what they are in the model."""
     return list(architecture_of(Fields(config.source)).pieces(config))

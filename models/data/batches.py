@@ -51,7 +51,7 @@ class Batches:
         return np.stack([self.sequences[first + row] for row in self.rows])
 
     def __next__(self) -> np.ndarray:
-        """Reads the next batch, int32 `[rows, sequence_length + 1]`."""
+        """Read the next batch, int32 `[rows, sequence_length + 1]`."""
         batch: np.ndarray = next(self.iterator)
         self.steps += 1
         return batch
@@ -72,7 +72,7 @@ class Batches:
         return {"sequences": self.first + self.steps * self.batch_size}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Goes on where `state` was asked for, maybe on another number of processes.
+        """Go on where `state` was asked for, maybe on another number of processes.
 
         Args:
             state: what `state` returned.
@@ -88,7 +88,7 @@ class Batches:
 
 
 def rows_here(sharding: Sharding, batch_size: int) -> list[int]:
-    """Lists the rows of a batch that lie on devices of this process, ascending.
+    """List the rows of a batch that lie on devices of this process, ascending.
 
     Args:
         sharding: of a batch over all devices.
@@ -99,7 +99,7 @@ def rows_here(sharding: Sharding, batch_size: int) -> list[int]:
 
 
 def place_rows(rows: np.ndarray, sharding: Sharding, batch_size: int) -> jax.Array:
-    """Makes a batch of the rows of all processes, each of which gives its own.
+    """Make a batch of the rows of all processes, each of which gives its own.
 
     Args:
         rows: int32 `[rows, ...]`, in the order of `rows_here`.

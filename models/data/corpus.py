@@ -48,7 +48,7 @@ class Stream:
         return CHUNK_TOKENS, CHUNKS_PER_CYCLE
 
     def length(self, held_out: bool) -> int:
-        """Counts the tokens to learn from, or those that are held out."""
+        """Count the tokens to learn from, or those that are held out."""
         chunk, per_cycle = self._chunks
         cycles, rest = divmod(len(self.tokens), chunk * per_cycle)
         train = (per_cycle - 1) * chunk
@@ -56,7 +56,7 @@ class Stream:
         return len(self.tokens) - learned if held_out else learned
 
     def window(self, held_out: bool, start: int, length: int) -> np.ndarray:
-        """Cuts tokens of one side, int32 `[length]`, with marks.
+        """Cut tokens of one side, int32 `[length]`, with marks.
 
         Args:
             held_out: the side: what is held out, or what is to be learned from.
@@ -81,7 +81,7 @@ class Stream:
         return cycle * per_cycle * chunk + within + (train if held_out else 0)
 
     def check(self, vocab_size: int, name: str) -> None:
-        """Reads all tokens, and refuses those that are no words.
+        """Read all tokens, and refuses those that are no words.
 
         Args:
             vocab_size: how many words there are.
@@ -101,7 +101,7 @@ class Stream:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Makes a word of all tokens and of where documents begin; it does not depend on the dtype of a file."""
+        """Make a word of all tokens and of where documents begin; it does not depend on the dtype of a file."""
         digest = hashlib.sha256(self.starts.astype("<i8").tobytes())
         for start in range(0, len(self.tokens), TOKENS_AT_ONCE):
             digest.update(self.tokens[start : start + TOKENS_AT_ONCE].astype("<i4").tobytes())
@@ -109,7 +109,7 @@ class Stream:
 
 
 def joined(documents: list[np.ndarray]) -> Stream:
-    """Puts documents `[tokens]` end to end in memory; empty ones are passed over."""
+    """Put documents `[tokens]` end to end in memory; empty ones are passed over."""
     documents = [document for document in documents if len(document)]
     ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
     return Stream(np.concatenate(documents or [np.zeros(0, np.uint8)]), ends[:-1])
@@ -134,7 +134,7 @@ class Part:
     source: str
 
     def length(self, held_out: bool) -> int:
-        """Counts the tokens to learn from, or those that are held out."""
+        """Count the tokens to learn from, or those that are held out."""
         return sum(stream.length(held_out) for stream in self.streams)
 
 
@@ -185,7 +185,7 @@ class Corpus:
 
     @classmethod
     def of_text(cls, text: bytes, source: str) -> "Corpus":
-        """Makes a corpus of bytes, one document.
+        """Make a corpus of bytes, one document.
 
         Args:
             text: all bytes.
@@ -194,7 +194,7 @@ class Corpus:
         return cls((Part((joined([Bytes().tokens(text)]),), 1.0, source),))
 
     def length(self, held_out: bool) -> int:
-        """Counts the tokens to learn from, or those that are held out."""
+        """Count the tokens to learn from, or those that are held out."""
         return sum(part.length(held_out) for part in self.parts)
 
     @property
@@ -207,13 +207,13 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Makes a word that changes when a token, a border or a share does. It reads everything."""
+        """Make a word that changes when a token, a border or a share does. It reads everything."""
         described = [[stream.fingerprint for stream in part.streams] for part in self.parts]
         return hashlib.sha256(repr((described, self._shares())).encode()).hexdigest()[:16]
 
     @cached_property
     def unigram_entropy_nats(self) -> float:
-        """Counts the nats per token of held-out text for a model that knows only how often each word occurs."""
+        """Count the nats per token of held-out text for a model that knows only how often each word occurs."""
         entropy, counted = 0.0, COUNTED_TOKENS // len(self.parts)
         for share, part in zip(self._shares(), self.parts, strict=True):
             counts = np.zeros(self.vocab_size, np.int64)
@@ -225,7 +225,7 @@ class Corpus:
         return entropy
 
     def sequences(self, seed: int, length: int) -> grain.MapDataset:
-        """Lists the sequences of a run without end, int32 `[length + 1]` each.
+        """List the sequences of a run without end, int32 `[length + 1]` each.
 
         Every part is shuffled anew in each of its epochs, and parts take turns by weight. The list is a pure function
         of its arguments, so that a run can go on at any place, on any number of hosts.
@@ -243,12 +243,12 @@ class Corpus:
         return parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, self._shares())
 
     def batch(self, seed: int, step: int, batch_size: int, sequence_length: int) -> np.ndarray:
-        """Draws all sequences of one step, int32 `[batch_size, sequence_length + 1]`; steps count from 1."""
+        """Draw all sequences of one step, int32 `[batch_size, sequence_length + 1]`; steps count from 1."""
         sequences = self.sequences(seed, sequence_length)
         return np.stack([sequences[(step - 1) * batch_size + row] for row in range(batch_size)])
 
     def validation_batches(self, num_batches: int, batch_size: int, sequence_length: int) -> list[np.ndarray]:
-        """Cuts the same windows every time, evenly spaced over what is held out of each part, as many as its share."""
+        """Cut the same windows every time, evenly spaced over what is held out of each part, as many as its share."""
         ends = np.round(np.cumsum(self._shares()) * num_batches * batch_size).astype(int)
         rows = []
         for part, count in zip(self.parts, np.diff(ends, prepend=0), strict=True):
@@ -257,7 +257,7 @@ class Corpus:
         return np.split(np.stack(rows), num_batches)
 
     def check_length(self, sequence_length: int) -> None:
-        """Refuses sequences that are too long, with a `ValueError` unless both sides of all parts hold one."""
+        """Refuse sequences that are too long, with a `ValueError` unless both sides of all parts hold one."""
         for part in self.parts:
             if min(len(Windows(part, held_out, sequence_length)) for held_out in (False, True)) < 1:
                 raise ValueError(

@@ -18,7 +18,7 @@ TEXT_FIELD = "text"
 
 
 def read_streams(paths: list[Path], tokenizer: Tokenizer, text_field: str = TEXT_FIELD) -> tuple[list[Stream], int]:
-    """Reads files, and all in folders that are not hidden, sorted by name.
+    """Read files, and all in folders that are not hidden, sorted by name.
 
     A file is an array of tokens if its name ends with `.npy`, one document per line if it ends with `.jsonl`, and a
     document of text otherwise. An array `[tokens]` is one document, of `[documents, tokens]` every row is one. Arrays
@@ -70,7 +70,7 @@ def _unreadable(file: Path, error: OSError) -> ValueError:
 
 
 def _texts(file: Path, field: str) -> Iterator[bytes]:
-    """Yields the document of each line; empty lines are none."""
+    """Yield the document of each line; empty lines are none."""
     for number, line in enumerate(_bytes(file).split(b"\n"), 1):
         if line.strip():
             yield _text(line, field, f"data is {str(file)!r}, whose line {number}")
@@ -107,7 +107,7 @@ def _mapped(file: Path) -> Stream:
 
 
 def default_corpus(max_bytes: int) -> Corpus:
-    """Reads Python's own documentation, then sources of its standard library, up to `max_bytes`."""
+    """Read Python's own documentation, then sources of its standard library, up to `max_bytes`."""
     prose = "\n\n".join(topics[name] for name in sorted(topics)).encode()
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     documents, left = [], max_bytes
@@ -127,7 +127,7 @@ def corpus_from(
     vocab_size: int | None = None,
     text_field: str = TEXT_FIELD,
 ) -> Corpus:
-    """Reads files and folders; see `read_streams` for what they may hold.
+    """Read files and folders; see `read_streams` for what they may hold.
 
     Args:
         sources: PATH or PATH:WEIGHT. Paths without weights are one part: each sequence is seen once in an epoch. With
@@ -167,7 +167,7 @@ def _part(paths: list[Path], weight: float, tokenizer: Tokenizer, vocab_size: in
 
 
 def _weighed(source: str) -> tuple[Path, float | None]:
-    """Splits PATH:WEIGHT; what is a path as a whole has no weight."""
+    """Split PATH:WEIGHT; what is a path as a whole has no weight."""
     path, colon, text = source.rpartition(":")
     if not colon or Path(source).exists():
         return Path(source), None

@@ -33,16 +33,16 @@ class CheckpointTokenizer:
         self.end_tokens = tuple(token for token in ends if type(token) is int)
 
     def tokens(self, text: str) -> list[int]:
-        """Splits a text into tokens, with those that the tokenizer puts around every text."""
+        """Split a text into tokens, with those that the tokenizer puts around every text."""
         return self.tokenizer.encode(text).ids
 
     def text(self, tokens: list[int]) -> str:
-        """Joins tokens to a text; special ones are left out."""
+        """Join tokens to a text; special ones are left out."""
         return self.tokenizer.decode(tokens)
 
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """Reads a `tokenizer.json`.
+    """Read a `tokenizer.json`.
 
     Raises:
         ValueError: there is none, or it cannot be read; the message names the file.
@@ -67,16 +67,16 @@ class Tokenizer(abc.ABC):
     @property
     @abc.abstractmethod
     def vocab_size(self) -> int:
-        """Counts the words, which are numbered from 0."""
+        """Count the words, which are numbered from 0."""
 
     @property
     @abc.abstractmethod
     def unit(self) -> str:
-        """Names a token for a reader, who is told of nats per byte or per token."""
+        """Name a token for a reader, who is told of nats per byte or per token."""
 
     @abc.abstractmethod
     def tokens(self, text: bytes) -> np.ndarray:
-        """Splits a document into tokens, `[tokens]` integers."""
+        """Split a document into tokens, `[tokens]` integers."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,16 @@ class Bytes(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Counts all bytes."""
+        """Count all bytes."""
         return NUM_BYTES
 
     @property
     def unit(self) -> str:
-        """Names a token: it is a byte."""
+        """Name a token: it is a byte."""
         return "byte"
 
     def tokens(self, text: bytes) -> np.ndarray:
-        """Takes the bytes as they are, uint8."""
+        """Take the bytes as they are, uint8."""
         return np.frombuffer(text, np.uint8)
 
 
@@ -114,14 +114,14 @@ class TokenizerFile(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Counts the words up to the largest number of one, special ones among them."""
+        """Count the words up to the largest number of one, special ones among them."""
         return max(self._read.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
     def unit(self) -> str:
-        """Names a token."""
+        """Name a token."""
         return "token"
 
     def tokens(self, text: bytes) -> np.ndarray:
-        """Splits a document, int32, with what the file puts around every text; bytes that are no UTF-8 are replaced."""
+        """Split a document, int32, with what the file puts around every text; bytes that are no UTF-8 are replaced."""
         return np.array(self._read.encode(text.decode(errors="replace")).ids, np.int32)

@@ -24,7 +24,7 @@ CUDNN_HEAD_DIM = 128
 
 
 def causal_attention(q: Array, k: Array, v: Array, mesh: Mesh) -> Array:
-    """Computes the attention of every token to itself and those before it.
+    """Compute the attention of every token to itself and those before it.
 
     On NVIDIA GPUs it is cuDNN's kernel, which takes narrow heads of bfloat16, and `attention_in_blocks` elsewhere. The
     devices of the mesh decide, not those of this machine, so that a program compiled ahead is the one that runs there.
@@ -47,7 +47,7 @@ def has_cudnn_kernel(mesh: Mesh, q: Array) -> bool:
 
 
 def attention_in_blocks(q: Array, k: Array, v: Array, block: int = QUERY_BLOCK) -> Array:
-    """Computes causal attention one block of queries after the other, forward and backward.
+    """Compute causal attention one block of queries after the other, forward and backward.
 
     A block reads the keys up to its end alone, so that little is computed to be masked. Scores are not kept: the
     backward pass computes those of a block again. The program grows with the number of blocks. All is computed in
@@ -93,7 +93,7 @@ def attend(
     sinks: Array | None = None,
     whole: bool = False,
 ) -> Array:
-    """Computes the attention of each query to the keys up to its position, in float32.
+    """Compute the attention of each query to the keys up to its position, in float32.
 
     Of long sequences it holds the scores of `QUERY_BLOCK` queries at a time, also in the backward pass.
 
@@ -153,7 +153,7 @@ def _of_block(
 
 
 def remember(cache: Cache, new: Cache, positions: Array) -> Cache:
-    """Puts what is new `[B, T, ...]` at its positions `[B, T]` of a cache `[B, S, ...]`."""
+    """Put what is new `[B, T, ...]` at its positions `[B, T]` of a cache `[B, S, ...]`."""
     lines = jnp.arange(positions.shape[0])[:, None]
 
     def put(old: Array, new: Array) -> Array:
@@ -195,7 +195,7 @@ class GroupedAttention(nnx.Module):
         self.window = AttentionWindow(jnp.int32(config.window(layer) or EVERYTHING)) if is_local else None
 
     def __call__(self, x: Array, positions: Array, cache: Cache | None) -> tuple[Array, Cache | None]:
-        """Mixes into each of the tokens `[B, T, H]` at `positions` what it sees; returns the cache with them."""
+        """Mix into each of the tokens `[B, T, H]` at `positions` what it sees; returns the cache with them."""
         q, k, v = (linear(x).reshape(*x.shape[:2], -1, self.config.head_dim) for linear in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).astype(x.dtype), self.k_norm(k).astype(x.dtype)
@@ -215,14 +215,14 @@ class GroupedAttention(nnx.Module):
         return attend(q, k, v, positions, scale=scale, window=window, sinks=sinks, whole=whole)
 
     def empty_cache(self, batch_size: int, length: int) -> Cache:
-        """Makes a cache for so many tokens of so many sequences."""
+        """Make a cache for so many tokens of so many sequences."""
         config = self.config
         shape = (batch_size, length, config.num_kv_heads, config.head_dim)
         return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
 
 
 def norm(width: int, eps: float, config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    """Makes a norm, which computes in float32 whatever the parameters are."""
+    """Make a norm, which computes in float32 whatever the parameters are."""
     return nnx.RMSNorm(width, epsilon=eps, dtype=jnp.float32, param_dtype=config.param_dtype, rngs=rngs)
 
 
@@ -263,7 +263,7 @@ class LatentAttention(nnx.Module):
         self.out = linear(num_heads * latent.value_dim, width, config.out_bias)
 
     def __call__(self, x: Array, positions: Array, cache: Cache | None) -> tuple[Array, Cache | None]:
-        """Mixes into each of the tokens `[B, T, H]` at `positions` what it sees; returns the cache with them."""
+        """Mix into each of the tokens `[B, T, H]` at `positions` what it sees; returns the cache with them."""
         q = self._queries(x, positions)
         small, turning = jnp.split(self.kv_down(x), [self.latent.kv_rank], -1)
         # The rotated part is one head, which all share; there is no norm on it.
@@ -292,7 +292,7 @@ class LatentAttention(nnx.Module):
         return jnp.concatenate([plain, shared], -1), v
 
     def empty_cache(self, batch_size: int, length: int) -> Cache:
-        """Makes a cache for so many tokens of so many sequences."""
+        """Make a cache for so many tokens of so many sequences."""
         dims = (self.latent.kv_rank, self.latent.rotated_dim)
         small, turned = (jnp.zeros((batch_size, length, dim), self.config.compute_dtype) for dim in dims)
         return small, turned

@@ -72,7 +72,7 @@ class ParameterGather:
     dtype: Any
 
     def __call__(self, state: nnx.State, first: int = 0) -> nnx.State:
-        """Gathers all parameters of a state.
+        """Gather all parameters of a state.
 
         Args:
             state: of a model or a layer.
@@ -83,7 +83,7 @@ class ParameterGather:
         )
 
     def one(self, path: tuple[Any, ...], variable: nnx.Variable, first: int = 0) -> Any:
-        """Gathers the value of a variable at a path; the arguments are those of a call."""
+        """Gather the value of a variable at a path; the arguments are those of a call."""
         value = variable.get_value()
         if not variable.has_metadata("gathered"):
             return value
@@ -126,7 +126,7 @@ NARROWED = ("qkv", "out", "up", "down", "gate")
 
 
 def one_by_one(layers: Sequence[Any], x: Array, remat: str = "none") -> tuple[Array, Any]:
-    """Sends `x` through one layer after the other, each of which is compiled.
+    """Send `x` through one layer after the other, each of which is compiled.
 
     The arguments and results are those of `scanned`; here all is kept for the backward pass by default.
     """
@@ -162,7 +162,7 @@ def computed_again(run: Callable, remat: str, *, prevent_cse: bool) -> Callable:
 
 
 def scanned(layers: Sequence[Any], x: Array, sharding: NamedSharding, remat: str = ",".join(KEPT)) -> tuple[Array, Any]:
-    """Sends `x` through one layer after the other, in a loop over their stacked parameters.
+    """Send `x` through one layer after the other, in a loop over their stacked parameters.
 
     A layer keeps parameters and state of its own: they are stacked for the loop alone, so that names in checkpoints do
     not depend on it. Weights are cast to the dtype of `x` as they are stacked, so that what is copied is narrow.
@@ -188,7 +188,7 @@ def scanned(layers: Sequence[Any], x: Array, sharding: NamedSharding, remat: str
 def scan_stacked(
     stack: Any, x: Array, sharding: NamedSharding, gather: Callable[[nnx.State], nnx.State], kept: Sequence[str] = KEPT
 ) -> tuple[Array, Any]:
-    """Sends `x` through a stack of layers, in a loop as that of `scanned`, which copies no parameters.
+    """Send `x` through a stack of layers, in a loop as that of `scanned`, which copies no parameters.
 
     Args:
         stack: a module whose arrays are those of all layers, stacked; it maps `x` to the next `x` and its statistics.
@@ -224,6 +224,6 @@ def _loop(
 
 
 def _narrowed(path: Any, leaves: Sequence[Array], x: Array) -> list[Array]:
-    """Casts the leaves of a path, one of each layer, if they are weights that are used in the dtype of `x`."""
+    """Cast the leaves of a path, one of each layer, if they are weights that are used in the dtype of `x`."""
     names = {jax.tree_util.keystr((key,), simple=True) for key in path}
     return [leaf.astype(x.dtype) if names & set(NARROWED) else leaf for leaf in leaves]

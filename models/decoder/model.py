@@ -46,7 +46,7 @@ class MultiTokenPrediction(nnx.Module):
         self.norm = norm(width, config.norm_eps, config, rngs)
 
     def joined(self, x: Array, following: Array) -> Array:
-        """Joins the stream `[B, T, H]` of tokens and the embeddings `[B, T, H]` of those that follow, for the block."""
+        """Join the stream `[B, T, H]` of tokens and the embeddings `[B, T, H]` of those that follow, for the block."""
         both = self.embed_norm(following).astype(x.dtype), self.stream_norm(x).astype(x.dtype)
         return self.join(jnp.concatenate(both, -1))
 
@@ -66,7 +66,7 @@ class FeedForward(nnx.Module):
         self.down = nnx.Linear(config.dense_mlp_dim, config.embed_dim, use_bias=False, **dtypes)
 
     def __call__(self, x: Array) -> Array:
-        """Computes each token `[..., H]` alone."""
+        """Compute each token `[..., H]` alone."""
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
@@ -108,7 +108,7 @@ class DecoderBlock(nnx.Module):
     def __call__(
         self, x: Array, positions: Array | None = None, mask: Array | None = None, cache: Cache | None = None
     ) -> Any:
-        """Computes the residual stream `[B, T, H]` behind the block.
+        """Compute the residual stream `[B, T, H]` behind the block.
 
         Args:
             x: the stream before it.
@@ -169,7 +169,7 @@ class Decoder(nnx.Module):
         self.further = nnx.List([MultiTokenPrediction(config, block, rngs=rngs) for block in blocks])
 
     def __call__(self, tokens: Array, mask: Array | None = None) -> tuple[Array, Stats]:
-        """Computes logits of whole sequences, for training.
+        """Compute logits of whole sequences, for training.
 
         Args:
             tokens: int32 `[B, T]`.
@@ -182,7 +182,7 @@ class Decoder(nnx.Module):
         return self._logits(x), stats
 
     def ahead(self, tokens: Array, following: Array) -> tuple[list[Array], Stats]:
-        """Computes logits of the next token, and of those after it that `further` predicts, for training.
+        """Compute logits of the next token, and of those after it that `further` predicts, for training.
 
         Args:
             tokens: int32 `[B, T]`.
@@ -227,7 +227,7 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens: Array, positions: Array, mask: Array, cache: Sequence[Cache]
     ) -> tuple[Array, Stats, list[Cache]]:
-        """Computes logits of tokens that follow others, which a cache holds.
+        """Compute logits of tokens that follow others, which a cache holds.
 
         Args:
             tokens: int32 `[B, T]`: the prompts, or the token of each sequence that was chosen last.
@@ -246,7 +246,7 @@ class Decoder(nnx.Module):
         return self._logits(x), jax.tree.map(lambda *leaves: jnp.stack(leaves), *per_layer), after
 
     def empty_cache(self, batch_size: int, length: int) -> list[Cache]:
-        """Makes the cache of all layers for sequences of at most `length` tokens."""
+        """Make the cache of all layers for sequences of at most `length` tokens."""
         return [block.attention.empty_cache(batch_size, length) for block in self.blocks]
 
 

@@ -52,7 +52,7 @@ class Rope:
             raise ValueError(f"rope_type is {self.kind!r}; expected one of {', '.join(KINDS)}")
 
     def frequencies(self) -> np.ndarray:
-        """Computes the angle per position of each pair, float32 `[dim / 2]`."""
+        """Compute the angle per position of each pair, float32 `[dim / 2]`."""
         plain = self.base ** -(np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
         if self.kind == "linear":
             plain = plain / self.factor
@@ -69,7 +69,7 @@ class Rope:
 
     def _yarn(self, plain: np.ndarray) -> np.ndarray:
         def channel(turns: float) -> float:
-            """Finds the channel, a fraction, that turns so often over the old context."""
+            """Find the channel, a fraction, that turns so often over the old context."""
             return self.dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
         low, high = channel(self.beta_fast), channel(self.beta_slow)
@@ -80,7 +80,7 @@ class Rope:
         return plain / self.factor * divided + plain * (1 - divided)
 
     def __call__(self, x: Array, positions: Array) -> Array:
-        """Rotates the first `dim` channels of `x`, `[B, T, N, C]`, by int32 positions `[B, T]`.
+        """Rotate the first `dim` channels of `x`, `[B, T, N, C]`, by int32 positions `[B, T]`.
 
         Of interleaved pairs the first channels come out before all second ones: in queries and keys alike, so that
         scores do not change.
@@ -96,5 +96,5 @@ class Rope:
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """Computes YaRN's factor on attention for a context so many times longer."""
+    """Compute YaRN's factor on attention for a context so many times longer."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

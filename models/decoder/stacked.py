@@ -43,12 +43,12 @@ class StackedDecoder(nnx.Module):
             split(variable, path, self.mesh, int(is_stacked))
 
     def __call__(self, tokens: Array) -> tuple[Array, Stats]:
-        """Computes float32 logits `[B, T, words]` of int32 tokens `[B, T]`, and statistics `[layers, D, ...]`."""
+        """Compute float32 logits `[B, T, words]` of int32 tokens `[B, T]`, and statistics `[layers, D, ...]`."""
         x, stats = self._states(tokens)
         return self._logits(x, self._head()), stats
 
     def loss(self, tokens: Array) -> tuple[Array, Stats]:
-        """Computes the mean cross-entropy in nats of `tokens[:, 1:]` given those before, and statistics.
+        """Compute the mean cross-entropy in nats of `tokens[:, 1:]` given those before, and statistics.
 
         Args:
             tokens: int32 `[B, T + 1]`.
@@ -79,7 +79,7 @@ class StackedDecoder(nnx.Module):
         return x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *per_stack)
 
     def _embedded(self, tokens: Array) -> Array:
-        """Looks tokens up in the channels that a device has, and exchanges these for all channels of its tokens."""
+        """Look tokens up in the channels that a device has, and exchanges these for all channels of its tokens."""
         table, everywhere = self.embed.embedding, NamedSharding(self.mesh, PartitionSpec())
         ids = jax.lax.with_sharding_constraint(tokens, everywhere)
         x = jnp.take(table[...].astype(self.config.compute_dtype), ids, axis=0)
@@ -98,12 +98,12 @@ class StackedDecoder(nnx.Module):
 
 
 def _stacked(blocks: Sequence[DecoderBlock]) -> DecoderBlock:
-    """Makes a block whose arrays are those of all blocks, stacked."""
+    """Make a block whose arrays are those of all blocks, stacked."""
     graphs, states = zip(*map(nnx.split, blocks), strict=True)
     return nnx.merge(graphs[0], jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
 
 
 def _in_blocks(array: Array, mesh: Mesh) -> Array:
-    """Cuts `[B, T, ...]` into `[blocks, B, LOSS_BLOCK, ...]`, each block with tokens of all sequences."""
+    """Cut `[B, T, ...]` into `[blocks, B, LOSS_BLOCK, ...]`, each block with tokens of all sequences."""
     blocks = array.reshape(array.shape[0], -1, LOSS_BLOCK, *array.shape[2:]).swapaxes(0, 1)
     return jax.lax.with_sharding_constraint(blocks, NamedSharding(mesh, PartitionSpec(None, mesh.axis_names)))

@@ -24,17 +24,17 @@ DATA = "data"
 
 
 def expert_rules(topology: Topology) -> tuple[tuple[str, Any], ...]:
-    """Makes the `rules` of `nn.MoE`: the widths of experts are split over the data axis."""
+    """Make the `rules` of `nn.MoE`: the widths of experts are split over the data axis."""
     return tuple((name, DATA if name == "embed" else axes) for name, axes in logical_axis_rules(topology))
 
 
 def linear_options(mesh: Mesh) -> dict[str, Any]:
-    """Makes options of `nnx.Linear`: its kernel is split by rows."""
+    """Make options of `nnx.Linear`: its kernel is split by rows."""
     return {"kernel_metadata": {"out_sharding": (DATA, None), "mesh": mesh}, "promote_dtype": _Gathering(mesh, 1)}
 
 
 def embed_options(mesh: Mesh) -> dict[str, Any]:
-    """Makes options of `nnx.Embed`: its table is split by channels."""
+    """Make options of `nnx.Embed`: its table is split by channels."""
     return {"embedding_metadata": {"out_sharding": (None, DATA), "mesh": mesh}, "promote_dtype": _Gathering(mesh, 0)}
 
 
@@ -56,7 +56,7 @@ ROPE_BASE = 10_000.0
 
 
 def rope(x: Array) -> Array:
-    """Applies the rotary position embedding: it rotates the pairs of channels of `x`, `[B, T, N, C]`, by position."""
+    """Apply the rotary position embedding: it rotates the pairs of channels of `x`, `[B, T, N, C]`, by position."""
     half = x.shape[-1] // 2
     # bfloat16 has no number between 256 and 258: angles are wide whatever `x` is.
     frequencies = ROPE_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -86,7 +86,7 @@ class Attention(nnx.Module):
         self.out = nnx.Linear(width, width, **options)
 
     def __call__(self, x: Array) -> Array:
-        """Mixes into each of the tokens `[B, T, H]` what those before it know."""
+        """Mix into each of the tokens `[B, T, H]` what those before it know."""
         heads = self.qkv(x).reshape(*x.shape[:2], 3, self.num_heads, -1)
         q, k, v = heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
         # Queries and keys are rotated, not values: only scores shall depend on the distance.
@@ -138,7 +138,7 @@ class Block(nnx.Module):
         )
 
     def __call__(self, x: Array) -> tuple[Array, Stats]:
-        """Computes the residual stream `[B, T, H]` behind the block, and statistics of the experts' layer."""
+        """Compute the residual stream `[B, T, H]` behind the block, and statistics of the experts' layer."""
         # Norms compute in float32, and what follows them in the dtype of the stream.
         x = x + self.attention(self.attention_norm(x).astype(x.dtype))
         y, stats = self.moe(self.moe_norm(x).astype(x.dtype))
@@ -184,7 +184,7 @@ class LanguageModel(nnx.Module):
         self.head = nnx.Linear(width, words, use_bias=False, dtype=jnp.float32, rngs=rngs, **kernel)
 
     def __call__(self, tokens: Array) -> tuple[Array, Stats]:
-        """Computes logits `[B, T, words]` of int32 tokens `[B, T]`, and statistics `[layers, D, ...]`."""
+        """Compute logits `[B, T, words]` of int32 tokens `[B, T]`, and statistics `[layers, D, ...]`."""
         x = self.embed(tokens)
         if self.scan_layers:
             x, stats = scanned(self.blocks, x, batch_sharding(self.mesh), **self.remat)

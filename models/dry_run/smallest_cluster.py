@@ -40,7 +40,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 def smallest(preset: str, device: str, system: str) -> tuple[PublishedRun, ProgramReport] | None:
-    """Finds the first of the clusters on which a step fits, `None` if there is none.
+    """Find the first of the clusters on which a step fits, `None` if there is none.
 
     Args:
         preset: a key of `PRESETS`.
@@ -63,13 +63,13 @@ def smallest(preset: str, device: str, system: str) -> tuple[PublishedRun, Progr
 
 
 def state_bytes(run: PublishedRun, target: Target) -> int:
-    """Counts what a device holds of parameters and optimizer state, compiling nothing."""
+    """Count what a device holds of parameters and optimizer state, compiling nothing."""
     shapes = jax.tree.leaves(run.programs(mesh_of(run.train.parallel, target)).state_shapes)
     return sum(math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize for one in shapes)
 
 
 def row(run: PublishedRun, report: ProgramReport) -> tuple[str, ...]:
-    """Writes what came out as the cells of `COLUMNS`."""
+    """Write what came out as the cells of `COLUMNS`."""
     parallel = run.train.parallel
     moved = dict.fromkeys((("data",), ("expert",), ("data", "expert")), 0)
     for one in report.collectives:
@@ -102,7 +102,7 @@ def main(
     model: Annotated[list[str] | None, typer.Option(help=f"{', '.join(PRESETS)}; may be repeated.")] = None,
     system: Annotated[str, typer.Option(help="Who balances the load.")] = "exact",
 ) -> None:
-    """Prints a table in Markdown, of one sequence of 4096 tokens per device."""
+    """Print a table in Markdown, of one sequence of 4096 tokens per device."""
     try:
         if unknown := set(model or ()) - PRESETS.keys():
             raise ValueError(f"model is {min(unknown)!r}; expected one of {', '.join(PRESETS)}")

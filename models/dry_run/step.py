@@ -24,7 +24,7 @@ BACKWARD = 3
 
 
 def show(config: TrainConfig, target: Target) -> None:
-    """Prints what `dry_run` reports; the arguments are the same."""
+    """Print what `dry_run` reports; the arguments are the same."""
     with quiet_stderr():
         report = dry_run(config, target)
     parallel = config.parallel
@@ -33,7 +33,7 @@ def show(config: TrainConfig, target: Target) -> None:
 
 
 def dry_run(config: TrainConfig, target: Target) -> ProgramReport:
-    """Compiles one step of training, optimizer included, and reports what a device of the target holds and does.
+    """Compile one step of training, optimizer included, and reports what a device of the target holds and does.
 
     Args:
         config: the sizes of the run.
@@ -55,7 +55,7 @@ def dry_run(config: TrainConfig, target: Target) -> ProgramReport:
 
 
 def ideal_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Counts the operations of a step that one token needs, without those of the optimizer.
+    """Count the operations of a step that one token needs, without those of the optimizer.
 
     Args:
         model: the sizes of the model.
@@ -68,7 +68,7 @@ def ideal_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 
 
 def mesh_of(parallel: ParallelConfig, target: Target) -> Mesh:
-    """Makes the mesh `(data, expert)` of all devices of a target.
+    """Make the mesh `(data, expert)` of all devices of a target.
 
     Raises:
         ValueError: it has another number of devices.
@@ -119,7 +119,7 @@ class PublishedRun:
 
     @classmethod
     def on(cls, preset: str, target: Target, given: Given) -> "PublishedRun":
-        """Takes what was given, and of the rest what is usual on a machine.
+        """Take what was given, and of the rest what is usual on a machine.
 
         Without sizes a group has as many ranks as divide the experts and the devices, `MOST_RANKS` at most; expert
         weights move inside a node each microbatch; and every device has one sequence of `SEQUENCE_LENGTH` tokens.
@@ -152,11 +152,11 @@ class PublishedRun:
 
     @property
     def config(self) -> DecoderConfig:
-        """Reads the sizes of the model: activations and products in bfloat16, parameters in float32."""
+        """Read the sizes of the model: activations and products in bfloat16, parameters in float32."""
         return dataclasses.replace(published_config(self.name), compute_dtype="bfloat16", scan_layers=True)
 
     def programs(self, mesh: Mesh) -> SplitPrograms:
-        """Builds the programs for a mesh of `data` and `expert`, compiling nothing.
+        """Build the programs for a mesh of `data` and `expert`, compiling nothing.
 
         Raises:
             ValueError: the experts do not divide over the ranks.
@@ -165,7 +165,7 @@ class PublishedRun:
         return make_split_programs(self.config, self.train, mesh, make_system(self.train.parallel), kept)
 
     def compile(self, target: Target) -> ProgramReport:
-        """Compiles one step, optimizer included, and reports what a device of the target holds and does.
+        """Compile one step, optimizer included, and reports what a device of the target holds and does.
 
         Raises:
             ValueError: it does not fit the machine's number of devices, or its compiler refuses it.
@@ -188,7 +188,7 @@ class PublishedRun:
 
 
 def show_published(preset: str, target: Target, given: Given) -> None:
-    """Prints what `PublishedRun.compile` reports.
+    """Print what `PublishedRun.compile` reports.
 
     Args:
         preset: a key of `PRESETS`.
@@ -211,7 +211,7 @@ def show_published(preset: str, target: Target, given: Given) -> None:
 
 
 def refuse_training(preset: str) -> None:
-    """Refuses to train a published model on bytes.
+    """Refuse to train a published model on bytes.
 
     Raises:
         ValueError: it is one.
@@ -224,7 +224,7 @@ def refuse_training(preset: str) -> None:
 
 
 def published_flops_per_token(config: DecoderConfig, sequence_length: int) -> int:
-    """Counts the operations of a step that one token needs, without those of the optimizer.
+    """Count the operations of a step that one token needs, without those of the optimizer.
 
     Args:
         config: the sizes of the model.
@@ -242,7 +242,7 @@ def published_flops_per_token(config: DecoderConfig, sequence_length: int) -> in
 
 
 def _keys_seen(length: int, window: int | None) -> int:
-    """Counts the keys that a query sees on average."""
+    """Count the keys that a query sees on average."""
     reach = length if window is None else min(window, length)
     return (reach * (reach + 1) // 2 + (length - reach) * reach) // length
 

@@ -37,11 +37,11 @@ class Store:
         self._client: Any = distributed.global_state.client
 
     def put(self, key: str, value: str) -> None:
-        """Writes a value, which all processes can read."""
+        """Write a value, which all processes can read."""
         self._client.key_value_set(f"jax_moe_lb/{key}", value)
 
     def get(self, key: str, timeout_s: float) -> str:
-        """Waits for a value.
+        """Wait for a value.
 
         Raises:
             Refused: it did not come in time.
@@ -53,7 +53,7 @@ class Store:
 
 
 def shared_number(place: Place, store: Store, key: str, number: int) -> int:
-    """Returns the number of process 0 on all processes.
+    """Return the number of process 0 on all processes.
 
     Args:
         place: which process this is.
@@ -71,7 +71,7 @@ def shared_number(place: Place, store: Store, key: str, number: int) -> int:
 
 
 def agree(place: Place, store: Store, options: dict) -> None:
-    """Returns if all processes have the same options, which is to be asked before they compute together.
+    """Return if all processes have the same options, which is to be asked before they compute together.
 
     Args:
         place: which process this is.
@@ -185,7 +185,7 @@ class PeerMonitor:
             self._end(code)
 
     def _meet_members(self, store: Store) -> dict[str, Link]:
-        """Accepts a connection of each other process. The word keeps strangers out."""
+        """Accept a connection of each other process. The word keeps strangers out."""
         word, until = secrets.token_hex(), time.monotonic() + MEET_TIMEOUT_S
         links: dict[str, Link] = {}
         with listen(0) as server:
@@ -210,7 +210,7 @@ class PeerMonitor:
         return {first["name"]: link}
 
     def _watch(self, name: str, link: Link) -> None:
-        """Listens to another process until it ends, in a thread."""
+        """Listen to another process until it ends, in a thread."""
         explained = False
         while (message := link.receive()) is not None:
             explained = True
@@ -221,7 +221,7 @@ class PeerMonitor:
             self._follow({"line": f"{name} is gone; --resume goes on from the newest checkpoint", "code": FAILED})
 
     def _follow(self, message: dict) -> None:
-        """Ends this process because of another, the first that ended."""
+        """End this process because of another, the first that ended."""
         with self.deciding:
             if self.place.process_id == 0:
                 self._tell(message)
@@ -236,7 +236,7 @@ class PeerMonitor:
             link.send(message)
 
     def _end(self, code: int) -> None:
-        """Ends this process now, and process 0 after the others, which need it until then."""
+        """End this process now, and process 0 after the others, which need it until then."""
         if self.place.process_id == 0:
             until = time.monotonic() + LINGER_S
             for link in self.links.values():

@@ -30,7 +30,7 @@ The last is in milliseconds, and is for what was sent and not acknowledged. Syst
 
 
 def listen(port: int) -> socket.socket:
-    """Listens at a port of every address of this machine, or at any that is free for 0."""
+    """Listen at a port of every address of this machine, or at any that is free for 0."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
@@ -52,12 +52,12 @@ class Link:
         self.ended = threading.Event()
 
     def send(self, message: dict) -> None:
-        """Sends a message, unless the other end is gone, which whoever receives from it notices."""
+        """Send a message, unless the other end is gone, which whoever receives from it notices."""
         with contextlib.suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict | None:
-        """Waits for a message; `None` says that the other end is gone."""
+        """Wait for a message; `None` says that the other end is gone."""
         try:
             # A process that is killed while it sends leaves a part of a line.
             line = self.lines.readline()
@@ -88,14 +88,14 @@ class Place:
 
     @property
     def coordinator(self) -> str:
-        """Writes the address of the coordination service as JAX reads it."""
+        """Write the address of the coordination service as JAX reads it."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def detect_process(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout_s: float
 ) -> Place:
-    """Finds what was not given in the environment, and then in the cluster that JAX detects.
+    """Find what was not given in the environment, and then in the cluster that JAX detects.
 
     Args:
         coordinator: HOST:PORT of process 0; `None` takes `JAX_COORDINATOR_ADDRESS`, or detects it.
@@ -119,7 +119,7 @@ def detect_process(
 
 
 def _given_or(variable: str, given: str | None, option: str) -> tuple[str | None, str]:
-    """Returns a value, and what to call it in a message."""
+    """Return a value, and what to call it in a message."""
     return (given, option) if given is not None else (os.environ.get(variable), variable)
 
 
@@ -166,7 +166,7 @@ def _checked(found: tuple[str | None, int | None, int | None], source: str) -> P
 
 
 def _address(coordinator: str, source: str) -> tuple[str, int]:
-    """Splits HOST:PORT; the host may be an IPv6 address in brackets."""
+    """Split HOST:PORT; the host may be an IPv6 address in brackets."""
     host, _, port = coordinator.rpartition(":")
     in_brackets = host.startswith("[") and host.endswith("]")
     bare = host[1:-1] if in_brackets else host
@@ -189,7 +189,7 @@ HELLO = "jax_moe_lb"
 
 
 def gather(place: Place, until: float, timeout_s: float) -> None:
-    """Waits for all other processes, as process 0.
+    """Wait for all other processes, as process 0.
 
     Args:
         place: that of process 0.
@@ -231,7 +231,7 @@ def gather(place: Place, until: float, timeout_s: float) -> None:
 
 
 def _add(place: Place, hosts: dict[int, str], hello: dict) -> str | None:
-    """Notes a process that came, and says what is wrong with it."""
+    """Note a process that came, and says what is wrong with it."""
     process_id, host, num_processes = hello["process_id"], hello["host"], hello["num_processes"]
     if num_processes != place.num_processes:
         return (
@@ -283,7 +283,7 @@ def wait_for_processes(place: Place, until: float, timeout_s: float) -> None:
 
 
 def _connected(place: Place, until: float, timeout_s: float) -> socket.socket:
-    """Waits for process 0 to come, which may have to wait for its machine, whose name may not be known yet either."""
+    """Wait for process 0 to come, which may have to wait for its machine, whose name may not be known yet either."""
     while True:
         try:
             left_s = max(until - time.monotonic(), PAUSE_S)
@@ -336,7 +336,7 @@ def join(place: Place, timeout_s: float) -> None:
 
 @contextmanager
 def _ends_at(until: float, line: str) -> Iterator[None]:
-    """Ends the process with a line unless the context is left before."""
+    """End the process with a line unless the context is left before."""
 
     def end() -> None:
         say(f"error: {line}")

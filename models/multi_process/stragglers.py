@@ -79,7 +79,7 @@ class StragglerMonitor:
 
 
 def straggler_hosts(seconds: np.ndarray, least_s: float) -> list[int]:
-    """Finds the hosts that take much longer than the median.
+    """Find the hosts that take much longer than the median.
 
     Args:
         seconds: `[hosts]`, what each of them took for its part.
@@ -90,12 +90,12 @@ def straggler_hosts(seconds: np.ndarray, least_s: float) -> list[int]:
 
 
 def _median(seconds: np.ndarray) -> float:
-    """Takes the lower one of two: of two hosts none could be slow otherwise."""
+    """Take the lower one of two: of two hosts none could be slow otherwise."""
     return float(np.quantile(seconds, 0.5, method="lower"))
 
 
 def _host_names() -> list[str]:
-    """Collects the names of all hosts, by process."""
+    """Collect the names of all hosts, by process."""
     name = socket.gethostname().encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
     if jax.process_count() == 1:
         return [name.rstrip(b"\0").decode()]

@@ -40,7 +40,7 @@ class Sampling:
 
 
 def choose(logits: Array, sampling: Sampling, key: Array) -> Array:
-    """Chooses a token of each line of float32 logits `[B, V]`; returns int32 `[B]`."""
+    """Choose a token of each line of float32 logits `[B, V]`; returns int32 `[B]`."""
     if sampling.temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
     scores = logits / sampling.temperature
@@ -63,7 +63,7 @@ def generate(
     end_tokens: Sequence[int] = (),
     tell: Callable[[Stats], None] | None = None,
 ) -> list[list[int]]:
-    """Continues prompts of any lengths.
+    """Continue prompts of any lengths.
 
     The layer that serves many tokens of prompts, balanced, serves the few tokens of a step, too.
 

@@ -38,7 +38,7 @@ def from_pretrained(
     scan_layers: bool = False,
     predict_further: bool = False,
 ) -> Decoder:
-    """Makes the model of a checkpoint, on the devices of a mesh.
+    """Make the model of a checkpoint, on the devices of a mesh.
 
     Host memory holds one tensor at a time, or the part of it that is one expert's. Tensors go to devices as they are
     read: those of an expert to its home ranks, all others to every device.
@@ -79,7 +79,7 @@ def from_pretrained(
 
 
 def by_path(state: Any) -> dict[str, Any]:
-    """Names the leaves of a state by their paths in the model, such as `blocks.0.moe.up`."""
+    """Name the leaves of a state by their paths in the model, such as `blocks.0.moe.up`."""
     leaves = jax.tree.leaves_with_path(state)
     named = ((jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves)
     return {path.removesuffix(".value"): leaf for path, leaf in named}
@@ -93,14 +93,14 @@ def _grouped(pieces: Iterable[ParameterSlice]) -> dict[str, list[ParameterSlice]
 
 
 def _passed_over(fields: Fields, num_further: int) -> tuple[str, ...]:
-    """Lists how names begin that are not read: layers that predict further tokens, and a copy of the embedding."""
+    """List how names begin that are not read: layers that predict further tokens, and a copy of the embedding."""
     last = fields.num_layers()
     layers = tuple(f"model.layers.{layer}." for layer in range(last + num_further, last + fields.num_further()))
     return (*layers, "lm_head.weight") if fields.raw.get("tie_word_embeddings") else layers
 
 
 def _check(weights: CheckpointWeights, pieces: list[ParameterSlice], passed_over: tuple[str, ...]) -> None:
-    """Refuses a checkpoint whose tensors are not those of the model, before any is read."""
+    """Refuse a checkpoint whose tensors are not those of the model, before any is read."""
     names = {name for name in weights.shapes if not name.startswith(passed_over)}
     shapes = {piece.name: piece.shape for piece in pieces if not piece.is_copy or piece.name in names}
     for what, differing in (("missing", shapes.keys() - names), ("not of this model", names - shapes.keys())):
@@ -116,7 +116,7 @@ def _check(weights: CheckpointWeights, pieces: list[ParameterSlice], passed_over
 
 
 def _check_copy(weights: CheckpointWeights, copy: ParameterSlice, name: str) -> None:
-    """Refuses a copy that is another tensor: the model has one parameter for both."""
+    """Refuse a copy that is another tensor: the model has one parameter for both."""
     for start in range(0, copy.shape[0], COMPARED_LINES):
         lines = (slice(start, min(start + COMPARED_LINES, copy.shape[0])),)
         if not np.array_equal(weights.read(copy.name, lines), weights.read(name, lines)):
@@ -124,7 +124,7 @@ def _check_copy(weights: CheckpointWeights, copy: ParameterSlice, name: str) -> 
 
 
 def _placed(weights: CheckpointWeights, pieces: list[ParameterSlice], shape: Any, sharding: Sharding) -> Array:
-    """Reads a parameter and puts on each device what it has of it."""
+    """Read a parameter and puts on each device what it has of it."""
     where = {device: index or () for device, index in sharding.addressable_devices_indices_map(shape.shape).items()}
     if pieces[0].expert is None:
         value = _read(weights, pieces[0], shape.dtype)

@@ -34,7 +34,7 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def weights(self, tensors: TensorFolder) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-        """Finds the weights that are stored in this format, by what the headers say.
+        """Find the weights that are stored in this format, by what the headers say.
 
         Args:
             tensors: the checkpoint.
@@ -48,7 +48,7 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def read(self, tensors: TensorFolder, name: str, index: Index) -> np.ndarray:
-        """Reads a weight, or a part of it, as float32.
+        """Read a weight, or a part of it, as float32.
 
         Args:
             tensors: the checkpoint.
@@ -68,7 +68,7 @@ class Fp8(Format):
     block: tuple[int, int]
 
     def weights(self, tensors: TensorFolder) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-        """Finds the matrices of 8-bit floats."""
+        """Find the matrices of 8-bit floats."""
         found: dict[str, tuple[int, ...]] = {}
         for name, header in tensors.home.items():
             if header.dtypes[name] == FP8:
@@ -81,7 +81,7 @@ class Fp8(Format):
         return found, found.keys() | {name + SCALE for name in found}
 
     def read(self, tensors: TensorFolder, name: str, index: Index) -> np.ndarray:
-        """Multiplies blocks by their factors, a line of blocks at a time."""
+        """Multiply blocks by their factors, a line of blocks at a time."""
         narrow, scales = tensors.read(name), tensors.read(name + SCALE).astype(np.float32)
         wide = np.empty(narrow.shape, np.float32)
         rows, columns = self.block
@@ -100,7 +100,7 @@ class Mxfp4(Format):
     """
 
     def weights(self, tensors: TensorFolder) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-        """Finds the tensors whose halves are there."""
+        """Find the tensors whose halves are there."""
         found: dict[str, tuple[int, ...]] = {}
         for blocks in [name for name in tensors.home if name.endswith(BLOCKS)]:
             header, name = tensors.home[blocks], blocks.removesuffix(BLOCKS)
@@ -115,7 +115,7 @@ class Mxfp4(Format):
         return found, {name + half for name in found for half in (BLOCKS, SCALES)}
 
     def read(self, tensors: TensorFolder, name: str, index: Index) -> np.ndarray:
-        """Reads whole experts from the disk; rows and columns are chosen before bits become floats."""
+        """Read whole experts from the disk; rows and columns are chosen before bits become floats."""
         experts, rows, columns = (index + (slice(None),) * 3)[:3]
         blocks = tensors.read(name + BLOCKS, (experts,))[..., columns, :, :]
         scales = tensors.read(name + SCALES, (experts,))[..., columns, :]
@@ -128,7 +128,7 @@ class Mxfp4(Format):
 
 
 def _require(tensors: TensorFolder, weight: str, scale: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
-    """Refuses a weight whose scales are missing or do not fit."""
+    """Refuse a weight whose scales are missing or do not fit."""
     if scale not in tensors.home:
         raise ValueError(f"{tensors.home[weight].path}: {weight} has no scales; expected {scale} {list(shape)}")
     header = tensors.home[scale]
@@ -138,7 +138,7 @@ def _require(tensors: TensorFolder, weight: str, scale: str, shape: tuple[int, .
 
 
 def format_of(fields: Fields) -> Format | None:
-    """Reads in which format a `config.json` says that weights are; `None`: all are floats.
+    """Read in which format a `config.json` says that weights are; `None`: all are floats.
 
     Raises:
         ValueError: it is another format, or its blocks have no sizes.
@@ -181,7 +181,7 @@ class CheckpointWeights:
         self.shapes = plain | self.quantized
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Refuses a weight of another shape, or of no dtype that is read, with a `ValueError` that names it."""
+        """Refuse a weight of another shape, or of no dtype that is read, with a `ValueError` that names it."""
         header = self.tensors.home[name + BLOCKS if name not in self.tensors.home else name]
         if self.shapes[name] != shape:
             raise ValueError(f"{header.path}: {name} has shape {list(self.shapes[name])}; expected {list(shape)}")
@@ -189,7 +189,7 @@ class CheckpointWeights:
             raise ValueError(f"{header.path}: {name} has dtype {header.dtypes[name]}; expected one of {FLOATS}")
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """Reads a weight, or a part of it: quantized ones as float32, others in their own dtype.
+        """Read a weight, or a part of it: quantized ones as float32, others in their own dtype.
 
         Args:
             name: the weight.

@@ -44,7 +44,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Reads the header of a file, and no tensor.
+    """Read the header of a file, and no tensor.
 
     Args:
         path: a safetensors file.
@@ -94,7 +94,7 @@ def _entries(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _span(path: Path, name: str, entry: Any) -> tuple[int, int]:
-    """Checks what is said of one tensor, and returns where it begins and ends."""
+    """Check what is said of one tensor, and returns where it begins and ends."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
         raise ValueError(f"{path}: {name} is {str(entry)[:80]!r}; expected dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -168,7 +168,7 @@ class TensorFolder:
             file.__exit__(kind, error, trace)
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """Reads a tensor, or a part of it and no more than that from the disk.
+        """Read a tensor, or a part of it and no more than that from the disk.
 
         Args:
             name: the tensor.
@@ -222,7 +222,7 @@ class TensorFolder:
 
 
 def _float8(header: Header, name: str) -> np.ndarray:
-    """Reads 8-bit floats, which safetensors has no NumPy dtype for."""
+    """Read 8-bit floats, which safetensors has no NumPy dtype for."""
     shape = header.shapes[name]
     bits = np.fromfile(header.path, np.uint8, math.prod(shape), offset=header.starts[name])
     return bits.reshape(shape).view(ml_dtypes.float8_e4m3fn)

@@ -37,7 +37,7 @@ def save_pretrained(
     max_file_bytes: int = MAX_FILE_BYTES,
     keep_from: Path | None = None,
 ) -> None:
-    """Writes a model as `transformers` reads it: `config.json` and safetensors, in several files if they are large.
+    """Write a model as `transformers` reads it: `config.json` and safetensors, in several files if they are large.
 
     The folder is there when it is whole, and not before. All parameters have to be on devices of this process.
 
@@ -61,7 +61,7 @@ def save_pretrained(
 
 @contextmanager
 def vacant(folder: Path) -> Iterator[Path]:
-    """Gives a folder to write into, which takes the name of another when all is written, and is removed otherwise.
+    """Give a folder to write into, which takes the name of another when all is written, and is removed otherwise.
 
     Args:
         folder: does not exist yet, or is empty.
@@ -90,13 +90,13 @@ def copy_files(names: Iterable[str], source: Path, to: Path) -> None:
 
 
 def check_vacant(folder: Path) -> None:
-    """Refuses a folder that has something in it, with a `ValueError`."""
+    """Refuse a folder that has something in it, with a `ValueError`."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"out is {str(folder)!r}, which has something in it; expected a new or an empty folder")
 
 
 def config_json(config: DecoderConfig, dtype: str) -> str:
-    """Writes the `config.json` of a model: that which it was made from, with the dtype that its tensors have now."""
+    """Write the `config.json` of a model: that which it was made from, with the dtype that its tensors have now."""
     raw = json.loads(config.source)
     raw.pop("torch_dtype", None)
     # Whatever was read in 8 or 4 bits is written as floats.
@@ -120,7 +120,7 @@ def _write_model(model: Decoder, folder: Path, dtype: Any, max_file_bytes: int) 
 def write_tensors(
     folder: Path, sizes: dict[str, int], make: Callable[[str], np.ndarray], max_file_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Writes tensors into one file, or into several with an index.
+    """Write tensors into one file, or into several with an index.
 
     Args:
         folder: where to.
@@ -151,7 +151,7 @@ def _by_tensor(pieces: list[ParameterSlice]) -> dict[str, list[ParameterSlice]]:
 
 
 def named_tensors(config: DecoderConfig, state: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors of a checkpoint, by name, of parameters or of what is shaped like them, such as gradients.
+    """Yield the tensors of a checkpoint, by name, of parameters or of what is shaped like them, such as gradients.
 
     Args:
         config: the sizes.
@@ -164,7 +164,7 @@ def named_tensors(config: DecoderConfig, state: Any) -> Iterator[tuple[str, np.n
 
 
 def assembled(pieces: list[ParameterSlice], values: dict[str, Any], dtype: Any) -> np.ndarray:
-    """Makes a tensor of a checkpoint, in that dtype, of its pieces."""
+    """Make a tensor of a checkpoint, in that dtype, of its pieces."""
     whole = np.empty(pieces[0].shape, dtype)
     for piece in pieces:
         homes = values.get(f"{piece.path.rpartition('.')[0]}.homes")
@@ -176,7 +176,7 @@ def assembled(pieces: list[ParameterSlice], values: dict[str, Any], dtype: Any) 
 
 
 def _on_host(value: Array, expert: int | None) -> np.ndarray:
-    """Brings a parameter, or one line of it, to the host, from a device that has it."""
+    """Bring a parameter, or one line of it, to the host, from a device that has it."""
     if expert is None:
         return np.asarray(value)
     for shard in value.addressable_shards:

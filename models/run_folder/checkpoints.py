@@ -33,7 +33,7 @@ from models.run_folder.files import damage, has_checksums, naming, write_checksu
 
 
 def keep_quiet() -> None:
-    """Keeps off stderr what Orbax and TensorStore print about errors, pages of it; they raise them too."""
+    """Keep off stderr what Orbax and TensorStore print about errors, pages of it; they raise them too."""
     # Orbax also warns of its own future, at every start.
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -50,7 +50,7 @@ def _tell_unraisable(before: Callable[[Any], None], unraisable: Any) -> None:
 
 @contextmanager
 def system_errors() -> Iterator[None]:
-    """Makes errors of the system out of those of TensorStore, which are of another type and name the system's code.
+    """Make errors of the system out of those of TensorStore, which are of another type and name the system's code.
 
     Raises:
         OSError: the system refused a file; its number is that of the system.
@@ -127,7 +127,7 @@ class Checkpoints:
 
     @property
     def newest_step(self) -> int | None:
-        """Finds the step of the newest checkpoint, `None` if there is none; it may still be under way."""
+        """Find the step of the newest checkpoint, `None` if there is none; it may still be under way."""
         return self.manager.latest_step()
 
     def save(
@@ -137,7 +137,7 @@ class Checkpoints:
         kept: CheckpointMetadata = CheckpointMetadata({}, {}),
         then: Callable[[], None] | None = None,
     ) -> None:
-        """Begins to write the state after `step` steps, unless it is there already; waits for the one before.
+        """Begin to write the state after `step` steps, unless it is there already; waits for the one before.
 
         When it returns the arrays are copied, and the step after may consume them.
 
@@ -160,7 +160,7 @@ class Checkpoints:
         self.written = self.thread.submit(self._complete, step, then)
 
     def _complete(self, step: int, then: Callable[[], None] | None) -> None:
-        """Waits until a checkpoint is written, then adds its checksums, in a thread."""
+        """Wait until a checkpoint is written, then adds its checksums, in a thread."""
         with naming(self.folder), system_errors():
             self.manager.wait_until_finished()
             if then is not None:
@@ -169,7 +169,7 @@ class Checkpoints:
                 write_checksums(self.folder / str(step))
 
     def check(self) -> None:
-        """Raises what went wrong in the background, if anything did so far; does not wait.
+        """Raise what went wrong in the background, if anything did so far; does not wait.
 
         Raises:
             OSError: the newest checkpoint could not be written.
@@ -178,7 +178,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Waits until the newest checkpoint is written.
+        """Wait until the newest checkpoint is written.
 
         Raises:
             OSError: it could not be written.
@@ -188,7 +188,7 @@ class Checkpoints:
             written.result()
 
     def read_kept(self, step: int) -> CheckpointMetadata:
-        """Reads what the checkpoint of `step` says about its run.
+        """Read what the checkpoint of `step` says about its run.
 
         Raises:
             ValueError: there is nothing of the kind in it, as in those of older versions.
@@ -203,7 +203,7 @@ class Checkpoints:
     def restore(
         self, step: int, shapes: nnx.State, init: Callable[[], nnx.State] | None = None, *, same_mesh: bool = True
     ) -> nnx.State:
-        """Reads the state after `step` steps.
+        """Read the state after `step` steps.
 
         Args:
             step: the step of a checkpoint.
@@ -230,7 +230,7 @@ class Checkpoints:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Lists the steps of the checkpoints in a folder, the newest first; a checkpoint is there once it is complete."""
+    """List the steps of the checkpoints in a folder, the newest first; a checkpoint is there once it is complete."""
     return sorted((int(path.name) for path in folder.glob("*") if path.name.isdigit()), reverse=True)
 
 
@@ -241,7 +241,7 @@ def restore_newest(
     init: Callable[[], nnx.State] | None = None,
     layout: dict[str, Any] | None = None,
 ) -> tuple[int, nnx.State, CheckpointMetadata]:
-    """Reads the newest checkpoint whose files are as they were written; returns its step, its state and the rest.
+    """Read the newest checkpoint whose files are as they were written; returns its step, its state and the rest.
 
     Args:
         folder: the folder of the checkpoints.
@@ -273,7 +273,7 @@ def restore_newest(
 
 
 def without_homes(shapes: nnx.State, state: nnx.State, init: Callable[[], nnx.State]) -> nnx.State:
-    """Takes what any mesh may take over from a state whose experts are all at their first places.
+    """Take what any mesh may take over from a state whose experts are all at their first places.
 
     Args:
         shapes: shapes of the state that is returned, which has no homes.
@@ -292,7 +292,7 @@ def _only(names: list[str], state: nnx.State) -> ArraysByName:
 
 
 def parts(state: nnx.State) -> dict[str, ArraysByName]:
-    """Splits a state into the items of a checkpoint, each with its leaves by name."""
+    """Split a state into the items of a checkpoint, each with its leaves by name."""
     found: dict[str, ArraysByName] = {item: {} for item in ITEMS}
     for (name, leaf), item in zip(_named(state), _items(state), strict=True):
         found[item][name] = leaf
@@ -313,6 +313,6 @@ def _items(state: nnx.State) -> list[str]:
 
 
 def _named(state: nnx.State) -> list[tuple[str, Any]]:
-    """Names leaves by their path, for a file that does not depend on how Flax nests them."""
+    """Name leaves by their path, for a file that does not depend on how Flax nests them."""
     leaves = jax.tree.leaves_with_path(state)
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]

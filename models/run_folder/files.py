@@ -15,7 +15,7 @@ RESUMING = "once it can, --resume goes on from the newest checkpoint, if there i
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file aside and renames it, so that whoever is killed meanwhile leaves the file as it was.
+    """Write a file aside and renames it, so that whoever is killed meanwhile leaves the file as it was.
 
     Args:
         path: the file.
@@ -40,7 +40,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Gives errors of writing a file its name, which that of a full disk lacks.
+    """Give errors of writing a file its name, which that of a full disk lacks.
 
     Args:
         path: the file or folder that is written.
@@ -68,12 +68,12 @@ def in_words(error: OSError) -> str:
 
 
 def part(path: Path) -> Path:
-    """Names the file in which `write_whole` prepares another."""
+    """Name the file in which `write_whole` prepares another."""
     return path.with_name(f"{path.name}.part")
 
 
 def free_sibling(path: Path, word: str) -> Path:
-    """Finds a name beside a path that is not taken: `<path>.<word>-1`, or with the next number.
+    """Find a name beside a path that is not taken: `<path>.<word>-1`, or with the next number.
 
     Args:
         path: a file or folder.
@@ -86,7 +86,7 @@ def free_sibling(path: Path, word: str) -> Path:
 
 
 def move_into(folder: Path, paths: Iterable[Path]) -> None:
-    """Moves those of the files and folders that exist into a new folder, in the order given.
+    """Move those of the files and folders that exist into a new folder, in the order given.
 
     Args:
         folder: the folder, which does not exist yet.
@@ -119,7 +119,7 @@ class FolderLock:
             raise
 
     def release(self) -> None:
-        """Lets others have the folder."""
+        """Let others have the folder."""
         self.file.close()
 
 
@@ -127,7 +127,7 @@ CHECKSUMS = "sha256.json"
 
 
 def write_checksums(checkpoint: Path) -> None:
-    """Writes the checksums of all files of a complete checkpoint beside them.
+    """Write the checksums of all files of a complete checkpoint beside them.
 
     Args:
         checkpoint: the folder of the checkpoint.
@@ -161,7 +161,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _checksums(checkpoint: Path) -> dict[str, str]:
-    """Computes the SHA-256 of each file of a checkpoint, by its path in it."""
+    """Compute the SHA-256 of each file of a checkpoint, by its path in it."""
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and not path.name.startswith(CHECKSUMS))
     sums = {}
     for path in files:

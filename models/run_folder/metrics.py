@@ -30,7 +30,7 @@ SUMS = ("rows_moved", "weight_bytes_moved")
 
 
 def layer_row(step: int, stats: Stats, system: System, topology: Topology) -> dict:
-    """Makes the line of `metrics.jsonl` about the layers of a step.
+    """Make the line of `metrics.jsonl` about the layers of a step.
 
     Args:
         step: the number of the step.
@@ -76,11 +76,11 @@ class CountsTrace:
         self.counts: list[np.ndarray] = []
 
     def add(self, stats: Stats) -> None:
-        """Adds a step, whose statistics have the shape `[layers, D, ...]`."""
+        """Add a step, whose statistics have the shape `[layers, D, ...]`."""
         self.counts.append(np.asarray(stats.counts)[:, 0].astype(np.int32))
 
     def write(self, path: Path) -> None:
-        """Writes an npz file with `steps` `[steps]`, from 1, and `counts` `[steps, layers, R, E]`.
+        """Write an npz file with `steps` `[steps]`, from 1, and `counts` `[steps, layers, R, E]`.
 
         Raises:
             OSError: it cannot be written.
@@ -112,22 +112,22 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Names the folder of the newest checkpoints."""
+        """Name the folder of the newest checkpoints."""
         return self.path / "checkpoint"
 
     @property
     def damaged(self) -> Path:
-        """Names the folder of checkpoints that a resumed run found damaged, which are kept and not used."""
+        """Name the folder of checkpoints that a resumed run found damaged, which are kept and not used."""
         return self.path / "damaged"
 
     @property
     def metrics(self) -> Path:
-        """Names the file with one JSON object per line: a step, a validation, or one of the kinds of `rows`."""
+        """Name the file with one JSON object per line: a step, a validation, or one of the kinds of `rows`."""
         return self.path / "metrics.jsonl"
 
     @property
     def counts(self) -> Path:
-        """Names the file with arrays of the routing and load of each step, of the first expert-parallel group.
+        """Name the file with arrays of the routing and load of each step, of the first expert-parallel group.
 
         Experts are numbered by place: the last relocation before a step says which expert was where. Steps after a
         change of the layout are in the files of the next segments: see `counts_of`.
@@ -135,7 +135,7 @@ class RunFolder:
         return self.counts_of(1)
 
     def counts_of(self, segment: int) -> Path:
-        """Names the counts of a segment, the steps that ran on the same ranks with the same system.
+        """Name the counts of a segment, the steps that ran on the same ranks with the same system.
 
         Args:
             segment: its number, from 1; lines of the kind `"layout"` say where it begins.
@@ -144,44 +144,44 @@ class RunFolder:
 
     @property
     def segments(self) -> list[int]:
-        """Lists the segments whose counts are there, in order."""
+        """List the segments whose counts are there, in order."""
         numbers = (path.stem.removeprefix("counts-") for path in self.path.glob("counts-*.npz"))
         later = sorted(int(number) for number in numbers if number.isdigit() and int(number) > 1)
         return [1] * self.counts.exists() + later
 
     @property
     def config(self) -> Path:
-        """Names the file that says what was run, on what."""
+        """Name the file that says what was run, on what."""
         return self.path / "config.json"
 
     @property
     def summary(self) -> Path:
-        """Names the file with the final numbers."""
+        """Name the file with the final numbers."""
         return self.path / "summary.json"
 
     @property
     def report(self) -> Path:
-        """Names the file with all of it for a reader."""
+        """Name the file with all of it for a reader."""
         return self.path / "report.html"
 
     @property
     def tensorboard(self) -> Path:
-        """Names the folder of TensorBoard's event files."""
+        """Name the folder of TensorBoard's event files."""
         return self.path / "tensorboard"
 
     @property
     def profile(self) -> Path:
-        """Names the folder of traces, for Perfetto and TensorBoard."""
+        """Name the folder of traces, for Perfetto and TensorBoard."""
         return self.path / "profile"
 
     @property
     def figures(self) -> list[Path]:
-        """Names the files with the figures of the report."""
+        """Name the files with the figures of the report."""
         return [self.path / f"{name}.png" for name in FIGURES]
 
     @property
     def files(self) -> list[Path]:
-        """Names all that a run leaves in its folder, whose other files are not the run's.
+        """Name all that a run leaves in its folder, whose other files are not the run's.
 
         The first is the one without which nothing can be resumed.
         """
@@ -203,13 +203,13 @@ class RunFolder:
         return any(path.exists() for path in self.files if path.suffix != ".part")
 
     def move_aside(self) -> Path:
-        """Moves what an earlier run left here, and nothing else, into a new folder beside this one; returns that."""
+        """Move what an earlier run left here, and nothing else, into a new folder beside this one; returns that."""
         aside = free_sibling(self.path, "before")
         move_into(aside, self.files)
         return aside
 
     def rows(self, kind: str, last_step: int | None = None) -> list[dict]:
-        """Reads the lines of `metrics.jsonl` of one kind, up to a step.
+        """Read the lines of `metrics.jsonl` of one kind, up to a step.
 
         Args:
             kind: `"step"`, `"validation"`, `"relocation"`, `"layout"`, `"layers"` or `"hosts"`.
@@ -218,7 +218,7 @@ class RunFolder:
         return [row for row in self._rows(last_step) if row["kind"] == kind]
 
     def keep_until(self, last_step: int) -> None:
-        """Drops the lines that were written after the checkpoint of `last_step`, and layouts that no step had."""
+        """Drop the lines that were written after the checkpoint of `last_step`, and layouts that no step had."""
         kept = [row for row in self._rows(last_step) if row["kind"] != "layout" or row["step"] < last_step]
         write_whole(self.metrics, "".join(json.dumps(row) + "\n" for row in kept).encode())
 
@@ -236,7 +236,7 @@ class RunFolder:
         return [row for row in rows if last_step is None or row["step"] <= last_step]
 
     def read_counts(self, segment: int = 1) -> dict[str, np.ndarray] | None:
-        """Reads the arrays of a segment's counts, `None` if there are none.
+        """Read the arrays of a segment's counts, `None` if there are none.
 
         Args:
             segment: its number, from 1.
@@ -257,7 +257,7 @@ class RunFolder:
         return read
 
     def all_counts(self) -> list[dict[str, np.ndarray]]:
-        """Reads the arrays of all segments, without those that cannot be read."""
+        """Read the arrays of all segments, without those that cannot be read."""
         found = []
         for segment in self.segments:
             with suppress(ValueError):
@@ -296,7 +296,7 @@ class Recorder:
             self._take_up(first_step, tell)
 
     def _begin(self, last_step: int, layout: dict[str, Any] | None) -> None:
-        """Goes on with the last segment if it has the same layout, and begins one otherwise."""
+        """Go on with the last segment if it has the same layout, and begins one otherwise."""
         before = self.folder.rows("layout")
         self.segment = before[-1]["segment"] if before else 1
         if layout is not None and (not before or any(before[-1].get(name) != layout[name] for name in layout)):
@@ -304,7 +304,7 @@ class Recorder:
             self._append({"kind": "layout", "step": last_step, "segment": self.segment} | layout)
 
     def _take_up(self, first_step: int, tell: Callable[[str], None]) -> None:
-        """Reads the counts of earlier steps of this segment, and removes those that are written anew."""
+        """Read the counts of earlier steps of this segment, and removes those that are written anew."""
         for segment in self.folder.segments:
             if segment > self.segment or first_step == 1:
                 self.folder.counts_of(segment).unlink()
@@ -320,7 +320,7 @@ class Recorder:
     def step(
         self, step: int, loss: float, stats: Stats, num_tokens: int, step_time_s: float, accumulate: int = 1
     ) -> dict:
-        """Records one step, and returns its line.
+        """Record one step, and returns its line.
 
         Args:
             step: the number of the step, from 1.
@@ -341,7 +341,7 @@ class Recorder:
         return row
 
     def validation(self, step: int, loss: float) -> None:
-        """Records the loss of a validation, given in nats per token, in nats and bits."""
+        """Record the loss of a validation, given in nats per token, in nats and bits."""
         self._append({"kind": "validation", "step": step, "loss": loss, "loss_bits": loss / math.log(2)})
 
     def relocation(self, row: dict) -> None:
@@ -349,12 +349,12 @@ class Recorder:
         self._append(row)
 
     def other(self, row: dict | None) -> None:
-        """Records a line of another kind, `"layers"` or `"hosts"`; nothing for `None`."""
+        """Record a line of another kind, `"layers"` or `"hosts"`; nothing for `None`."""
         if row is not None:
             self._append(row)
 
     def flush(self) -> Callable[[], None]:
-        """Takes what was recorded so far, and returns what writes it, in any thread: counts, and lines to the disk."""
+        """Take what was recorded so far, and returns what writes it, in any thread: counts, and lines to the disk."""
         arrays = {name: list(rows) for name, rows in self.arrays.items()}
         return partial(self._write, arrays)
 
@@ -384,7 +384,7 @@ def _counts_or_none(folder: RunFolder, segment: int, tell: Callable[[str], None]
 
 
 def summarised(stats: Stats) -> dict[str, float]:
-    """Makes the numbers of one step out of those of its layers and groups, `[layers, D, ...]`."""
+    """Make the numbers of one step out of those of its layers and groups, `[layers, D, ...]`."""
     row: dict[str, float] = {}
     for name in PER_LAYER:
         values = np.asarray(getattr(stats, name))
@@ -400,7 +400,7 @@ RECENT_STEPS = 50
 
 
 def summarise(folder: RunFolder) -> dict:
-    """Sums up loss, balance and speed at the end of a run."""
+    """Sum up loss, balance and speed at the end of a run."""
     steps = folder.rows("step")
     recent, validation = steps[-RECENT_STEPS:], folder.rows("validation")[-1]
     data = json.loads(folder.config.read_text())["data"]

@@ -49,7 +49,7 @@ STYLE: dict[Any, Any] = {
 
 
 def loss_png(steps: list[dict], validation: list[dict], entropy_nats: float, unit: str = "byte") -> bytes:
-    """Draws training and validation loss over steps, above what frequencies alone reach.
+    """Draw training and validation loss over steps, above what frequencies alone reach.
 
     Args:
         steps: the recorded steps.
@@ -76,7 +76,7 @@ def loss_png(steps: list[dict], validation: list[dict], entropy_nats: float, uni
 
 
 def imbalance_png(steps: np.ndarray, before: np.ndarray, after: np.ndarray) -> bytes:
-    """Draws `max / mean` of the load over steps; lines are means over layers, bands reach from least to most.
+    """Draw `max / mean` of the load over steps; lines are means over layers, bands reach from least to most.
 
     Args:
         steps: `[steps]`, the number of each step.
@@ -99,7 +99,7 @@ def imbalance_png(steps: np.ndarray, before: np.ndarray, after: np.ndarray) -> b
 
 
 def speed_png(steps: list[dict]) -> bytes:
-    """Draws the time of each step, and how often the fullest receive buffer of a layer was filled in it.
+    """Draw the time of each step, and how often the fullest receive buffer of a layer was filled in it.
 
     Args:
         steps: the recorded steps.
@@ -116,12 +116,12 @@ def speed_png(steps: list[dict]) -> bytes:
 
 
 def counts_png(counts: np.ndarray) -> bytes:
-    """Draws heat maps of the copies that each rank routes to each expert, from counts `[layers, R, E]` of a step."""
+    """Draw heat maps of the copies that each rank routes to each expert, from counts `[layers, R, E]` of a step."""
     return _heat_maps([(counts, "rank that holds the token")])
 
 
 def served_png(counts: np.ndarray, quota: np.ndarray) -> bytes:
-    """Draws heat maps of the token copies that each rank serves, by expert: at home, and by the plan of a step.
+    """Draw heat maps of the token copies that each rank serves, by expert: at home, and by the plan of a step.
 
     Args:
         counts: `[layers, R, E]`, what each rank routes to each expert.
@@ -133,7 +133,7 @@ def served_png(counts: np.ndarray, quota: np.ndarray) -> bytes:
 
 
 def _heat_maps(rows: list[tuple[np.ndarray, str]]) -> bytes:
-    """Draws a row of panels, one per layer, for each array `[layers, R, E]` with its label; one scale for all."""
+    """Draw a row of panels, one per layer, for each array `[layers, R, E]` with its label; one scale for all."""
     num_layers, num_ranks, num_experts = rows[0][0].shape
     num_home, top = num_experts // num_ranks, max(values.max() for values, _ in rows)
     with rc_context({**STYLE, "axes.grid": False}):
@@ -156,7 +156,7 @@ def _heat_maps(rows: list[tuple[np.ndarray, str]]) -> bytes:
 
 
 def load_png(before: np.ndarray, after: np.ndarray) -> bytes:
-    """Draws the token copies that each rank serves before and after balancing, from loads `[layers, R]` of a step."""
+    """Draw the token copies that each rank serves before and after balancing, from loads `[layers, R]` of a step."""
     ranks = np.arange(before.shape[1])
     with rc_context({**STYLE, "axes.grid.axis": "y"}):
         figure, (panels,) = _panels(len(before), 2.9)
@@ -177,7 +177,7 @@ def _figure(height_in: float) -> tuple[Figure, Axes]:
 
 
 def _panels(num_layers: int, height_in: float, num_rows: int = 1) -> tuple[Figure, list[list[tuple[Axes, int]]]]:
-    """Makes rows with one panel per layer, at most `MAX_PANELS`, whose layers are spread from first to last."""
+    """Make rows with one panel per layer, at most `MAX_PANELS`, whose layers are spread from first to last."""
     layers = np.unique(np.linspace(0, num_layers - 1, min(num_layers, MAX_PANELS)).round().astype(int))
     figure = Figure((WIDTH_IN, height_in), layout="constrained")
     grid = figure.subplots(num_rows, len(layers), sharex=num_rows > 1, sharey=True, squeeze=False)
@@ -189,7 +189,7 @@ def _ticks(count: int) -> list[int]:
 
 
 def _note(axes: Axes, x: float, y: float, text: str, color: str, offset_points: float) -> None:
-    """Writes text at the right end of the horizontal line at `y`."""
+    """Write text at the right end of the horizontal line at `y`."""
     place = axes.get_yaxis_transform()
     axes.annotate(
         text,
@@ -216,7 +216,7 @@ STEPS = 5
 
 
 def replay_baselines(counts: np.ndarray, ranks_per_domain: int | None, replica_slots: int) -> dict[str, float]:
-    """Computes the mean imbalance over layers and the last steps, by system, the run's own topology and slots given.
+    """Compute the mean imbalance over layers and the last steps, by system, the run's own topology and slots given.
 
     Args:
         counts: `[steps, layers, R, E]` integers, what the ranks of one group routed to each place.
@@ -285,7 +285,7 @@ UNITS = ("nats", "bits", "tokens", "bytes", "s")
 
 
 def write_report(folder: RunFolder, summary: dict) -> bool:
-    """Writes `report.html` and its figures from the other files of a run, which may be under way.
+    """Write `report.html` and its figures from the other files of a run, which may be under way.
 
     Args:
         folder: its folder.
@@ -328,7 +328,7 @@ class LiveReport:
         self.began = self.last = time.monotonic()
 
     def update(self) -> None:
-        """Writes it if it is time, and there has been a validation."""
+        """Write it if it is time, and there has been a validation."""
         now = time.monotonic()
         if now - self.last >= self.every_s and self.folder.rows("validation"):
             write_report(self.folder, summarise(self.folder) | self.others | {"wall_s": now - self.began})
@@ -362,7 +362,7 @@ Plot = tuple[str, str, bytes]
 
 
 def _figures(folder: RunFolder, segments: list[dict[str, np.ndarray]], summary: dict) -> list[Plot]:
-    """Makes title, caption and PNG of each figure, in the order of `FIGURES`."""
+    """Make title, caption and PNG of each figure, in the order of `FIGURES`."""
     arrays = segments[-1]
     before, after, counts = arrays["load_before"], arrays["load_after"], arrays["counts"]
     of = " of the first group" if summary["num_groups"] > 1 else ""
@@ -403,7 +403,7 @@ def _figures(folder: RunFolder, segments: list[dict[str, np.ndarray]], summary: 
 
 
 def _over_segments(segments: list[dict[str, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Collects the numbers of all steps, and their imbalance, which ranks of any number have."""
+    """Collect the numbers of all steps, and their imbalance, which ranks of any number have."""
     steps = np.concatenate([arrays["steps"] for arrays in segments])
     before, after = (
         np.concatenate([arrays[name].max(-1) / arrays[name].mean(-1) for arrays in segments])
@@ -458,7 +458,7 @@ def _table(caption: str, values: dict) -> str:
 
 
 def _label(name: str) -> str:
-    """Writes a name of the files for a reader, with its unit, which ends it, in brackets."""
+    """Write a name of the files for a reader, with its unit, which ends it, in brackets."""
     words, _, unit = name.rpartition("_")
     if unit not in UNITS or words.endswith("_per"):
         return name.replace("_", " ")

@@ -43,11 +43,11 @@ class StepLine:
         self.progress.stop()
 
     def show(self, row: dict) -> None:
-        """Shows the recorded numbers of a step."""
+        """Show the recorded numbers of a step."""
         self.progress.update(self.task, completed=row["step"], line=LINE.format(**row))
 
     def note(self, row: dict, validation_loss: float) -> None:
-        """Prints a line that stays."""
+        """Print a line that stays."""
         text = f"step {row['step']:>5}  validation {validation_loss:.3f}  " + LINE.format(**row)
         self.progress.console.print(text, highlight=False, soft_wrap=True)
 
@@ -121,7 +121,7 @@ class MetricLogger:
             self.run.finish(exit_code=int(error is not None))
 
     def tell(self, row: dict) -> None:
-        """Passes a line of `metrics.jsonl` on.
+        """Pass a line of `metrics.jsonl` on.
 
         Args:
             row: the line, with its `kind` and `step`.
@@ -136,13 +136,13 @@ class MetricLogger:
             self.run.log(numbers, step=row["step"])
 
     def before(self, step: int) -> None:
-        """Begins to trace, if this is the first step of those that are traced."""
+        """Begin to trace, if this is the first step of those that are traced."""
         if step in self.traced and not self.tracing:
             jax.profiler.start_trace(str(self.profile), create_perfetto_trace=True)
             self.tracing = True
 
     def after(self, step: int) -> Path | None:
-        """Ends the trace if this was the last of its steps, and returns where it is."""
+        """End the trace if this was the last of its steps, and returns where it is."""
         if not self.tracing or step + 1 in self.traced:
             return None
         self._stop_tracing()
@@ -155,7 +155,7 @@ class MetricLogger:
 
 
 def scalars(row: dict) -> dict[str, float]:
-    """Names the numbers of a line of `metrics.jsonl` as they are shown: `step/loss`, `layers/imbalance_after/3`.
+    """Name the numbers of a line of `metrics.jsonl` as they are shown: `step/loss`, `layers/imbalance_after/3`.
 
     Args:
         row: the line. Of lists each entry is a number of its own, from 1 for layers and from 0 for hosts.

@@ -67,7 +67,7 @@ def _done(program: StepResult, state: nnx.State, tokens: Array) -> tuple[nnx.Sta
 
 
 def check_step(step: int, loss: float, stats: Stats, good_step: int | None) -> None:
-    """Refuses to go on after a step whose routing, plan or loss is wrong.
+    """Refuse to go on after a step whose routing, plan or loss is wrong.
 
     Args:
         step: the number of the step, from 1.
@@ -88,7 +88,7 @@ def check_step(step: int, loss: float, stats: Stats, good_step: int | None) -> N
 
 
 def check_state(step: int, state: nnx.State, good_step: int | None) -> None:
-    """Refuses to make a checkpoint of a state that is not finite.
+    """Refuse to make a checkpoint of a state that is not finite.
 
     Args:
         step: how many steps the run has done.
@@ -163,12 +163,12 @@ class StopRequest:
 
     @property
     def name(self) -> str:
-        """Names the signal that asked."""
+        """Name the signal that asked."""
         return signal.Signals(self.agreed).name
 
     @property
     def exit_code(self) -> int:
-        """Gives the exit code of a program that was asked to stop, and 0 where none asked."""
+        """Give the exit code of a program that was asked to stop, and 0 where none asked."""
         return EXIT_CODES.get(signal.Signals(self.agreed), 0) if self.agreed else 0
 
     def _listen(self, reader: int) -> None:
@@ -184,4 +184,4 @@ class StopRequest:
 
 
 def _ignored(number: int, frame: object) -> None:
-    """Takes the place of the default, which would end the process."""
+    """Take the place of the default, which would end the process."""

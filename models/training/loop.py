@@ -82,7 +82,7 @@ class Run:
     position: dict[str, Any]
 
     def release(self) -> None:
-        """Lets other trainings have the folder."""
+        """Let other trainings have the folder."""
         if self.lock is not None:
             self.lock.release()
 
@@ -146,7 +146,7 @@ def prepare(
 def execute(
     run: Run, console: Console, stop: StopRequest | None = None, watching: MetricLoggerConfig = MetricLoggerConfig()
 ) -> dict:
-    """Trains, writes the run folder, and returns the summary.
+    """Train, writes the run folder, and returns the summary.
 
     Args:
         run: what `prepare` returned; its folder is free for others afterwards.
@@ -242,7 +242,7 @@ class Saving:
     layout: dict[str, Any]
 
     def __call__(self, step: int, state: nnx.State, position: dict[str, Any]) -> None:
-        """Begins the checkpoint of the state after `step` steps, unless it is there; refuses one that is not finite.
+        """Begin the checkpoint of the state after `step` steps, unless it is there; refuses one that is not finite.
 
         Args:
             step: how many steps the run has done.
@@ -263,7 +263,7 @@ class Saving:
 
 
 def _moved(run: Run, state: nnx.State, step: int, recorder: Recorder) -> nnx.State:
-    """Moves the experts of a state to where the loads so far want them."""
+    """Move the experts of a state to where the loads so far want them."""
     topology = run.programs.topology
     permutation = next_homes(state, run.config, topology)
     if not moved_experts(permutation, topology).any():
@@ -289,7 +289,7 @@ def _check_empty(folder: RunFolder) -> None:
 
 
 def _check_continues(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> None:
-    """Refuses to resume what is not there, or would not go on as it began."""
+    """Refuse to resume what is not there, or would not go on as it began."""
     steps = steps_in(folder.checkpoints)
     if not steps or not folder.config.exists():
         raise ValueError(f"resume is set, but {str(folder.path)!r} has no checkpoint; expected a run_dir with one")
@@ -307,7 +307,7 @@ def _check_continues(config: TrainConfig, corpus: Corpus, folder: RunFolder) -> 
 
 
 def _fixed(described: dict) -> dict:
-    """Collects what a resumed run may not change."""
+    """Collect what a resumed run may not change."""
     config = described["config"]
     # A run that is older than a key has its default.
     model = dataclasses.asdict(ModelConfig(**config["model"]))
@@ -320,7 +320,7 @@ def _fixed(described: dict) -> dict:
 
 
 def _check_slots(config: TrainConfig, system: System) -> None:
-    """Refuses more slots than there are experts; the layer would, too, but it does not know what the option is."""
+    """Refuse more slots than there are experts; the layer would, too, but it does not know what the option is."""
     most = config.model.num_experts - config.model.num_experts // config.parallel.expert_parallel
     if system.replica_slots > most:
         raise ValueError(
@@ -330,7 +330,7 @@ def _check_slots(config: TrainConfig, system: System) -> None:
 
 
 def _traced(config: TrainConfig, mesh: Mesh, programs: Programs) -> Traced:
-    """Traces the step, which is when systems refuse options that do not fit the model or the mesh."""
+    """Trace the step, which is when systems refuse options that do not fit the model or the mesh."""
     shape = (config.batch.size, config.batch.sequence_length + 1)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh))
     return programs.step.trace(programs.state_shapes, tokens)
@@ -353,7 +353,7 @@ def _unwritable(folder: RunFolder, error: OSError) -> str:
 
 
 def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State, dict[str, Any]]:
-    """Restores the newest checkpoint that is whole, and moves newer ones out of the way of those to come."""
+    """Restore the newest checkpoint that is whole, and moves newer ones out of the way of those to come."""
     folder = run.folder
     _check_continues(run.config, run.corpus, folder)
     layout = layout_of(run.config.parallel)
@@ -372,7 +372,7 @@ def _resumed(run: Run, tell: Tell) -> tuple[int, nnx.State, dict[str, Any]]:
 
 
 def _restored(run: Run, layout: dict[str, Any], tell: Tell) -> tuple[int, nnx.State, CheckpointMetadata]:
-    """Restores the newest checkpoint, and sends experts to their first places where this run does not move them."""
+    """Restore the newest checkpoint, and sends experts to their first places where this run does not move them."""
     config, programs, folder = run.config, run.programs, run.folder.checkpoints
     moves = config.relocation.interval is not None
     before = json.loads(run.folder.config.read_bytes())["config"].get("relocation", {})
@@ -433,14 +433,14 @@ def _commit() -> str:
 
 
 def _compiled(run: Run) -> tuple[Callable, float]:
-    """Compiles the step ahead, so that its time is not that of the first step; returns it and the seconds it took."""
+    """Compile the step ahead, so that its time is not that of the first step; returns it and the seconds it took."""
     started = time.perf_counter()
     program = run.step.lower().compile()
     return program, time.perf_counter() - started
 
 
 def _batches(run: Run) -> Batches:
-    """Reads on where the steps so far stopped."""
+    """Read on where the steps so far stopped."""
     config, rows = run.config, rows_here(batch_sharding(run.mesh), run.config.batch.size)
     sizes = {"batch_size": config.batch.size, "sequence_length": config.batch.sequence_length}
     batches = Batches(run.corpus, seed=config.seed, rows=rows, **sizes)
@@ -462,7 +462,7 @@ def _num_params(run: Run) -> int:
 
 
 def _finish(run: Run, others: dict[str, float], tell: Tell) -> dict:
-    """Sums the run up in files, from what is in its folder."""
+    """Sum the run up in files, from what is in its folder."""
     if jax.process_index() != 0:
         return {}
     summary = summarise(run.folder) | others

@@ -26,7 +26,7 @@ OF_THE_RANKS = ("ranks_per_domain",)
 
 
 def layout_of(parallel: ParallelConfig) -> dict[str, Any]:
-    """Collects what a resumed run may change, but not without balancers beginning anew."""
+    """Collect what a resumed run may change, but not without balancers beginning anew."""
     return {
         "system": parallel.system,
         "data_parallel": parallel.data_parallel,
@@ -71,7 +71,7 @@ def _remembers(system: str) -> bool:
 
 
 def moved_state(state: nnx.State, permutation: Array) -> nnx.State:
-    """Permutes the experts of each layer in the state of `(model, optimizer)`.
+    """Permute the experts of each layer in the state of `(model, optimizer)`.
 
     Args:
         state: the state of both.
@@ -91,13 +91,13 @@ def next_homes(state: nnx.State, config: TrainConfig, topology: Topology) -> np.
 
 
 def per_layer(state: nnx.State, name: str) -> np.ndarray:
-    """Fetches a variable of every `MoE` to the host, `[layers, E]`."""
+    """Fetch a variable of every `MoE` to the host, `[layers, E]`."""
     blocks: Any = state[0]["blocks"]
     return np.stack([np.asarray(jax.device_get(blocks[i]["moe"][name].get_value())) for i in sorted(blocks)])
 
 
 def described(step: int, permutation: np.ndarray, state: nnx.State, topology: Topology) -> dict:
-    """Makes the line of `metrics.jsonl` about a relocation: what moved after `step`, and where experts are then."""
+    """Make the line of `metrics.jsonl` about a relocation: what moved after `step`, and where experts are then."""
     moved = int(moved_experts(permutation, topology).sum())
     row = {"kind": "relocation", "step": step, "experts_moved": moved}
     row["bytes_moved"] = moved * expert_bytes(state[0], state[1])

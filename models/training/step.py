@@ -36,7 +36,7 @@ STABLE = 0.8
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Makes AdamW, whose gradients are clipped by their norm over all parameters of all devices."""
+    """Make AdamW, whose gradients are clipped by their norm over all parameters of all devices."""
     return optax.chain(
         optax.clip_by_global_norm(config.optimizer.clip_norm),
         optax.adamw(make_schedule(config), b2=0.95, weight_decay=config.optimizer.weight_decay),
@@ -44,14 +44,14 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, gradients: nnx.State) -> None:
-    """Updates a model and its optimizer in place, inside a traced step."""
+    """Update a model and its optimizer in place, inside a traced step."""
     # optax mixes counts with floats.
     with jax.numpy_dtype_promotion("standard"):
         optimizer.update(model, gradients)
 
 
 def make_schedule(config: TrainConfig) -> optax.Schedule:
-    """Makes the learning rate of each step, counted from 0: a linear warm-up, then the schedule."""
+    """Make the learning rate of each step, counted from 0: a linear warm-up, then the schedule."""
     warmup_steps, peak = min(config.optimizer.warmup_steps, config.steps // 5), config.optimizer.learning_rate
     # From 0 the first step would learn nothing.
     first, last = peak / (warmup_steps + 1), FINAL_LEARNING_RATE * peak
@@ -73,7 +73,7 @@ Model = Callable[[Array], tuple[Array, Stats]]
 
 
 def next_token_loss(model: Model, tokens: Array) -> tuple[Array, Stats]:
-    """Computes the mean cross-entropy in nats per token of `tokens[:, 1:]` given those before, and statistics.
+    """Compute the mean cross-entropy in nats per token of `tokens[:, 1:]` given those before, and statistics.
 
     Args:
         model: maps int32 `[B, T]` to logits `[B, T, words]` and statistics.
@@ -83,12 +83,12 @@ def next_token_loss(model: Model, tokens: Array) -> tuple[Array, Stats]:
 
 
 def num_predicted(tokens: Array) -> Array:
-    """Counts the tokens `[B, T + 1]` that are predicted, at least 1, float32."""
+    """Count the tokens `[B, T + 1]` that are predicted, at least 1, float32."""
     return jnp.maximum((tokens[:, 1:] >= 0).sum(dtype=jnp.int32), 1).astype(jnp.float32)
 
 
 def _share_of_loss(model: Model, tokens: Array, count: Array) -> tuple[Array, Stats]:
-    """Sums the cross-entropy of what is predicted, over `count`, which may be that of more than these tokens."""
+    """Sum the cross-entropy of what is predicted, over `count`, which may be that of more than these tokens."""
     words = jnp.where(tokens < 0, ~tokens, tokens)
     logits, stats = model(words[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, words[:, 1:])
@@ -96,7 +96,7 @@ def _share_of_loss(model: Model, tokens: Array, count: Array) -> tuple[Array, St
 
 
 def further_loss(model: Decoder, tokens: Array, weight: float) -> tuple[Array, Stats]:
-    """Adds to `next_token_loss` that of the tokens after the next one (DeepSeek-V3's technical report, section 2.2.2).
+    """Add to `next_token_loss` that of the tokens after the next one (DeepSeek-V3's technical report, section 2.2.2).
 
     Args:
         model: what `from_pretrained(predict_further=True)` returned.
@@ -115,7 +115,7 @@ def further_loss(model: Decoder, tokens: Array, weight: float) -> tuple[Array, S
 
 
 def loss_and_gradients(model: Any, tokens: Array, accumulate: int, mesh: Mesh) -> tuple[Array, Stats, nnx.State]:
-    """Computes the cross-entropy of a batch, statistics, and the gradient of that loss and the router losses.
+    """Compute the cross-entropy of a batch, statistics, and the gradient of that loss and the router losses.
 
     Microbatches have as many sequences of each device. Each is routed and planned for by itself, so that a balancer
     sees one after the other; their router losses are averaged. The gradient is otherwise that of the whole batch.
@@ -162,7 +162,7 @@ def _of_one(model: Any, tokens: Array, count: Array, accumulate: int) -> tuple[A
 
 
 def _as_groups(leaf: Array) -> Array:
-    """Makes `[layers, microbatches * D, ...]` of `[microbatches, layers, D, ...]`."""
+    """Make `[layers, microbatches * D, ...]` of `[microbatches, layers, D, ...]`."""
     return leaf.swapaxes(0, 1).reshape(leaf.shape[1], -1, *leaf.shape[3:])
 
 
@@ -191,7 +191,7 @@ class Programs:
 
 
 def make_programs(config: TrainConfig, mesh: Mesh, system: System) -> Programs:
-    """Builds the programs, compiling nothing.
+    """Build the programs, compiling nothing.
 
     Args:
         config: the sizes of the run.
@@ -289,7 +289,7 @@ class SplitPrograms:
 def make_split_programs(
     config: DecoderConfig, train: TrainConfig, mesh: Mesh, system: System, kept: Sequence[str] = KEPT
 ) -> SplitPrograms:
-    """Builds the programs, compiling nothing.
+    """Build the programs, compiling nothing.
 
     Args:
         config: the sizes of the model.
