@@ -27,7 +27,7 @@ CASES = {
     "domains": (["--mesh", "expert=8,domain=3"], "parallel.ranks_per_domain is 3; expected a divisor"),
     "missing data": (["--data", "missing"], "data is 'missing', which does not exist; expected"),
     "data weight": (["--data", "short:0"], "data is 'short' with weight 0; expected a finite number above 0"),
-    "tokenizer": (["--data", "short", "--set", "data.tokenizer=empty"], "empty is no tokenizer"),
+    "tokenizer": (["--data", "short", "--set", "data.tokenizer=empty"], "empty is not a tokenizer"),
     "tokenizer alone": (["--set", "data.tokenizer=tokens"], "tokens cannot be read"),
     "vocabulary": (
         ["--data", "short", "--set", "model.vocab_size=100"],
@@ -42,7 +42,7 @@ CASES = {
     "keep": (["--set", "checkpoints.keep=0"], "checkpoints.keep is 0; expected at least 1"),
     "interval": (["--set", "validation.interval=0"], "validation.interval is 0; expected at least 1"),
     "relocation": (["--set", "relocation.min_gain=1"], "relocation.min_gain is 1.0; expected at least 0"),
-    "empty data": (["--data", "empty"], "data is 'empty', which holds no bytes; expected"),
+    "empty data": (["--data", "empty"], "data is 'empty', which contains no bytes; expected"),
     "short data": (["--data", "short"], "expected more than sequence_length 128"),
     "no checkpoint": (["--resume"], "resume is set, but 'run' has no checkpoint; expected"),
     "run folder": (["--run-dir", "short/run"], "run_dir is 'short/run'; expected a writable folder"),
