@@ -131,9 +131,9 @@ HOSTILE = {
     "header longer than the file": ((10**9).to_bytes(8, "little") + b"{}", "header has 1000000000 bytes"),
     "header of 2^63 bytes": (b"\xff" * 8 + b"{}", "the header has"),
     "no header": (b"\x01", "the header has"),
-    "no json": ((3).to_bytes(8, "little") + b"{{{", "no JSON"),
-    "nested": ((200_000).to_bytes(8, "little") + b"[" * 200_000, "no JSON"),
-    "a list": ((2).to_bytes(8, "little") + b"[]", "no JSON object"),
+    "no json": ((3).to_bytes(8, "little") + b"{{{", "not valid JSON"),
+    "nested": ((200_000).to_bytes(8, "little") + b"[" * 200_000, "not valid JSON"),
+    "a list": ((2).to_bytes(8, "little") + b"[]", "not a JSON object"),
     "overlap": (header_of(a=ONE, b=ONE) + bytes(8), "b begins at byte 0 and overlaps a"),
     "gap": (header_of(a=ONE | {"data_offsets": [8, 16]}) + bytes(16), "a begins at byte 8 and leaves a gap"),
     "truncated": (header_of(a=ONE) + bytes(4), "a ends at byte 8; expected at most 4"),
@@ -150,7 +150,7 @@ HOSTILE = {
         )
         + text
         + bytes(8),
-        "a name twice",
+        "a name occurs twice",
     ),
 }
 
@@ -205,8 +205,8 @@ def test_tensors_that_do_not_fit_are_named(mixtral, tmp_path, change, expected):
         ({"a": ".."}, "outside the folder"),
         ({"a": "none.safetensors"}, "'none.safetensors' is missing"),
         ({"a": "model.safetensors"}, "a is not in 'model.safetensors'"),
-        ({"a": 3}, "is no index"),
-        ([], "is no index"),
+        ({"a": 3}, "is not an index"),
+        ([], "is not an index"),
     ],
 )
 def test_an_index_that_lies(mixtral, tmp_path, places, expected):
@@ -248,7 +248,7 @@ def test_no_pickle_is_read(mixtral, tmp_path):
 @pytest.mark.slow
 def test_a_folder_with_something_in_it_is_not_written_to(mixtral):
     model, before = from_pretrained(mixtral, mesh()), sorted(mixtral.iterdir())
-    with pytest.raises(ValueError, match="something in it"):
+    with pytest.raises(ValueError, match="is not empty"):
         save_pretrained(model, mixtral)
     assert sorted(mixtral.iterdir()) == before
 
@@ -319,7 +319,7 @@ def test_tuning_from_the_command_line(tmp_path, all_devices):
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "tiny" / "tokenizer.json").read_bytes()
     again = CliRunner().invoke(finetune.app, options)
     assert again.exit_code == 2
-    assert "something in it" in again.output
+    assert "is not empty" in again.output
 
 
 def test_published_sizes():

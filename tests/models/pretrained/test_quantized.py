@@ -123,8 +123,8 @@ FP4_SCALES = "model.layers.1.mlp.experts.down_proj_scales"
         ("gpt_oss", lambda t: t.update({FP4_SCALES: t[FP4_SCALES][1:]}), f"{FP4_SCALES} is U8 [15, 64, 2]; expected"),
         ("gpt_oss", lambda t: t.update({BLOCKS: t[BLOCKS][..., :8]}), f"{BLOCKS} is U8 [16, 64, 2, 8]; expected"),
         ("gpt_oss", lambda t: t.update({BLOCKS: t[BLOCKS].astype(np.int8)}), f"{BLOCKS} is I8"),
-        ("gpt_oss", lambda t: t.update({BLOCKS[:-7]: np.zeros(2, np.float32)}), f"{BLOCKS} is there beside"),
-        ("gpt_oss", lambda t: t.update({FP4_SCALES: t[FP4_SCALES] | 255}), f"{FP4_SCALES} has a scale of 255"),
+        ("gpt_oss", lambda t: t.update({BLOCKS[:-7]: np.zeros(2, np.float32)}), f"both {BLOCKS} and"),
+        ("gpt_oss", lambda t: t.update({FP4_SCALES: t[FP4_SCALES] | 255}), f"{FP4_SCALES} has a NaN scale (255)"),
     ],
     indirect=["folders"],
 )

@@ -68,10 +68,10 @@ def test_a_folder_with_a_run_needs_an_option(copied, command_line):
     result = command_line("--run-dir", "runs/tiny")
     assert result.exit_code == 2
     assert result.stderr == (
-        "error: run_dir is 'runs/tiny', which has a run; expected --resume to go on with it, --overwrite to move it "
+        "error: run_dir is 'runs/tiny', which contains a run; expected --resume to continue it, --overwrite to move it "
         "aside, or another folder\n"
     )
-    assert command_line("--resume", "--overwrite").stderr.startswith("error: overwrite is set, and so is resume;")
+    assert command_line("--resume", "--overwrite").stderr.startswith("error: both overwrite and resume are set;")
     assert contents(copied) == before
 
 
@@ -108,7 +108,7 @@ def test_runs_in_no_named_folder_are_numbered(copied, command_line, monkeypatch)
 
 def test_two_trainings_do_not_share_a_folder(tmp_path):
     run = prepare(CONFIG, CORPUS, tmp_path)
-    message = r"in which another training is under way; expected another folder"
+    message = r"which another training run uses; expected another folder"
     for options in ({"overwrite": True}, {"resume": True}):
         # As if the first had written a checkpoint already.
         RunFolder(tmp_path).checkpoints.joinpath("4").mkdir(parents=True, exist_ok=True)

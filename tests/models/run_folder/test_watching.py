@@ -54,7 +54,7 @@ def test_a_loss_that_is_not_finite_ends_the_run():
 def test_no_checkpoint_is_made_of_what_is_not_finite():
     leaves = {"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf]), "n": jnp.arange(2)}
     state = nnx.State({name: nnx.Param(leaf) for name, leaf in leaves.items()})
-    with pytest.raises(UserError, match=r"step 3: b is not finite, of which no checkpoint is made; there is no"):
+    with pytest.raises(UserError, match=r"step 3: b is not finite, so no checkpoint is written; there is no"):
         check_state(3, state, None)
 
 

@@ -12,7 +12,7 @@ from tests.models.small import CORPUS
 
 CASES = {
     "config": (["huge"], "config is 'huge'; expected one of "),
-    "missing file": (["huge.yaml"], "config is 'huge.yaml'; expected a file that can be read"),
+    "missing file": (["huge.yaml"], "config is 'huge.yaml'; expected a readable file"),
     "system": (["--system", "foo"], "system is 'foo'; expected one of "),
     "headroom": (["--system", "exact:headroom=0"], "parallel.headroom is 0.0; expected"),
     "negative headroom": (["--set", "parallel.headroom=-1"], "parallel.headroom is -1.0; expected"),
@@ -76,7 +76,7 @@ CASES = {
     ),
     "file key": (["wrong_key.yaml"], "config 'wrong_key.yaml': key is 'batch.sizes'; expected one of batch.size"),
     "file value": (["wrong_value.yaml"], "config 'wrong_value.yaml': batch.size is 1.5; expected an integer"),
-    "file section": (["wrong_section.yaml"], "config 'wrong_section.yaml': batch is 3; expected keys and their values"),
+    "file section": (["wrong_section.yaml"], "config 'wrong_section.yaml': batch is 3; expected a mapping of keys to values"),
     "no YAML": (["none.yaml"], "config 'none.yaml' is no YAML: line 1"),
     "file range": (["range.yaml"], "batch.size is 12; expected a multiple of the 8 shards"),
 }
