@@ -203,7 +203,7 @@ BAD = {
     "negative.npy": (np.array([0, 1, -2]), "whose token 2 is -2; expected 0 to 255, as the vocabulary has 256 words"),
     "beyond.npy": (np.array([0, 256, 1]), "whose token 1 is 256; expected 0 to 255"),
     "none.npy": (np.zeros(0, int), "which contains no bytes; expected text"),
-    "cut.jsonl": (b'{"text": "a"}\n{"text": "b', "whose line 2 is not valid JSON; expected an object with the field 'text'"),
+    "cut.jsonl": (b'{"text": "a"}\n{"text": "b', "whose line 2 is not valid JSON; expected an object with the field"),
     "bytes.jsonl": (b"\xff\xfe", "whose line 1 is not valid JSON"),
     "other.jsonl": (b'\n{"words": "a"}', "whose line 2 lacks the field 'text'; expected"),
     "list.jsonl": (b"[1]", "whose line 1 lacks the field 'text'"),

@@ -76,7 +76,7 @@ CASES = {
     ),
     "file key": (["wrong_key.yaml"], "config 'wrong_key.yaml': key is 'batch.sizes'; expected one of batch.size"),
     "file value": (["wrong_value.yaml"], "config 'wrong_value.yaml': batch.size is 1.5; expected an integer"),
-    "file section": (["wrong_section.yaml"], "config 'wrong_section.yaml': batch is 3; expected a mapping of keys to values"),
+    "file section": (["wrong_section.yaml"], "config 'wrong_section.yaml': batch is 3; expected a mapping of keys"),
     "no YAML": (["none.yaml"], "config 'none.yaml' is no YAML: line 1"),
     "file range": (["range.yaml"], "batch.size is 12; expected a multiple of the 8 shards"),
 }
