@@ -1,6 +1,6 @@
-"""What XLA's own ragged product becomes on an H100: `python -m benchmarks.bench_ragged_dot`.
+"""Compiled form of XLA's ragged product on an H100: `python -m benchmarks.bench_ragged_dot`.
 
-It needs the compiler: `jax_moe_lb[cuda]`. The layer does not use this product there; see `kernels/backends.py`.
+Requires the compiler: `jax_moe_lb[cuda]`. The layer does not use this product on H100; see `kernels/backends.py`.
 """
 
 import jax
