@@ -31,7 +31,7 @@ def test_sequence_loss_against_a_loop():
 
 
 def group_loss(losses, mask=None):
-    """The losses over 8 ranks of 8 tokens each."""
+    """Return the losses over 8 ranks of 8 tokens each."""
 
     def one_rank(logits, mask):
         routing = mask_tokens(TopK(2)(logits), mask)

@@ -23,12 +23,12 @@ def unmarked(tokens):
 
 @pytest.mark.parametrize("num_tokens", [1, 9, 400, 40_003, 3 * CHUNKS_PER_CYCLE * CHUNK_TOKENS + 123])
 def test_sides_are_disjoint_and_complete(num_tokens):
-    """A token is its own place here, so that it can be traced."""
+    """Each token equals its position, for tracing."""
     stream = Stream(np.arange(num_tokens), np.zeros(0, np.int64))
     train, held_out = (unmarked(whole(stream, side)) for side in (False, True))
     np.testing.assert_array_equal(np.sort(np.concatenate([train, held_out])), np.arange(num_tokens))
     assert num_tokens < 10 or 0.05 < len(held_out) / num_tokens < 0.15
-    # A mark is wherever the text does not go on.
+    # Every discontinuity of the text is marked.
     for side in (train, held_out):
         marked = whole(stream, side is held_out) < 0
         np.testing.assert_array_equal(marked[1:], np.diff(side) != 1)
@@ -177,7 +177,7 @@ def test_weights_are_behind_a_colon(tmp_path):
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    """Words of one letter, and one of two."""
+    """Return a tokenizer with words of one letter, and one of two."""
     words = {"a": 0, "b": 1, "ab": 2, "c": 5}
     tokenizer = Tokenizer(models.BPE(words, [("a", "b")]))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -1,4 +1,4 @@
-"""Checkpoints: exact to the bit and both ways, tensor by tensor, and refused in a line where they are damaged."""
+"""Checkpoints: exact round trips, loading tensor by tensor, and errors for damaged files."""
 
 import gc
 import json
@@ -40,7 +40,7 @@ def mesh(data_parallel=2, expert_parallel=4):
 
 
 def copied(folder, to, change=lambda tensors: None, config=lambda raw: None):
-    """A copy of a checkpoint in which something was changed."""
+    """Copy a checkpoint with changes."""
     to.mkdir()
     tensors, raw = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     change(tensors), config(raw)
@@ -81,13 +81,13 @@ def test_bfloat16_in_several_files(mixtral, tmp_path):
 
 @pytest.mark.slow
 def test_experts_are_at_home_and_the_host_holds_a_tensor_at_a_time(tmp_path, all_devices):
-    # So large that tensors outweigh what Python has for tracing, which is counted, too.
+    # Use tensors larger than the memory traced for Python's own objects.
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 1}
     config = configured(Fields(json.dumps(json.loads(tiny_config("mixtral")) | sizes)))
     save_pretrained(Decoder(config, mesh=mesh(1, 1), system=System(), rngs=nnx.Rngs(0)), tmp_path / "large")
     from_pretrained(tmp_path / "large", mesh())
-    # What is compiled is compiled now. What threads of earlier tests allocate meanwhile is traced, too, and so is what
-    # waits for a collection: the least of a few times is what a load needs.
+    # Compile in advance. Threads and pending collections of earlier tests are traced as well, so take the minimum of
+    # several loads.
     peaks_bytes = []
     for _ in range(3):
         gc.collect()
@@ -105,7 +105,7 @@ def test_experts_are_at_home_and_the_host_holds_a_tensor_at_a_time(tmp_path, all
             np.testing.assert_array_equal(shard.data[line], theirs.T)
     largest, total = max(t.nbytes for t in tensors.values()), sum(t.nbytes for t in tensors.values())
     print(f"peak {peak_bytes} bytes; largest tensor {largest}, all {total}")
-    # It is read, and turned round, and Python has some hundred kilobytes of its own.
+    # A tensor is read and transposed, and Python needs some hundred kilobytes.
     assert peak_bytes < total / 10
 
 
@@ -264,7 +264,7 @@ def test_generating_from_the_command_line(mixtral, tmp_path):
     assert "defghij" in result.output
     counts = np.load(trace)["counts"]
     assert counts.shape == (3, 2, 8, 16)
-    # Padding is served by nobody: 3 + 7 tokens of prompts, then one of each, with two experts.
+    # Padding is not routed: 3 + 7 prompt tokens, then one token of each, with two experts.
     assert counts.sum((2, 3)).tolist() == [[20, 20], [4, 4], [4, 4]]
 
 
@@ -323,7 +323,7 @@ def test_tuning_from_the_command_line(tmp_path, all_devices):
 
 
 def test_published_sizes():
-    """In billions: all parameters, and those of a token, with embedding and output."""
+    """In billions: total and active parameters, with embedding and output."""
     counted = {name: num_params(published_config(name)) for name in PUBLISHED}
     found = {name: (round(total / 1e9, 1), round(active / 1e9, 1)) for name, (total, active) in counted.items()}
     assert found == {
