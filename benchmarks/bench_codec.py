@@ -1,8 +1,8 @@
 """Training with encoded experts: `python -m benchmarks.bench_codec --steps 200 --out FILE.json`.
 
 The tiny language model runs on 8 virtual devices in 2 domains of 4, so three of four experts served by a rank are
-decoded. The codecs are plain (ratio 1), and ratios 10 and 50 with the shared expert as base, without a base, and with
-the remembered base, each with several seeds. With `--upcycled` all experts of a layer start as copies of one, as in
+decoded. The codecs are plain (ratio 1), and ratios 10 and 50 with three bases: the shared expert, none, and the
+remembered one. Each runs with several seeds. With `--upcycled` all experts of a layer start as copies of one, as in
 sparse upcycling: they resemble each other more than independently initialized experts. The table has the final gaps;
 `--plot FILE.png` draws the loss of every step.
 

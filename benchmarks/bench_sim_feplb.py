@@ -2,9 +2,9 @@
 
     python -m benchmarks.bench_sim_feplb [--out FILE.json] [--number 60]
 
-Four values are fitted, only to the nine numbers of the columns "before" (layer times and stragglers of products): the
-peak rate of experts, the overhead per expert in rows (`AnalyticGemm.half_rows`), the time of a layer besides experts
-and exchanges, and the tokens per rank, a power of two not given by the paper. Assumed for all rows: 8 experts per
+Four values are fitted, only to the nine numbers of the columns "before" (layer times and stragglers of products). They
+are the peak rate of experts, the overhead per expert in rows (`AnalyticGemm.half_rows`), and the remaining time of a
+layer. The fourth is the tokens per rank, a power of two not given by the paper. Assumed for all rows: 8 experts per
 token; four fifths of NVLink's 450 GB/s in each direction; lognormal popularity, with a width fitted to the published
 straggler before balancing (`stragglers.py`).
 """

@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_validation [--out FILE.json] [--only networks interfaces hybridep ultraep feplb rails]
 
-One row is one source. It lists the measured values known to the prediction, the deviation of seconds, the deviation of
-the speed-up over a baseline, and the deviation of seconds under other assumptions.
+One row is one source. It lists the measured values known to the prediction, and the deviations of seconds and of the
+speed-up over a baseline. The last columns give the deviation of seconds under other assumptions.
 """
 
 import argparse

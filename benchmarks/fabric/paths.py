@@ -21,8 +21,8 @@ class Fabric:
     """Nodes of GPUs with one NIC each, one leaf switch per rail, and spine switches between the leaves.
 
     NIC `n` of every node connects to leaf `n`. Directed links are numbered in this order: out of and into each GPU
-    inside its node, out of and into each NIC, from each leaf up to each spine, from each spine down to each leaf, and
-    an unlimited placeholder. GPU `n` of node `d` and its NIC have index `d * gpus_per_node + n`; the link between them
+    inside its node; out of and into each NIC; from leaves up to spines; from spines down to leaves; an unlimited
+    placeholder. GPU `n` of node `d` and its NIC have index `d * gpus_per_node + n`; the link between them
     is unlimited.
 
     The model has no latency, headers, buffers and overflow, pauses, PCIe, switch capacity limits, or limits inside a

@@ -24,8 +24,8 @@ def planned_flows(counts: Counts, plan: Plan, fabric: Fabric, row_bytes: int) ->
     `Direct`, and to NCCL with PXN: a hop to the right rail inside the sender's node. All rows of a pair on one rail
     form one message, whose share of a link does not depend on its size.
 
-    Chunks sent one after the other, and so the wait for the first at each rail rank, are not modelled, nor is the cost
-    of forwarding besides port bandwidth.
+    The order of chunks is not modelled, and so neither is the wait for the first one at each rail rank. Forwarding
+    costs port bandwidth only.
 
     Args:
         counts: `[R, E]`, the load.

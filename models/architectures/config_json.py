@@ -95,7 +95,7 @@ class Fields:
         Args:
             dim: rotated channels per head.
             base: base of the frequencies if the file has none.
-            interleaved: if True, rotate neighboring channels as pairs; otherwise pair channel `i` with `i + dim / 2`.
+            interleaved: if True, rotate adjacent channels as pairs; otherwise pair channel `i` with `i + dim / 2`.
         """
         settings = self.rope_settings()
         kind = settings.get("rope_type", settings["type"])

@@ -29,8 +29,9 @@ TOKENS_AT_ONCE = 2**24
 class Stream:
     """Concatenated documents, of which the last chunk of every sixteen is held out.
 
-    Holding out chunks throughout the stream gives both splits text of all kinds. Each split concatenates its chunks. In
-    a window, the first token `t` after each discontinuity is stored as `~t` (negative), so that it is not predicted.
+    Holding out chunks throughout the stream gives both splits text of all kinds. Each split concatenates its chunks.
+    In a window, a token `t` at the start of a document or after a gap between chunks is stored as `~t` (negative), so
+    that it is not predicted.
 
     Args:
         tokens: `[tokens]` integers, possibly memory-mapped.
@@ -69,7 +70,7 @@ class Stream:
         tokens = self.tokens[places].astype(np.int32)
         begins = np.zeros(length, bool)
         begins[1:] = places[1:] != places[:-1] + 1
-        # The first token of a window is never predicted, so only later document starts need a mark.
+        # Mark all document starts in the window; the first token of a document is not predicted.
         first, last = np.searchsorted(self.starts, (places[0], places[-1] + 1))
         begins |= np.isin(places, self.starts[first:last])
         return np.where(begins, ~tokens, tokens)

@@ -27,7 +27,7 @@ class Rope:
         beta_slow: YaRN's rotations below which a frequency is divided by `factor`.
         truncate: if True, round YaRN's interpolation bounds to whole channels.
         attention_factor: factor on rotated queries and keys.
-        interleaved: if True, rotate neighboring channels as pairs; otherwise pair channel `i` with `i + dim / 2`.
+        interleaved: if True, rotate adjacent channels as pairs; otherwise pair channel `i` with `i + dim / 2`.
 
     Raises:
         ValueError: `dim` is odd, or `kind` is unknown.
