@@ -112,7 +112,7 @@ def rows_of(of_ranks: tuple[dict[str, Any], ...]) -> list[dict[str, Any]]:
     sizes, choice = Sizes(**first["sizes"]), Choice(**first["choice"])
 
     def seconds(rate: float | None) -> list[float]:
-        """A step ends with its last rank."""
+        """Return the seconds of the slowest rank, which determines the step."""
         return np.max([record["at"][str(rate)]["seconds"] for record in of_ranks], 0).tolist()
 
     unlimited_s = seconds(None)
