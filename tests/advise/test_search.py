@@ -28,6 +28,7 @@ def everything(most_slots):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_winner_is_not_slower_than_any_of_all(monkeypatch):
     # Use fewer choices, as each is simulated with runtime type checks.
     monkeypatch.setattr(space_module, "HEADROOMS", (None, 2.0))

@@ -213,12 +213,9 @@ DTYPES = [("float64", 1e-12, SYSTEMS), ("float32", 1e-5, TRANSPORTS), ("bfloat16
 INTEGRATED = {
     ("greedy in small rounds", "float64"),
     ("ultraep", "float64"),
-    ("feplb", "bfloat16"),
-    ("host", "float64"),
-    ("exact inside expert domains, sprayed", "float64"),
     ("exact in two phases", "float64"),
 }
-"""Every transport with one balancer.
+"""Rounds, relays and two phases, each with one balancer.
 
 `test_layer_of_every_balancers_plans_equals_dense` covers the other balancers, `test_two_phase` the float32 of `feplb`.
 """

@@ -126,7 +126,7 @@ def test_state_is_carried_through_a_scan():
 @pytest.mark.parametrize(
     ("balancer", "axis_type"),
     [
-        (EPLB(every=1), AxisType.Explicit),
+        pytest.param(EPLB(every=1), AxisType.Explicit, marks=pytest.mark.thorough),
         pytest.param(LPLB(every=1), AxisType.Auto, marks=pytest.mark.thorough),
     ],
 )

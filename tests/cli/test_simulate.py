@@ -146,6 +146,7 @@ def test_advise_ranks_by_the_step(capsys, one_level, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_advise_lists_compressed_experts_apart_and_what_was_refused(capsys, one_level):
     argv = ("advise", one_level, one_level, "--imbalance", "1.0", "--replica-slots", "1", "--ratio", "4")
     found = json.loads(output(capsys, *argv, "--json"))
@@ -174,6 +175,7 @@ def test_advise_takes_more_ranks_than_counts_can_have(capsys, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_advise_plans_for_a_sample_of_many_datacenters(capsys, tmp_path, monkeypatch):
     path = large(
         tmp_path, {"name": "dc", "size": 1000, "rate": "1 GB/s"}, {"name": "gpu", "size": 2, "rate": "50 GB/s"}

@@ -90,7 +90,7 @@ def message_of(layer, *args):
     ("spoil", "replicate", "dispatch"),
     [
         *(pytest.param(spoil, None, Direct(), marks=pytest.mark.thorough) for spoil in BROKEN),
-        (loses_a_token, PeerCopy(), TwoPhase()),
+        pytest.param(loses_a_token, PeerCopy(), TwoPhase(), marks=pytest.mark.thorough),
         pytest.param(relays_from_nowhere, PeerCopy(), Direct(), marks=pytest.mark.thorough),
         pytest.param(sprays_rows_that_are_not_there, None, MultiRailDispatch(), marks=pytest.mark.thorough),
     ],
@@ -193,6 +193,7 @@ def test_layers_behind_one_that_was_not_served_do_not_hide_it():
 @pytest.mark.parametrize(
     "system", [greedy(2), pytest.param(feplb(2), marks=pytest.mark.thorough)], ids=["greedy", "feplb"]
 )
+@pytest.mark.thorough
 def test_enough_rounds_need_no_loop(system):
     mesh, topology = flat()
     system = system.replace(buffers=Buffers(0.7, max_rounds=6))

@@ -178,6 +178,7 @@ def test_each_row_is_of_one_tile(rows_and_ends):
         pytest.param(True, True, marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.thorough
 def test_experts_in_parts_equal_one_array(fused, biased, monkeypatch):
     """Home experts and replicas in separate arrays, forward and backward, with accumulated sums."""
     sizes = jnp.array(SIZES["uneven"], jnp.int32)

@@ -62,7 +62,7 @@ def arguments(case, workload, shards, dtype="float32"):
     ("layout", "check_vma"),
     [
         ("tuple of axes", True),
-        ("data x expert", True),
+        pytest.param("data x expert", True, marks=pytest.mark.thorough),
         *(pytest.param(layout, True, marks=pytest.mark.thorough) for layout in LAYOUTS if layout not in EVERYDAY),
         pytest.param("data x expert", False, marks=pytest.mark.thorough),
     ],
@@ -84,12 +84,14 @@ def test_every_layout_equals_dense(layout, check_vma):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_exchanges_as_between_processes(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     test_every_layout_equals_dense("an axis of copies", True)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_axes_of_one_device_may_be_in_no_type(one_device_axes_removed):
     test_every_layout_equals_dense("axes of one device", True)
 
@@ -178,6 +180,7 @@ def test_force_balanced_routing_needs_no_balancing():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep_names", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
 def test_scan_over_layers_with_remat(keep_names):
     """Two layers with the same weights, residuals and router losses; only the named values are kept, if any."""
     case, mesh = Case(), make_mesh((8,), ("expert",))

@@ -51,6 +51,7 @@ EVERYDAY = {"feplb"}
         if name not in AS_EXACT
     ],
 )
+@pytest.mark.thorough
 def test_every_system_serves_one_microbatch_after_the_other(name):
     """Each microbatch has its own plan and number of rounds; outputs and gradients equal the dense layer."""
     mesh, system = make_mesh((2, 4), ("node", "gpu")), getattr(systems, name)(buffers=Buffers(headroom=0.4))
@@ -112,6 +113,7 @@ def test_with_remat_inside_and_a_gradient_outside():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_layer_of_expert_domains():
     mesh = hybrid_mesh(make_mesh((2, 4), ("dc", "gpu")), {"dc": 2, "gpu": 2})
     domains = ExpertDomains.from_mesh(mesh, Topology.from_mesh(make_mesh((2, 4), ("dc", "gpu")), ("dc", "gpu")))

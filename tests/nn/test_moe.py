@@ -121,6 +121,7 @@ def test_the_layer_equals_a_dense_one(axis_type, sizes, names, expert_axis):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_fused_layer_equals_one_whose_gate_is_apart():
     """Values, and the gradients of both parameters, which keep their names."""
     mesh, system, x = make_mesh((8,), ("expert",)), greedy(2), tokens()
@@ -137,6 +138,7 @@ def test_a_fused_layer_equals_one_whose_gate_is_apart():
 @pytest.mark.parametrize(
     ("shape", "axis_type"), [pytest.param((1,), AxisType.Auto, marks=pytest.mark.thorough), ((3, 5), AxisType.Explicit)]
 )
+@pytest.mark.thorough
 def test_any_number_of_tokens_is_served(shape, axis_type):
     """One token and an uneven prefill: outputs and gradients equal the dense layer, with and without a mask."""
     mesh = make_mesh((2, 4), ("data", "expert"), axis_type)
@@ -152,6 +154,7 @@ def test_any_number_of_tokens_is_served(shape, axis_type):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("system", [pytest.param("greedy", marks=pytest.mark.thorough), "feplb"])
+@pytest.mark.thorough
 def test_axes_that_are_neither_the_groups_nor_the_datas_do_the_same(system):
     mesh = make_mesh((2, 2, 2), ("data", "expert", "tensor"))
     topology = Topology.from_mesh(mesh, data_axes="data")
@@ -233,7 +236,7 @@ def test_a_decode_step_needs_no_buffers_of_training():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("activation", "gated"),
-    [pytest.param(ClampedSwiGLU(limit=1.0), True, marks=pytest.mark.thorough), (relu_squared, False)],
+    [pytest.param(ClampedSwiGLU(limit=1.0), True, marks=pytest.mark.thorough), pytest.param(relu_squared, False, marks=pytest.mark.thorough)],
 )
 def test_experts_have_other_activations(activation, gated):
     """Includes the shared expert; the reference evaluates the formula over all experts."""
@@ -318,6 +321,7 @@ def test_balancer_state_lives_outside_the_parameters(sizes):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_training_step_needs_no_masks():
     """The optimizer updates parameters only; the bias has its own update rule."""
     layer = make(make_mesh((8,), ("expert",)), router=BIASED, losses=Losses(switch=1e-2))
@@ -417,6 +421,7 @@ def test_masked_tokens_get_zero():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_linen_users_get_the_same_layer():
     mesh = make_mesh((8,), ("expert",))
     topology = Topology.from_mesh(mesh)
@@ -499,6 +504,7 @@ def test_bad_arguments_are_refused(call, message):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_tokens_on_no_mesh_go_through_a_layer_on_an_explicit_one():
     """The README's layer on another kind of mesh: inputs without a mesh give outputs replicated over it."""
     x = jax.random.normal(jax.random.key(1), (8, 4, 16))

@@ -89,7 +89,12 @@ def test_capacity_against_a_loop(limit):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "router",
-    [TopK(2, capacity_factor=0.75), HashRouter(2), ExpertChoice(2, 3), NoisyTopK(TopK(2))],
+    [
+        pytest.param(TopK(2, capacity_factor=0.75), marks=pytest.mark.thorough),
+        pytest.param(HashRouter(2), marks=pytest.mark.thorough),
+        ExpertChoice(2, 3),
+        pytest.param(NoisyTopK(TopK(2)), marks=pytest.mark.thorough),
+    ],
     ids=["capacity", "hash", "expert choice", "noisy"],
 )
 def test_a_layer_with_it_equals_a_dense_one(router):

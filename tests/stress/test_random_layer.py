@@ -38,7 +38,7 @@ def pytest_generate_tests(metafunc):
         )
 
 
-EVERYDAY = 6
+EVERYDAY = 2
 """Number of programs run by default; the others are thorough cases."""
 
 CHOICES = ("system", "layout", "router", "losses", "dtype", "transformation", "headroom", "max_rounds", "on_fault")

@@ -161,6 +161,7 @@ def test_compiled_groups_on_16_and_32_devices():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_plan_of_hybridep_serves_what_the_gathered_layer_serves():
     """Two executions of one plan: all ranks in one group, or equal offsets in separate groups."""
     mesh, domains = domains_of((8,), (2,))

@@ -77,11 +77,9 @@ FORMS = {
 DEFAULT_FORMS = {
     ("home", "gpu"),
     ("gathered", "gpu in 4 rounds"),
-    ("relayed", "tpu"),
     ("relayed", "gpu with own kernels"),
-    ("two_phase", "gpu with own kernels"),
 }
-"""Every system and every form, with copied experts as one array and in parts."""
+"""Copied experts as one array and in parts."""
 
 
 @pytest.mark.parametrize(

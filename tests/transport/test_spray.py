@@ -186,6 +186,7 @@ def test_without_rails_rows_travel_along_the_receivers_rail():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_layer_equals_that_of_direct_dispatch():
     """Outputs and statistics are bitwise equal."""
     want, got = layers_of_direct_and_spray(jax.jit)
@@ -255,6 +256,7 @@ def kind(groups, members):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_no_row_leaves_its_rail_between_nodes_in_a_compiled_program(monkeypatch):
     """Dispatch and combine with XLA's collectives; all other exchanged values are integers."""
     monkeypatch.setattr(exchange_module, "moves_in_process", lambda: False)

@@ -181,6 +181,7 @@ def test_in_the_backward_pass_copies_are_made_beside_what_stays_at_home():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_all_layers_of_a_stack_share_the_slots():
     """Four layers with one more slot take one more expert, not one for each layer."""
     mlp_dim, spec = 4096, PartitionSpec("expert")

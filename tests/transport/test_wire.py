@@ -67,7 +67,11 @@ def run(system, with_gradients):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dispatch", "with_gradients"),
-    [(DIRECT, True), (SPRAY, False), pytest.param(SPRAY, True, marks=pytest.mark.thorough)],
+    [
+        (DIRECT, True),
+        pytest.param(SPRAY, False, marks=pytest.mark.thorough),
+        pytest.param(SPRAY, True, marks=pytest.mark.thorough),
+    ],
     ids=["direct", "outputs of spray", "spray"],
 )
 def test_a_layer_with_it_is_one_whose_tokens_and_outputs_are_rounded(dispatch, with_gradients):

@@ -49,6 +49,7 @@ def flat(state):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_values_and_gradients_are_those_of_the_decoder(tokens):
     """This architecture covers all features except windows and sinks."""
     config, mesh, programs = programs_of("deepseek_v3")

@@ -80,6 +80,7 @@ def test_bfloat16_in_several_files(mixtral, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_experts_are_at_home_and_the_host_holds_a_tensor_at_a_time(tmp_path, all_devices):
     # Use tensors larger than the memory traced for Python's own objects.
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 1}

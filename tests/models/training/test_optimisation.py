@@ -61,6 +61,7 @@ def test_microbatches_learn_what_a_batch_does(usual):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_balancers_that_remember_see_each_microbatch():
     state, _, _ = trained(dataclasses.replace(SMALL, parallel=ParallelConfig(1, 2, "eplb"), batch=IN_TWO), steps=1)
     history = state[0]["blocks"][0]["moe"]["state"].get_value().history
@@ -73,6 +74,7 @@ def test_balancers_that_remember_see_each_microbatch():
     [pytest.param({}, marks=pytest.mark.thorough), {"scan_layers": True, "remat": "moe_plan,attention"}],
     ids=str,
 )
+@pytest.mark.thorough
 def test_split_parameters_learn_the_same(usual, changes):
     model = dataclasses.replace(LAYER, **changes)
     split = trained(dataclasses.replace(SMALL, model=model, parallel=dataclasses.replace(ON_8, fsdp=True)))
@@ -85,6 +87,7 @@ def test_split_parameters_learn_the_same(usual, changes):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_what_is_computed_again_is_the_same(usual):
     assert_same(trained(dataclasses.replace(SMALL, model=dataclasses.replace(LAYER, remat="full"))), usual)
 

@@ -74,6 +74,7 @@ def test_a_run_learns_the_same(config):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_step_that_is_not_served_changes_nothing():
     config = limited("eplb", 0.5)
     mesh = make_mesh(config.parallel)

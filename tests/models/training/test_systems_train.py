@@ -85,6 +85,7 @@ EVERYDAY = {"feplb"}
         for name in sorted(set(system_names()) - {"plain", *AS_EXACT})
     ],
 )
+@pytest.mark.thorough
 def test_losses_of_fifty_steps_are_those_of_plain(plain_losses, params, system):
     want, before, _ = plain_losses
     got, _, after = losses(system, params)

@@ -48,6 +48,7 @@ def test_what_a_step_records(trained_run):
     assert [row["step"] for row in RunFolder(trained_run).rows("validation")] == [4, 8]
 
 
+@pytest.mark.thorough
 def test_same_losses_on_a_mesh_with_data_shards(trained_run, tmp_path):
     run(on(data_parallel=2, expert_parallel=4, system="greedy"), tmp_path)
     np.testing.assert_allclose(losses(tmp_path), losses(trained_run), rtol=2e-5)
