@@ -236,7 +236,10 @@ def test_a_decode_step_needs_no_buffers_of_training():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("activation", "gated"),
-    [pytest.param(ClampedSwiGLU(limit=1.0), True, marks=pytest.mark.thorough), pytest.param(relu_squared, False, marks=pytest.mark.thorough)],
+    [
+        pytest.param(ClampedSwiGLU(limit=1.0), True, marks=pytest.mark.thorough),
+        pytest.param(relu_squared, False, marks=pytest.mark.thorough),
+    ],
 )
 def test_experts_have_other_activations(activation, gated):
     """Includes the shared expert; the reference evaluates the formula over all experts."""
