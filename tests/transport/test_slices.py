@@ -54,12 +54,13 @@ def test_one_round_has_the_same_bits(system, dtype):
 
 @pytest.mark.parametrize("headroom", [0.4, pytest.param(0.15, marks=pytest.mark.thorough)])
 def test_several_rounds_equal_a_dense_layer(headroom, x64):
-    system = greedy(buffers=Buffers(headroom), replica_slots=1)
+    system, most = greedy(buffers=Buffers(headroom), replica_slots=1), []
     for workload in WORKLOADS:
         ((y, stats), gradients), (x, mask, kernel, experts, target) = run(BY_RANK, system, workload, "float64")
         (want, _), want_gradients = dense_with_gradients(TopK(2))(x, mask, kernel, experts, target)
         assert_close((y, gradients), (want, want_gradients), 1e-12)
-        assert int(stats.rounds.max()) > 1
+        most.append(int(stats.rounds.max()))
+    assert max(most) > 1
 
 
 @pytest.mark.thorough
