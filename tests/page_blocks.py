@@ -54,7 +54,13 @@ def run_alone(block: Block, folder: Path) -> str:
     if block.page.stem in IN_A_CHECKOUT:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
-        [sys.executable, "-"], input=block.code, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-"],
+        input=block.code,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, f"{block.page}, block {block.number}:\n{done.stderr}"
     return done.stdout
