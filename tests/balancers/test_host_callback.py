@@ -60,14 +60,14 @@ BAD = {
     "exits": (leaves, r"planner raised SystemExit in \S*test_host_callback.py, line \d+: 3"),
     "illegal": (loses_a_token, r"plan.quota of expert 0 sums to \d+ tokens; expected the \d+ of counts"),
     "no plan": (lambda counts, plan, topology: None, "planner returned NoneType; expected a Plan"),
-    "domain": (lambda counts, plan, topology: replace(plan, domain=1), "plan of domain 1; expected 2, as it was given"),
+    "domain": (lambda counts, plan, topology: replace(plan, domain=1), "plan of domain 1; expected 2, as in the input"),
     "relay": (
         lambda counts, plan, topology: replace(plan, relay=plan.placement),
-        "planner returned ndarray for relay; expected None, as it was given",
+        "planner returned ndarray for relay; expected None, as in the input",
     ),
     "slots": (
         lambda counts, plan, topology: replace(plan, placement=plan.placement[:, :1]),
-        r"planner returned an array of shape \(2, 1\); expected \(2, 2\), as it was given",
+        r"planner returned an array of shape \(2, 1\); expected \(2, 2\), as in the input",
     ),
 }
 
@@ -99,7 +99,7 @@ def test_a_planner_that_fails_on_one_device_stops_all(name, check_vma):
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"HostCallback on rank [01]: \S+") as stopped:
         jax.block_until_ready(run(jnp.stack([COUNTS, COUNTS])))
     assert time.monotonic() - start < MOST_S
-    words = {"raises": "ZeroDivisionError", "illegal": "plan.quota of expert 0", "differs": "another plan than on rank"}
+    words = {"raises": "ZeroDivisionError", "illegal": "plan.quota of expert 0", "differs": "differing from rank"}
     assert words[name] in str(stopped.value)
     # Afterwards the devices take other work.
     np.testing.assert_array_equal(run(jnp.stack([COUNTS, COUNTS])), 2 * 2 * COUNTS.sum())

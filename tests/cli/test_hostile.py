@@ -44,7 +44,7 @@ CHAIN = "".join(f"a{i}: &a{i} {{<<: *a{i - 1}, k{i}: 0}}\n" for i in range(1, 10
 TEXTS = {
     "billion laughs": (
         "a0: &a0 [lol]\n" + LAUGHS,
-        "values, those that aliases repeat included, by line 5; expected at most 10000",
+        "values, including repetitions by aliases, by line 5; expected at most 10000",
     ),
     "merges of merges": ("a0: &a0 {k: v}\n" + MERGES, "expected at most 10000"),
     "chain of merges": ("a0: &a0 {k: v}\n" + CHAIN, "expected at most 10000"),
@@ -57,8 +57,8 @@ TEXTS = {
     "a long key": ("k" * 900 + ": 1", "version is None; expected 1"),
     "a large file": ("# nothing\n" * 100_000, "has more than 262144 bytes"),
     "an unknown alias": ("a: *" + "b" * 5000, "found undefined alias"),
-    "a day that is none": ("version: 2000-99-99", "is no YAML: a value cannot be read"),
-    "a tag without a value": ("version: !!int ''", "is no YAML: a value cannot be read"),
+    "a day that is none": ("version: 2000-99-99", "is not valid YAML: a value cannot be read"),
+    "a tag without a value": ("version: !!int ''", "is not valid YAML: a value cannot be read"),
     "a tag that runs code": ("a: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
     "bytes of a terminal": ("version: '\\e[2J\\n'", "version is"),
 }
@@ -87,7 +87,7 @@ CONFIGS = {
     "slots": ((), {"replica_slots": 10**400}, "replica_slots is 1000"),
     "unknown key": ((), {"k" * 900: 1}, "kkk is unknown"),
     "model of a long name": ((), {"model": "m" * 900}, "no preset and no .yaml file"),
-    "model of a device": ((), {"model": "/dev/zero"}, "is no regular file"),
+    "model of a device": ((), {"model": "/dev/zero"}, "is not a regular file"),
 }
 
 OPTIONS = {
@@ -254,11 +254,11 @@ ARRAYS = {
         "and 897 more]; expected an array",
     ),
     "20,000 members": (lambda: archive(**{f"m{i}": b"" for i in range(20_000)}), "of 20000 arrays or more; expected"),
-    "long names": (lambda: archive(**{c * 50_000: b"" for c in "abc"}), "expected an array called 'counts'"),
+    "long names": (lambda: archive(**{c * 50_000: b"" for c in "abc"}), "expected an array named 'counts'"),
     "a directory of gigabytes": (lambda: directory(1, 2**31), "a directory of 2147483648 bytes; expected at most"),
     "a directory of 64 bits": (lambda: directory(1, 46, b"PK\6\7" + bytes(16)), "arrays or more; expected at most"),
     "many layers": (lambda: np.save("x.npy", np.zeros((2**18, 1, 1), np.int8)) or "x.npy", "at most 131072 layers"),
-    "many ranks": (lambda: np.save("x.npy", np.zeros((20_000, 20_000), np.int8)) or "x.npy", "16777216 entries of"),
+    "many ranks": (lambda: np.save("x.npy", np.zeros((20_000, 20_000), np.int8)) or "x.npy", "16777216 entries per"),
 }
 
 
@@ -309,7 +309,7 @@ def test_what_is_no_regular_file_is_not_opened(refused, folder, argument, kind):
     }[argument]
     error = refused(*argv)
     assert error.startswith(f"error: {argument} ")
-    assert "no regular file; expected one" in error
+    assert "not a regular file; expected" in error
 
 
 WRITES = {
@@ -353,7 +353,7 @@ def test_a_full_disk_is_one_line_for_a_picture_too(refused, inputs, folder, caps
 
 def full_disk(refused, folder, argument, argv):
     error = refused(*argv, "/dev/full")
-    assert error == f"error: {argument} is /dev/full: No space left on device; expected a file that can be written\n"
+    assert error == f"error: {argument} is /dev/full: No space left on device; expected a writable file\n"
     out = folder / "out.png"
     out.write_text("before")
     before = sorted(folder.iterdir())
@@ -364,7 +364,7 @@ def full_disk(refused, folder, argument, argv):
         error = refused(*argv, "out.png")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert error == f"error: {argument} is out.png: File too large; expected a file that can be written\n"
+    assert error == f"error: {argument} is out.png: File too large; expected a writable file\n"
     assert out.read_text() == "before"
     assert sorted(folder.iterdir()) == before
 
@@ -390,7 +390,7 @@ def test_no_room_for_what_is_printed_is_one_line(inputs, argv):
 @pytest.mark.parametrize("kind", ["device", "pipe"])
 def test_plans_are_read_from_regular_files(kind):
     os.mkfifo("x.npz")
-    with pytest.raises(ValueError, match="no regular file; expected one"):
+    with pytest.raises(ValueError, match="not a regular file; expected one"):
         Plan.load("/dev/zero" if kind == "device" else "x.npz")
 
 

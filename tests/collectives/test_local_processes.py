@@ -89,7 +89,7 @@ def test_a_process_that_says_nothing_is_named(monkeypatch):
     store = Said()
     introduce(0, store, Sockets(0), "a", None)
     assert json.loads(store.values["jax_moe_lb/neighbours/0"]) == {"host": "a", "address": "socket 0", "problem": None}
-    with pytest.raises(RuntimeError, match=r"process 1 said nothing within 0\.1 s"):
+    with pytest.raises(RuntimeError, match=r"process 1 did not respond within 0\.1 s"):
         no_peer_access_reason(0, (0, 1), 2, store, Sockets(0))
 
 

@@ -333,7 +333,7 @@ def lose_a_token(counts, plan, topology):
         (lambda counts, plan, topology: plan.quota, r"planner returned ndarray; expected a Plan"),
         (
             lambda counts, plan, topology: Plan(plan.placement[:, :2], plan.quota, domain=plan.domain),
-            r"planner returned an array of shape \(8, 2\); expected \(8, 3\), as it was given",
+            r"planner returned an array of shape \(8, 2\); expected \(8, 3\), as in the input",
         ),
     ],
 )
@@ -358,7 +358,7 @@ def test_bad_shapes_are_refused():
     x, kernel = jnp.zeros((4, 6)), jnp.zeros((6, 16))
     with pytest.raises(ValueError, match=r"experts holds 3 experts on each of 8 ranks; expected 16 in all"):
         moe(x, MoEParams(kernel, Experts(jnp.zeros((3, 6, 2)), jnp.zeros((3, 2, 6)))), TopK(2), plain(), topology)
-    with pytest.raises(ValueError, match=r"x has width 6 and experts.up 5; expected that of the router's kernel, 6"):
+    with pytest.raises(ValueError, match=r"x has width 6 and experts.up 5; expected 6, as in the router's kernel"):
         moe(x, MoEParams(kernel, Experts(jnp.zeros((2, 5, 2)), jnp.zeros((2, 2, 5)))), TopK(2), plain(), topology)
     params = MoEParams(kernel, Experts(jnp.zeros((2, 6, 2)), jnp.zeros((2, 2, 6))))
     with pytest.raises(ValueError, match=r"topology has no expert_axes; expected one made by Topology.from_mesh"):

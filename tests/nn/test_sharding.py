@@ -155,5 +155,5 @@ def test_axes_that_cannot_split_experts_are_refused():
         make(mesh, "plain", topology, rules())
     with pytest.raises(ValueError, match=r"rules split experts over \['expert'\]; expected data axes"):
         make(mesh, "plain", topology, rules(embed="expert", mlp="tensor"))
-    with pytest.raises(ValueError, match="tensor_axes is 'expert'; expected different ones of"):
+    with pytest.raises(ValueError, match="tensor_axes is 'expert'; expected distinct axes of"):
         Topology.from_mesh(mesh, tensor_axes="expert")

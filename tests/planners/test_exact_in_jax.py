@@ -13,7 +13,7 @@ from jax_moe_lb.balancers import Exact
 from jax_moe_lb.core import check_plan, custom_calls
 from jax_moe_lb.planners.base import plan_on_host
 from jax_moe_lb.planners.exact import exact
-from jax_moe_lb.planners.exact_packing import fill
+from jax_moe_lb.planners.exact_packing import _may, _Places, fill
 from jax_moe_lb.planners.exact_search import exact_in_jax, usual_way
 from tests.layer_cases import Case, assert_close, dense_with_gradients, make_mesh, sharded_moe, with_gradients
 from tests.planners.planner_cases import STOPPED, assert_same
@@ -115,6 +115,15 @@ def test_room_is_made_on_idle_ranks():
         assert fill(tokens, jnp.int32(10), way, slots=1, max_fan_out=1).load.max() == highest
 
 
+def test_room_is_made_within_the_fan_out():
+    """Rank 1 has three experts that ranks 2 and 3 have room for."""
+    tokens = jnp.asarray(np.array([[20, 0, 0], [2, 2, 2], [9, 0, 0], [9, 0, 0]], np.int32))
+    for max_fan_out, sent in ((1, 1), (2, 2)):
+        way = replace(usual_way(tokens), cleared=jnp.int32(1))
+        plan = fill(tokens, jnp.int32(12), way, slots=1, max_fan_out=max_fan_out)
+        assert (np.asarray(plan.expert) // 3 == 1).sum() == sent
+
+
 def test_it_needs_about_as_many_replicas_as_the_cpp_planner():
     """Where the mean is in reach, both use the whole of `eps`."""
     ours, theirs = [], []
@@ -149,6 +158,26 @@ def test_replicas_go_where_tokens_start():
         gained.append(int(np.minimum(counts.T, near[1]).sum() - np.minimum(counts.T, far[1]).sum()))
     assert min(gained) >= 0
     assert max(gained) > 0
+
+
+def test_slots_exchange_only_experts_that_the_other_rank_lacks():
+    """3 ranks with 2 home experts and 2 slots each: by pairs, against the rule in words."""
+    rng, limit, home, slots = np.random.default_rng(0), 40, 2, 2
+    rank = np.repeat(np.arange(3), slots)
+    seen = set()
+    for _ in range(20):
+        expert = rng.integers(-1, 3 * home, 3 * slots)
+        tokens = np.where(expert < 0, 0, rng.integers(0, 20, expert.size))
+        load = rng.integers(20, limit, 3)
+        places = _Places(*map(jnp.asarray, (expert, tokens, load)), jnp.int32(0), jnp.array(True))
+        may = np.asarray(_may(places, jnp.int32(limit), home))
+        for a, b in np.ndindex(may.shape):
+            held = [set(expert[rank == r]) | set(range(r * home, (r + 1) * home)) for r in range(3)]
+            twice = expert[a] in held[rank[b]] - {-1} or expert[b] in held[rank[a]] - {-1}
+            above = max(load[rank[b]] + tokens[a] - tokens[b], load[rank[a]] + tokens[b] - tokens[a]) > limit
+            assert may[a, b] == (not twice and not above), (expert, tokens, load, a, b)
+            seen.add((bool(twice), bool(above)))
+    assert len(seen) == 4
 
 
 def test_domains_are_planned_each_for_itself():

@@ -56,7 +56,7 @@ def test_bad_routers_are_refused():
         ExpertChoice(3, max_experts_per_tok=2)
     with pytest.raises(ValueError, match=r"std is -1\.0; expected at least 0"):
         NoisyTopK(TopK(1), std=-1.0)
-    with pytest.raises(ValueError, match=r"capacity_factor is 0\.0; expected above 0"):
+    with pytest.raises(ValueError, match=r"capacity_factor is 0\.0; expected a finite number above 0"):
         TopK(2, capacity_factor=0.0)
 
 

@@ -93,7 +93,7 @@ def test_jitter_makes_exchanges_wait_for_the_slowest_rank():
         simulate(systems.plain(), model, replace(cluster, jitter_seed=seed), even, step=step) for seed in (3, 4)
     )
     assert again.step_s == report.step_s != other.step_s
-    with pytest.raises(ValueError, match=r"Cluster.jitter is 0\.1; expected 0 where one rank stands for all"):
+    with pytest.raises(ValueError, match=r"Cluster.jitter is 0\.1; expected 0, as one rank stands for all"):
         simulate_uniform(model, cluster)
-    with pytest.raises(ValueError, match=r"Cluster.jitter is 2\.0, of seed 0; expected 0 to 1\.0"):
+    with pytest.raises(ValueError, match=r"Cluster.jitter is 2\.0, of seed 0; expected a jitter of 0 to 1\.0"):
         replace(cluster, jitter=2.0, jitter_seed=0)

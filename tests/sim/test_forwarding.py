@@ -145,7 +145,7 @@ def test_shared_experts_compute_beside_the_exchange():
 
 
 def test_communication_refuses_what_it_cannot_do():
-    with pytest.raises(ValueError, match="once_per_member is True; expected by_level as well"):
+    with pytest.raises(ValueError, match="once_per_member is True; expected by_level=True"):
         Communication(once_per_member=True)
     with pytest.raises(ValueError, match=r"dispatch_bytes is 0\.0; expected more than 0 and at most 8"):
         Communication(dispatch_bytes=0.0)

@@ -99,7 +99,7 @@ REFUSED = {
     "no ranks": (lambda: Peers(0), "size is 0; expected at least 1"),
     "latency": (lambda: Peers(2, 1.0, -1.0), "latency_s is -1.0; expected a finite number"),
     "microbatches": (lambda: Parallel(microbatches=0), "microbatches is 0; expected at least 1"),
-    "interleave": (lambda: Parallel(interleave=2), "interleave is 2; expected 1 where one stage has all layers"),
+    "interleave": (lambda: Parallel(interleave=2), "interleave is 2; expected 1, as one pipeline stage has all layers"),
     "stages": (
         lambda: Parallel(pipeline=Peers(5, 1.0)).share(MODEL, CLUSTER),
         "pipeline has 5 parts; expected at most",

@@ -82,8 +82,8 @@ def test_latency_and_the_gradients_way_home_count():
 
 def test_the_choice_says_why():
     text = str(choose_expert_domains(MIX_2, Topology((Level("dc", 1), Level("gpu", 8, MEANT)), 8)))
-    assert "dc: domains of 1 of 1; there is nothing to reach" in text
-    assert "gpu: domains of 4 of 8; 0.006 ms of the gather are not hidden, the rest is exchanged" in text
+    assert "dc: domains of 1 of 1; one member, so no exchange" in text
+    assert "gpu: domains of 4 of 8; 0.006 ms of the gather are exposed, other tokens are exchanged" in text
     assert text.count("<-") == 2
     assert "no gather" in str(choose_expert_domains(MIX_1, Topology((Level("gpu", 8, PRINTED),), 8)))
 

@@ -94,5 +94,5 @@ def test_what_cannot_travel_so_is_refused():
         QuantizedTransfer(block=6)
     with pytest.raises(ValueError, match=r"QuantizedTransfer.block is 128; expected a divisor of the width, 64"):
         QuantizedTransfer().encode(jnp.ones((2, 64)))
-    with pytest.raises(ValueError, match="expected None: peer copies carry rows as they are"):
+    with pytest.raises(ValueError, match="expected None, as peer copies do not quantize rows"):
         TwoPhase(Buffers(1.5), transfer=QuantizedTransfer())

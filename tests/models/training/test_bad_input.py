@@ -77,7 +77,7 @@ CASES = {
     "file key": (["wrong_key.yaml"], "config 'wrong_key.yaml': key is 'batch.sizes'; expected one of batch.size"),
     "file value": (["wrong_value.yaml"], "config 'wrong_value.yaml': batch.size is 1.5; expected an integer"),
     "file section": (["wrong_section.yaml"], "config 'wrong_section.yaml': batch is 3; expected keys and their values"),
-    "no YAML": (["none.yaml"], "config 'none.yaml' is no YAML: line 1"),
+    "no YAML": (["none.yaml"], "config 'none.yaml' is not valid YAML: line 1"),
     "file range": (["range.yaml"], "batch.size is 12; expected a multiple of the 8 shards"),
 }
 
