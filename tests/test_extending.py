@@ -35,7 +35,7 @@ def all_gather():
     ids=["one wave", "two phases"],
 )
 def test_a_replication_from_outside_serves_in_every_wave(dispatch):
-    """Values, and gradients by its `add_at_home`, equal those of a dense layer."""
+    """Values, and gradients by its `add_at_home`, equal a dense layer."""
     system = System(Greedy(), all_gather(), dispatch, replica_slots=2)
     mesh = make_mesh((8,), ("expert",))
     layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh, ranks_per_domain=4), system))

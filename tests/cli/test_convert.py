@@ -1,4 +1,4 @@
-"""Recordings of SGLang and Megatron-LM become counts, and files that want more than to be read are refused."""
+"""Recordings of SGLang and Megatron-LM become counts, and malicious files are refused."""
 
 import io
 import json
@@ -25,7 +25,7 @@ def converted(tmp_path, *argv):
 
 
 def passes(step, rank):
-    """What rank routed in that pass to each of 4 experts, of whose 6 copies two are twice there."""
+    """Return a rank's routing of one pass to each of 4 experts with 6 copies, two of them duplicates."""
     copies = np.arange(12).reshape(2, 6) * (rank + 1) + step
     return np.stack([np.bincount(PLACES, line, 4) for line in copies])
 
@@ -58,7 +58,7 @@ def test_ranks_that_recorded_the_same_tokens_count_once(tmp_path):
     source = RECORDED / "passes" / "expert_distribution_recorder_1.5_0.pt"
     (tmp_path / "same").mkdir()
     shutil.copy(source, tmp_path / "same" / "0.pt")
-    # The rank is the number behind its name in the pickle, which later records have by reference.
+    # The rank follows its name in the pickle; later records refer to it.
     rewritten(tmp_path / "half.pt", source, b"rankq\x05K\x00", b"rankq\x05K\x01")
     assert main(["convert", str(tmp_path / "half.pt"), "--out", str(tmp_path / "out.npz")]) == 2
     rewritten(tmp_path / "same" / "1.pt", tmp_path / "half.pt", b"h\x05K\x00", b"h\x05K\x01")
@@ -68,7 +68,7 @@ def test_ranks_that_recorded_the_same_tokens_count_once(tmp_path):
 
 
 def write_megatron(folder, change=lambda rank, records: records):
-    """Two pipeline stages of two ranks, two microbatches in each step; the last step of rank 3 was cut off."""
+    """Write two pipeline stages of two ranks, two microbatches per step, with the last step of rank 3 truncated."""
     rng, counts = np.random.default_rng(0), np.zeros((2, 2, 2, 2, 6), int)
     folder.mkdir()
     for rank in range(4):
@@ -132,7 +132,7 @@ def test_what_is_missing_or_contradicts_is_named(tmp_path, capsys):
     assert "jax-moe-lb convert" in refused(capsys, "replay", RECORDED / "stat.pt", "--balancer", "greedy")
 
 
-# ---- files of torch that are none --------------------------------------------------
+# ---- invalid torch files ---------------------------------------------------------
 
 
 class Runs:
@@ -150,7 +150,7 @@ def pickled(value, protocol=2):
 
 
 def rewritten(to, source, old, new):
-    """A copy of an archive in which the pickle was changed."""
+    """Copy an archive with a changed pickle."""
     with zipfile.ZipFile(source) as before, zipfile.ZipFile(to, "w") as after:
         for name in before.namelist():
             content = before.read(name)
@@ -211,7 +211,7 @@ def test_tensors_that_lie(old, new, expected, tmp_path, capsys):
 
 
 def test_a_tensor_is_no_larger_than_the_file(tmp_path):
-    """Strides of 0 would make a terabyte of one number."""
+    """Strides of 0 would expand one number to a terabyte."""
     source = RECORDED / "stat.pt"
     rewritten(tmp_path / "bad.pt", source, b"K\x08K\x03K\x04\x87", b"J\xff\xff\xff\x0fK\x03K\x04\x87")
     rewritten(tmp_path / "worse.pt", tmp_path / "bad.pt", b"K\x0cK\x04K\x01\x87", b"K\x00K\x04K\x01\x87")

@@ -1,4 +1,4 @@
-"""Bad input is refused with one line on stderr, nothing on stdout, and exit code 2."""
+"""Invalid input gives one line on stderr, an empty stdout, and exit code 2."""
 
 import numpy as np
 import pytest

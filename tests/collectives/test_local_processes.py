@@ -1,4 +1,4 @@
-"""How processes of one machine find each other: threads stand for them, and no GPU is asked."""
+"""Discovery between processes of one machine, simulated by threads without a GPU."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ from jax_moe_lb.transport.replicate import PeerCopy
 
 
 class Said:
-    """The store of a job; what nobody has said within a moment is not said at all."""
+    """Key-value store of a job, with a short timeout."""
 
     def __init__(self):
         self.values, self.changed = {}, threading.Condition()
@@ -36,7 +36,7 @@ class Said:
 
 
 class Sockets:
-    """What the custom calls would do; keeps whom it was told to connect with."""
+    """Replacement of the custom calls, recording requested connections."""
 
     def __init__(self, own: int, problem: str | None = None):
         self.own, self.problem, self.connected = own, problem, {}
@@ -126,7 +126,7 @@ def test_copy_engines_are_chosen_where_processes_reach_each_other(monkeypatch):
     assert native_platforms(PeerCopy().route(near)) == ("cuda",)
     assert native_platforms(PeerCopy().route(far)) == ()
     assert asked[0] == ((0, 1, 2, 3), 2)
-    # Nobody is asked where one process has them all.
+    # A single process with all ranks needs no discovery.
     asked.clear()
     assert native_platforms(PeerCopy().route(Topology.flat(4)))
     assert not asked

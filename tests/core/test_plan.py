@@ -21,7 +21,7 @@ from tests.planners.planner_cases import STOPPED
 
 @st.composite
 def planned(draw):
-    """Counts and a random legal plan for them."""
+    """Return counts and a random legal plan for them."""
     domains, members = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     num_ranks, home = domains * members, draw(st.integers(1, 3))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -55,7 +55,7 @@ def test_nearest_first_is_the_same_in_jax():
 
 @pytest.mark.slow
 def test_nearest_first_holds_no_more_than_rows():
-    """Nothing of shape [E, R, R]: temporaries are a few times the [E, R] of the arguments."""
+    """No temporary has shape [E, R, R]: their size is a few times the [E, R] of the arguments."""
     shape = jax.ShapeDtypeStruct((256, 256), jnp.int32)
     rank = jax.ShapeDtypeStruct((), jnp.int32)
     compiled = jax.jit(nearest_first, static_argnums=3).lower(shape, shape, rank, 8).compile()
@@ -68,7 +68,7 @@ def test_own_rank_own_domain_own_offset_then_anywhere():
     assert nearest_first(counts, quota, 0, 2)[0].tolist() == [1, 2, 2, 1]
     far = np.array([[0, 0, 0, 6], [0] * 4, [0] * 4, [0] * 4], np.int32)
     assert nearest_first(counts, far, 0, 2)[0].tolist() == [0, 0, 0, 6]
-    # Two sources compete for rank 2: rank 0, of equal offset, comes first; rank 1 takes what is left.
+    # Two sources compete for rank 2: rank 0, of equal offset, comes first; rank 1 takes the rest.
     counts[1, 0] = 2
     quota = np.array([[0, 0, 6, 2], [0] * 4, [0] * 4, [0] * 4], np.int32)
     assert nearest_first(counts, quota, 0, 2)[0].tolist() == [0, 0, 6, 0]
@@ -218,14 +218,14 @@ def test_bad_shapes_are_refused(shape, slots, message):
 def test_plans_of_the_wrong_shape_are_refused(change, message):
     plan = copy.copy(plain_plan(COUNTS, Topology.flat(4, 2), slots=3))
     for name, value in change.items():
-        # Past the constructor, whose annotations are checked in tests.
+        # Bypass the constructor, whose annotations are checked in tests.
         object.__setattr__(plan, name, value)
     with pytest.raises(ValueError, match=message):
         check_plan(plan, COUNTS)
 
 
 def saved_plan(*leading):
-    """A plan with everything that a plan can have, of arrays whose entries all differ."""
+    """Return a plan with all optional fields and distinct array entries."""
 
     def numbers(*shape):
         return np.arange(np.prod(leading + shape), dtype=np.int32).reshape(*leading, *shape)
@@ -337,7 +337,7 @@ def test_damaged_files_and_pickles_are_refused(tmp_path):
 
 
 def test_quotas_that_wrap_round_in_32_bits_are_refused():
-    """On a host sums are wide; in a program no sum of wrong quotas can come out right."""
+    """Host sums are 64-bit; in a program, no sum of wrong quotas matches by overflow."""
     counts = np.zeros((4, 4), np.int32)
     counts[0, 0] = 8
     plan = plain_plan(counts, Topology.flat(4))

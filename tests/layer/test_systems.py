@@ -66,7 +66,7 @@ def test_what_is_left_to_the_layer_is_derived_from_its_sizes():
 
 @pytest.mark.slow
 def test_small_layers_of_ultraep_are_level():
-    """Of 64 copies on a rank none would move under the published least of 1024."""
+    """With 64 copies per rank, the published minimum of 1024 would prevent all moves."""
     mesh = make_mesh((8,), ("expert",))
     skewed = jnp.zeros((8, 16)).at[:, :2].set(4.0)
     layer, reference = (
@@ -115,7 +115,7 @@ def test_the_rounds_that_a_layer_needs_at_most(system, topology, rounds):
 
 
 def hard_counts(shapes):
-    """Counts that are drawn to be hard: few hot experts, many equal ones on one rank, heavy tails."""
+    """Yield difficult counts: few hot experts, many equal ones on one rank, heavy tails."""
     rng = np.random.default_rng(0)
     draws = (
         lambda n: rng.dirichlet(np.full(n, 0.1)),

@@ -1,4 +1,4 @@
-"""Options of a layer: what they refuse, and what they make."""
+"""Options of a layer: validation and results."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def test_options_out_of_range_are_refused(make, message):
 
 
 def test_a_number_is_no_buffer():
-    # In tests jaxtyping looks at the type first.
+    # In tests jaxtyping checks the type first.
     with pytest.raises(TypeError, match="buffers"):
         Direct(1.05)
 

@@ -1,4 +1,4 @@
-"""Files and presets: what they say is what is built, and what is not understood is named."""
+"""Files and presets are built as written, and unknown entries are reported."""
 
 import copy
 
