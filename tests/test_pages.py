@@ -1,4 +1,4 @@
-"""The programs of every page run unchanged, its commands are valid, and its messages exist in the sources."""
+"""Every block of a page runs alone, every command exists, and every explained message is one of the code."""
 
 import importlib
 import importlib.util
@@ -7,46 +7,57 @@ import shlex
 import tomllib
 from pathlib import Path
 
-import jax
 import pytest
 import typer
 
 from jax_moe_lb.cli.app import UsageError, app
+from tests.page_blocks import blocks, run_alone, same_output
 from tests.test_doctests import ROOMS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
 
-ELSEWHERE = {
-    "compiling": "ci/accelerators.sh",
-    "extending": "tests/test_extending.py",
-    "networks": "tests/network/test_page.py",
-}
-"""Pages whose programs have requirements missing here, and the scripts that run them."""
+ELSEWHERE = {"compiling": "ci/accelerators.sh", "networks": "tests/network/test_page.py"}
+"""Pages whose blocks need compilers or privileges beyond those of these tests, and the files running them."""
 
-PROGRAMS = [page for page in PAGES if "```python" in page.read_text() and page.stem not in ELSEWHERE]
+BLOCKS = [block for page in PAGES if page.stem not in ELSEWHERE for block in blocks(page)]
 
-CHEAP = {"install", "rails", "simulator"}
-"""Pages whose programs compile little."""
+CHEAP = {"install-0", "simulator-0", "traces-0"}
+"""Blocks that compile little: they also run in `make check`."""
 
-
-EVERYDAY = {"functional"}
-"""Pages tested by default; other pages that compile layers are thorough cases."""
+EVERYDAY = {"tutorial-0", "flax-0"}
+"""The other blocks are further cases of the same faults: an import, a name or an argument of another version."""
 
 
-def marks(page):
-    if page.stem in CHEAP:
+def marks(block):
+    if block.name in CHEAP:
         return ()
-    return pytest.mark.slow if page.stem in EVERYDAY else (pytest.mark.slow, pytest.mark.thorough)
+    return pytest.mark.slow if block.name in EVERYDAY else (pytest.mark.slow, pytest.mark.thorough)
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, marks=marks(page), id=page.stem) for page in PROGRAMS])
-def test_the_programs_of_a_page_run(page, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    program = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
-    # Use the default promotion of users; other tests are stricter.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        exec(compile(program, str(page), "exec"), {"__name__": "__main__"})
+@pytest.mark.parametrize("block", [pytest.param(block, marks=marks(block), id=block.name) for block in BLOCKS])
+def test_a_block_runs_alone(block, tmp_path):
+    printed = run_alone(block, tmp_path)
+    assert block.output is None or same_output(printed, block.output), printed
+
+
+def test_marked_blocks_exist():
+    assert {block.name for block in BLOCKS} >= CHEAP | EVERYDAY
+
+
+@pytest.mark.parametrize(
+    ("printed", "same"),
+    [
+        ("imbalance 2.02 -> 1.01, rounds 1\n", True),
+        ("imbalance  2.03 -> 1.01,\nrounds 1", True),
+        ("imbalance 2.02 -> 1.31, rounds 1\n", False),
+        ("imbalance 2.02 -> 1.01, rounds 3\n", False),
+        ("imbalance 2.02 -> 1.01\n", False),
+        ("balance 2.02 -> 1.01, rounds 1\n", False),
+    ],
+)
+def test_output_is_compared_up_to_rounding(printed, same):
+    assert same_output(printed, "imbalance 2.02 -> 1.01, rounds 1\n") is same
 
 
 def test_what_runs_elsewhere_names_the_page():
