@@ -286,23 +286,38 @@ class SimulationConfig(_Section):
     step: StepSection = StepSection()
 
 
-def preset_names() -> list[str]:
-    """Lists the files that come with the package, without `.yaml`."""
-    found = (resources.files(__package__) / "presets").iterdir()
-    return sorted(file.name.removesuffix(".yaml") for file in found if file.name.endswith(".yaml"))
-
-
-def load_config(argument: str, source: str) -> SimulationConfig:
-    """Reads a file, or a preset by its name.
+def preset_names(*sections: str) -> list[str]:
+    """List the configuration files of the package, without `.yaml`.
 
     Args:
-        argument: what messages call it.
-        source: a path that ends in `.yaml` or `.yml`, or contains a `/`; else the name of a preset.
+        *sections: keys that a listed file must have, such as `"cluster"`; no keys (default) list all files.
+    """
+    found = [file for file in (resources.files(__package__) / "presets").iterdir() if file.name.endswith(".yaml")]
+    if sections:
+        keys = {file.name: {line.partition(":")[0] for line in file.read_text().splitlines()} for file in found}
+        found = [file for file in found if keys[file.name].issuperset(sections)]
+    return sorted(file.name.removesuffix(".yaml") for file in found)
+
+
+def load_config(argument: str, source: str, *sections: str) -> SimulationConfig:
+    """Read a configuration file or a preset.
+
+    Args:
+        argument: name of the argument, for messages.
+        source: path with a `/` or the suffix `.yaml` or `.yml`; otherwise the name of a preset.
+        *sections: required keys, `"cluster"` or `"model"`.
 
     Raises:
-        ValueError: there is no such file or preset, or what it says is not understood; the message names the key.
+        ValueError: if there is no such file or preset, a required key is missing, or a value is invalid; the message
+            names the key, and the presets with the required keys.
     """
-    data = _read(argument, source)
+    data = _read(argument, source, sections)
+    missing = [section for section in sections if data.get(section) is None]
+    if missing:
+        raise ValueError(
+            f"{argument} {source} has no {' and no '.join(missing)}; expected a .yaml file with it, or one of the "
+            f"presets {', '.join(preset_names(*sections))}"
+        )
     for section in ("cluster", "model"):
         if isinstance(data.get(section), str):
             data = data | {section: _of_preset(argument, source, section, data[section])}
@@ -323,19 +338,23 @@ def load_config(argument: str, source: str) -> SimulationConfig:
 
 
 def _of_preset(argument: str, source: str, section: str, name: str) -> Any:
-    found = _read(f"{argument} {source}: {section}", name).get(section)
+    found = _read(f"{argument} {source}: {section}", name, (section,)).get(section)
     if found is None:
-        raise ValueError(f"{argument} {source}: {section} is {shown(name)}, a preset without one")
+        raise ValueError(
+            f"{argument} {source}: {section} is {shown(name)}, a preset without a {section}; presets with one are "
+            f"{', '.join(preset_names(section))}"
+        )
     return found
 
 
-def _read(argument: str, source: str) -> dict[str, Any]:
+def _read(argument: str, source: str, sections: tuple[str, ...]) -> dict[str, Any]:
     is_file = source.endswith((".yaml", ".yml")) or "/" in source
     if not is_file and source not in preset_names():
-        near = difflib.get_close_matches(source[:MOST_NAME], preset_names(), 3, 0.4)
+        known = preset_names(*sections)
+        near = difflib.get_close_matches(source[:MOST_NAME], known, 3, 0.4)
         hint = f"near ones are {', '.join(near)}, " if near else ""
         raise ValueError(
-            f"{argument} is {shown(source)}, no preset and no .yaml file; {hint}presets are {', '.join(preset_names())}"
+            f"{argument} is {shown(source)}, no preset and no .yaml file; {hint}presets are {', '.join(known)}"
         )
     try:
         if is_file:
@@ -349,8 +368,10 @@ def _read(argument: str, source: str) -> dict[str, Any]:
         raise ValueError(f"{argument} {source} {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{argument} {source} holds {type(data).__name__}; expected keys, the first of them version")
-    if data.get("version") != VERSION:
-        raise ValueError(f"{argument} {source}: version is {shown(data.get('version'))}; expected {VERSION}")
+    if "version" not in data:
+        raise ValueError(f"{argument} {source}: version is missing; expected the key version: {VERSION}")
+    if data["version"] != VERSION:
+        raise ValueError(f"{argument} {source}: version is {shown(data['version'])}; expected {VERSION}")
     return data
 
 
