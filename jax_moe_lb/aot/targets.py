@@ -194,8 +194,7 @@ class Target:
         """
         if not has_compiler(self.platform):
             raise ValueError(
-                f"target {self.name} needs the compiler of {self.platform}, which is not installed; "
-                f"expected jax_moe_lb[{self.platform}]"
+                f"target {self.name} requires the compiler of {self.platform}; {how_to_install(self.platform)}"
             )
 
     def devices(self) -> list[jax.Device]:
@@ -246,6 +245,11 @@ def use_no_accelerators() -> None:
     jax.config.update("jax_platforms", "cpu")
     # What was compiled before is not compiled, and reports nothing.
     jax.config.update("jax_enable_compilation_cache", False)
+
+
+def how_to_install(extra: str) -> str:
+    """Return the command that installs an extra of this package, which is on no package index."""
+    return f"run pip install '.[{extra}]' in a checkout"
 
 
 def has_compiler(platform: str) -> bool:
