@@ -1,4 +1,4 @@
-"""The program of docs/extending.md runs as it stands, and its strategies are as good as the library's own."""
+"""The program of docs/extending.md runs unchanged, and its strategies work like the library's own."""
 
 import functools
 import re
@@ -21,7 +21,7 @@ CASE = Case()
 
 @functools.cache
 def program():
-    """What the page's program defines."""
+    """Return the names defined by the page's program."""
     names = {}
     exec("\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)), names)
     return names
@@ -43,7 +43,7 @@ def test_the_program_runs_and_moves_rows(capsys):
     ids=["one wave", "two phases"],
 )
 def test_a_replication_from_outside_serves_in_every_wave(dispatch):
-    """Values, and gradients by its `add_at_home`, equal those of a dense layer."""
+    """Values, and gradients by its `add_at_home`, equal a dense layer."""
     system = System(Greedy(), program()["AllGather"](), dispatch, replica_slots=2)
     mesh = make_mesh((8,), ("expert",))
     layer = with_gradients(sharded_moe(mesh, Topology.from_mesh(mesh, ranks_per_domain=4), system))

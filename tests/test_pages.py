@@ -1,4 +1,4 @@
-"""The programs of every page run as they stand, its commands are such, and the messages it explains exist."""
+"""The programs of every page run unchanged, its commands are valid, and its messages exist in the sources."""
 
 import importlib
 import importlib.util
@@ -22,7 +22,7 @@ ELSEWHERE = {
     "extending": "tests/test_extending.py",
     "networks": "tests/network/test_page.py",
 }
-"""Pages whose programs need something that these tests have not, and what runs them."""
+"""Pages whose programs have requirements missing here, and the scripts that run them."""
 
 PROGRAMS = [page for page in PAGES if "```python" in page.read_text() and page.stem not in ELSEWHERE]
 
@@ -31,7 +31,7 @@ CHEAP = {"install", "rails", "simulator"}
 
 
 EVERYDAY = {"functional"}
-"""The other pages whose programs compile layers are thorough cases."""
+"""Pages tested by default; other pages that compile layers are thorough cases."""
 
 
 def marks(page):
@@ -44,7 +44,7 @@ def marks(page):
 def test_the_programs_of_a_page_run(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     program = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
-    # What users have by default; the other tests are stricter.
+    # Use the default promotion of users; other tests are stricter.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         exec(compile(program, str(page), "exec"), {"__name__": "__main__"})
 
@@ -56,13 +56,14 @@ def test_what_runs_elsewhere_names_the_page():
 
 def test_every_page_is_in_the_navigation():
     listed = re.findall(r"^ +- (?:.+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    beside = {"results/README.md", "changelog.md", "contributing.md"}  # of the repository's top, see ci/site_hooks.py
+    # files of the repository root, see ci/site_hooks.py
+    beside = {"results/README.md", "changelog.md", "contributing.md"}
     pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.parent.name != "systems"}
     assert set(listed) == pages | beside
 
 
 def test_every_public_module_has_a_page_of_the_reference():
-    """The page shows `__all__` of the module."""
+    """The page lists `__all__` of the module."""
     pages = {page.stem: page.read_text() for page in (ROOT / "docs/reference").glob("*.md")}
     assert pages.pop("README")
     rooms = {room.rpartition(".")[2]: room for room in ROOMS}
@@ -71,7 +72,7 @@ def test_every_public_module_has_a_page_of_the_reference():
 
 
 def commands():
-    """The lines of blocks without a language that begin with a program, without comments."""
+    """Yield the lines of blocks without a language that start with a program, without comments."""
     for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
             for line in [] if language else block.splitlines():
@@ -81,11 +82,11 @@ def commands():
 
 PROGRAM = re.compile(r"(\$ )?(jax-moe-lb|python|pip|bash|make|pytest) ")
 OPENED = {"models.train", "models.generate", "models.finetune", "models.upcycle", "models.tiny_checkpoint"}
-"""Modules whose options are looked at."""
+"""Modules with checked options."""
 
 
 def problem(words):
-    """Says what is wrong with a command, without running it; `None` if nothing is."""
+    """Return the error of a command without running it; `None` if it is valid."""
     match words:
         case ["jax-moe-lb", *arguments]:
             return refused(app, arguments)
@@ -112,7 +113,7 @@ def extras(text):
 
 
 def refused(program, arguments):
-    """What a program of typer says of arguments that it does not know or lacks; nothing is called."""
+    """Return typer's error for unknown or missing arguments, without calling the program."""
     command = typer.main.get_command(program)
     try:
         if named := getattr(command, "commands", None):
@@ -150,11 +151,11 @@ def test_commands_that_are_none_are_found(words):
 
 
 OF_JAX = {"Number of devices 1", "jax_num_cpu_devices config"}
-"""How messages begin that are not this library's."""
+"""Prefixes of messages from JAX."""
 
 
 def test_the_messages_of_troubleshooting_exist():
-    """What stands between the values of a message stands in a source, whose strings may go over several lines."""
+    """The constant parts of a message occur in a source file, in strings that may span several lines."""
     sources = [p for root in ("jax_moe_lb", "models", "ffi") for s in ("*.py", "*.cc") for p in (ROOT / root).rglob(s)]
     text = "\n".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in sources)
     messages = re.findall(r"```output\n(.*?)\n```", (ROOT / "docs/troubleshooting.md").read_text())

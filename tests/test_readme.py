@@ -1,4 +1,4 @@
-"""The README's example runs as it stands, and its tree is the tree."""
+"""The README's example runs unchanged, and its links and paths exist."""
 
 import re
 import subprocess

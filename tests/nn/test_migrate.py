@@ -1,4 +1,4 @@
-"""The Flax layer equals its reference with expert domains, too."""
+"""The Flax layer with expert domains equals its reference."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from tests.layer_cases import assert_close, make_mesh
 
 @pytest.mark.slow
 def test_a_layer_with_domains_equals_one_without():
-    """Beside a data axis, on an Explicit mesh; replicas inside each offset's group."""
+    """With a data axis, on an Explicit mesh, and replicas inside each offset's group."""
     base = make_mesh((2, 4), ("data", "expert"), AxisType.Explicit)
     topology = Topology.from_mesh(base)
     mesh = hybrid_mesh(base, {"expert": 2})

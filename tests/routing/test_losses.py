@@ -30,8 +30,22 @@ def test_sequence_loss_against_a_loop():
     assert sequence_loss(routing, 16) == pytest.approx(np.mean(expected), rel=1e-6)
 
 
+def test_the_sequence_loss_leaves_padding_out():
+    active = np.arange(64) % 16 < np.repeat([16, 9, 1, 0], 16)
+    routing = mask_tokens(TopK(2)(LOGITS), jnp.asarray(active))
+    expected = []
+    for start in range(0, 64, 16):
+        tokens = start + np.flatnonzero(active[start : start + 16])
+        if not tokens.size:
+            expected.append(0.0)
+            continue
+        fraction = np.bincount(np.asarray(routing.experts)[tokens].reshape(-1), minlength=8) / (2 * tokens.size)
+        expected.append(8 * (fraction * np.asarray(routing.scores)[tokens].mean(0)).sum())
+    assert sequence_loss(routing, 16) == pytest.approx(np.mean(expected), rel=1e-6)
+
+
 def group_loss(losses, mask=None):
-    """The losses over 8 ranks of 8 tokens each."""
+    """Return the losses over 8 ranks of 8 tokens each."""
 
     def one_rank(logits, mask):
         routing = mask_tokens(TopK(2)(logits), mask)

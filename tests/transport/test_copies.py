@@ -1,4 +1,4 @@
-"""Rows that are gathered or carried word by word are the rows."""
+"""Rows gathered or copied as words are unchanged."""
 
 import jax.numpy as jnp
 import numpy as np
