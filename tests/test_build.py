@@ -25,8 +25,9 @@ def configure(build, path, *options, **environment):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 
-def test_without_a_compiler_nothing_is_compiled(tmp_path):
-    ran = configure(tmp_path / "build", tmp_path / "bin")
+@pytest.mark.parametrize("environment", [{}, {"CXX": "g++ -pthread"}], ids=["no CXX", "CXX of Python's build"])
+def test_without_a_compiler_nothing_is_compiled(tmp_path, environment):
+    ran = configure(tmp_path / "build", tmp_path / "bin", **environment)
     assert ran.returncode == 0, ran.stderr
     words = " ".join(ran.stderr.split())
     assert "No C++ compiler: installing jax_moe_lb in pure JAX" in words
