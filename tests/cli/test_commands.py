@@ -268,7 +268,7 @@ NO_OPS = {
     "plain": (("--balancer", "plain"), "plain serves every expert on its home rank"),
     "no replica slots": (("--balancer", "greedy", "--replica-slots", "0"), "replica_slots is 0"),
     "domains of one rank": (("--balancer", "greedy", "--ranks-per-domain", "1"), "domains have one rank each"),
-    "one node": (("--balancer", "rails"), "all ranks are of one node"),
+    "one node": (("--balancer", "rails"), "all ranks are in one node"),
     "history": (("--balancer", "eplb"), "EPLB plans from the counts of earlier steps, and the input has 0 of them"),
     "limits": (("--balancer", "greedy:min_tokens=100000"), "Greedy(min_tokens=100000) found no better plan"),
 }
