@@ -233,7 +233,7 @@ def print_table(table: Table) -> None:
 
 
 def note(message: str | None) -> None:
-    """Print a note on stderr, such as the expected duration; do nothing for `None`."""
+    """Print a note on stderr, such as the expected duration, unless it is `None`."""
     if message is not None:
         typer.echo(f"note: {message}", err=True)
 
