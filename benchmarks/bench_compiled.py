@@ -1,6 +1,6 @@
 """Effects of XLA and layer options on programs compiled for GPUs and TPUs not present.
 
-Requires their compilers: `jax_moe_lb[cuda,tpu]`, as installed by `ci/accelerators.sh` into `.venv-accelerators`.
+Requires their compilers: the extras `cuda` and `tpu`, as installed by `ci/accelerators.sh` into `.venv-accelerators`.
 """
 
 import multiprocessing

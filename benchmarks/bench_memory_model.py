@@ -3,7 +3,7 @@
 A training step runs a stack of layers in a loop, inside `jax.checkpoint` with the names set by a layer. It uses Adam
 with weights in bfloat16 and a copy in float32, and donates the state. Inference runs the same layers forward.
 
-Requires the GPU compiler: `jax_moe_lb[cuda]`, as installed by `ci/accelerators.sh` into `.venv-accelerators`.
+Requires the GPU compiler: the extra `cuda`, as installed by `ci/accelerators.sh` into `.venv-accelerators`.
 """
 
 import argparse

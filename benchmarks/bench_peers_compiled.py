@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_peers_compiled [--out benchmarks/results/bench_peers_compiled.json]
 
-Requires the compiler: `jax_moe_lb[cuda]`, as installed by `ci/accelerators.sh` into `.venv-accelerators`. The sizes are
+Requires the compiler: the extra `cuda`, as installed by `ci/accelerators.sh` into `.venv-accelerators`. The sizes are
 the defaults of `compile_layer`: H 2048, F 768, E 128, T 4096 per rank, K 8, bfloat16. "Ideal" is three times the
 forward operations of the token copies and the router. XLA counts products in a loop of unknown length once, such as our
 rounds beyond the first; see `compiled.ProgramReport`. The programs are not run.

@@ -1,6 +1,6 @@
 """Compiled form of XLA's ragged product on an H100: `python -m benchmarks.bench_ragged_dot`.
 
-Requires the compiler: `jax_moe_lb[cuda]`. The layer does not use this product on H100; see `kernels/backends.py`.
+Requires the compiler: the extra `cuda`. The layer does not use this product on H100; see `kernels/backends.py`.
 """
 
 import jax

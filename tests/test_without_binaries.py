@@ -55,7 +55,7 @@ def main(copy: str, out: str) -> None:
 
 @pytest.fixture(scope="module")
 def without_binaries(tmp_path_factory):
-    """Return the output of the process, and its arrays."""
+    """Return stdout and stderr of the process, and its arrays."""
     import jax_moe_lb
 
     copy, package = tmp_path_factory.mktemp("copy"), Path(jax_moe_lb.__file__).parent
@@ -65,14 +65,14 @@ def without_binaries(tmp_path_factory):
         [sys.executable, __file__, copy, copy / "out.npz"], capture_output=True, text=True, cwd=copy, env=environment
     )
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout, dict(np.load(copy / "out.npz"))
+    return ran.stdout, ran.stderr, dict(np.load(copy / "out.npz"))
 
 
 def test_a_greedy_layer_equals_the_one_with_binaries(without_binaries):
     from tests.layer_cases import assert_close
 
     floats, integers = greedy_layer()
-    _, found = without_binaries
+    *_, found = without_binaries
     assert len(found) == len(floats) + len(integers)
     # Sums in another order differ in the last bits of their largest terms, so errors are relative to these.
     assert_close({name: found[name] for name in floats}, floats, 1e-6)
@@ -81,13 +81,18 @@ def test_a_greedy_layer_equals_the_one_with_binaries(without_binaries):
 
 
 def test_doctor_names_what_is_missing_and_how_to_get_it(without_binaries):
-    printed, _ = without_binaries
+    printed, *_ = without_binaries
     for module in BINARIES:
         (line,) = [line for line in printed.splitlines() if line.split()[:1] == [module]]
         assert "missing" in line
         assert "pip install ." in line
     assert "custom call moe_lb_" not in printed
-    assert "is passed by for" in printed
+    assert "shadows" in printed
+
+
+def test_the_first_layer_warns_once(without_binaries):
+    _, stderr, _ = without_binaries
+    assert stderr.count("jax_moe_lb was installed without extension modules and runs in plain JAX") == 1
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def compile_for(
         ValueError: The program calls the host, or the compiler rejects it, for example because it exceeds the memory.
 
     Examples:
-        If `jax_moe_lb[cuda]` is installed:
+        With the GPU compiler installed (`pip install '.[cuda]'` in a checkout):
 
         >>> import jax, jax.numpy as jnp
         >>> from jax.sharding import NamedSharding, PartitionSpec

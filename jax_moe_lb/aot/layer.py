@@ -113,7 +113,7 @@ def compile_layer(
         ValueError: The sizes do not fit the machine, or `compile_for` rejects the program.
 
     Examples:
-        If `jax_moe_lb[cuda]` is installed:
+        With the GPU compiler installed (`pip install '.[cuda]'` in a checkout):
 
         >>> from jax_moe_lb import exact
         >>> from jax_moe_lb.aot import Target, compile_layer, use_no_accelerators

@@ -198,8 +198,7 @@ class Target:
         """
         if not has_compiler(self.platform):
             raise ValueError(
-                f"target {self.name} needs the compiler of {self.platform}, which is not installed; "
-                f"expected jax_moe_lb[{self.platform}]"
+                f"target {self.name} requires the compiler of {self.platform}; {how_to_install(self.platform)}"
             )
 
     def devices(self) -> list[jax.Device]:
@@ -253,6 +252,11 @@ def use_no_accelerators() -> None:
     jax.config.update("jax_platforms", "cpu")
     # A cached program is not compiled, so it has no dumps for the report.
     jax.config.update("jax_enable_compilation_cache", False)
+
+
+def how_to_install(extra: str) -> str:
+    """Return the command that installs an extra of this package, which is on no package index."""
+    return f"run pip install '.[{extra}]' in a checkout"
 
 
 def has_compiler(platform: str) -> bool:

@@ -1,5 +1,5 @@
-"""The command line, `jax-moe-lb`, plans for recorded counts, simulates training steps, compiles for
-machines that are not here and says what runs here.
+"""Command line `jax-moe-lb`: plan recorded counts, simulate training steps, compile for absent machines, and report
+the implementations in use.
 """
 
 from jax_moe_lb.cli.app import main as main

@@ -1,4 +1,4 @@
-"""`python -m jax_moe_lb.cli` is `jax-moe-lb` where the program is not on the path."""
+"""`python -m jax_moe_lb.cli`, the same as the program `jax-moe-lb`."""
 
 import sys
 

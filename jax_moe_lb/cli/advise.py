@@ -1,4 +1,4 @@
-"""The command `advise`, and its tables."""
+"""Command `advise`, with its JSON, table and text."""
 
 import math
 from collections.abc import Sequence
@@ -16,10 +16,9 @@ from jax_moe_lb.advise.advise import SWEPT_TOKENS, UNIFORM, WORTH_IT, Advice
 from jax_moe_lb.advise.advise import advise as find
 from jax_moe_lb.advise.choice import Choice, usage
 from jax_moe_lb.advise.evaluate import Evaluator, Workload, drawn_workloads, recorded_workloads
-from jax_moe_lb.advise.search import FINALISTS, SearchResult, Space, needs
+from jax_moe_lb.advise.search import FINALISTS, SLOTS, SearchResult, Space, needs
 from jax_moe_lb.cli.output import Json, note, one_line_errors, print_json, print_table, print_text, working
 from jax_moe_lb.cli.simulate import (
-    PRESETS,
     Imbalance,
     TokensOption,
     TraceFile,
@@ -35,23 +34,23 @@ from jax_moe_lb.cli.simulate import (
 from jax_moe_lb.core.custom_calls import has_planning_module
 from jax_moe_lb.recordings.yaml_file import MOST_PLANNED_RANKS, forecast
 from jax_moe_lb.sim.cluster import Cluster
-from jax_moe_lb.sim.config import SimulationConfig, load_config
+from jax_moe_lb.sim.config import SimulationConfig, load_config, preset_names
 from jax_moe_lb.sim.loads import LoadShape
 from jax_moe_lb.sim.model import ModelShape
 from jax_moe_lb.sim.uniform import experts_of, sample_of
 
 SHOWN = 3
-"""Of so many choices it is said how to use them."""
+"""Number of choices printed with their usage."""
 
 SHOWN_SIZES = 4
-"""So many other sizes are listed; the JSON has all."""
+"""Number of other sizes printed; the JSON has all."""
 
 MOST_REFUSED = 5
-"""So many refused choices are listed; the JSON has all."""
+"""Number of refused choices printed; the JSON has all."""
 
 
 def advice_json(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]) -> dict[str, Any]:
-    """Collects all numbers of an advice."""
+    """Return the numbers of an advice as JSON."""
     return {
         "best": answer.best.choice.name,
         "leave_off": answer.leave_off,
@@ -72,7 +71,7 @@ def advice_json(answer: Advice, judge: Evaluator, workloads: Sequence[Workload])
 def _row(one: SearchResult, answer: Advice, judge: Evaluator) -> dict[str, Any]:
     sizes = judge.candidate(one.choice).migration.sizes(judge.cluster)
     head = {"system": one.choice.name, "choice": asdict(one.choice), "domain_sizes": list(sizes)}
-    # The report has means over workloads, the step is their median.
+    # The report has means over workloads; the step time is their median.
     times = {"step_s": one.median_s, "times_s": list(one.times_s), "of_plain": list(one.ratios(answer.plain))}
     return head | report_json(one.report) | times | {"usage": asdict(_usage(one, judge))}
 
@@ -82,7 +81,7 @@ def _usage(one: SearchResult, judge: Evaluator) -> Any:
 
 
 def advice_table(title: str, answer: Advice) -> Table:
-    """Makes a table with a line for every outcome, and those that change what is computed apart."""
+    """Return a table with one row per choice, and a section for choices with lossy compression."""
     unit, per_s = time_unit(answer.plain.median_s)
     table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD)
     table.add_column("system", no_wrap=True)
@@ -92,7 +91,7 @@ def advice_table(title: str, answer: Advice) -> Table:
     for one in (*answer.found.outcomes, *answer.compressed[:SHOWN]):
         if answer.compressed and one is answer.compressed[0]:
             table.add_section()
-            table.add_row("with experts that lose what their codec leaves out:")
+            table.add_row("with lossy compression of experts:")
         ratios = one.ratios(answer.plain)
         table.add_row(
             ("= " if one.choice in alike else "  ") + escape(one.choice.name),
@@ -106,13 +105,13 @@ def advice_table(title: str, answer: Advice) -> Table:
 
 
 def _ranged(values: Sequence[float], digits: str) -> str:
-    """Writes a median, and the range of several values."""
+    """Format the median, and the range if there are several values."""
     middle = f"{np.median(values):{digits}}"
     return middle if len(values) == 1 else f"{middle} ({min(values):{digits}}-{max(values):{digits}})"
 
 
 def advice_lines(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]) -> list[str]:
-    """Says in words what to do, what was assumed, and what was refused."""
+    """Return the recommendation, the assumptions and the refused choices as lines of text."""
     return [
         *_verdict(answer, judge),
         *_fit(answer, judge),
@@ -127,28 +126,26 @@ def advice_lines(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]
 def _verdict(answer: Advice, judge: Evaluator) -> list[str]:
     best, tokens = answer.best.choice.name, judge.model.tokens
     if answer.leave_off:
-        return [f"Leave balancing off: nothing surely saves {WORTH_IT:.0%} of a step at {tokens} tokens per rank."]
+        return [f"Leave balancing off: no choice reliably saves {WORTH_IT:.0%} of a step at {tokens} tokens per rank."]
     by_load = f" ({min(answer.gains):.1%} to {max(answer.gains):.1%} by workload)" if len(answer.gains) > 1 else ""
     lines = [f"Use {best}: {answer.gain:.1%} of a step less than plain at {tokens} tokens per rank{by_load}."]
     if answer.alike:
-        lines.append(
-            f"Indistinguishable from it on these workloads: {', '.join(one.choice.name for one in answer.alike)}."
-        )
+        lines.append(f"Indistinguishable on these workloads: {', '.join(one.choice.name for one in answer.alike)}.")
     if answer.pays_from is None:
         swept = judge.sample is None and answer.best.report.timeline.num_ranks > 1
         return lines if not swept else [*lines, f"{best} is not faster at {SWEPT_TOKENS[-1]} tokens per rank."]
     if answer.pays_from == SWEPT_TOKENS[0]:
-        return [*lines, f"{best} is faster from {SWEPT_TOKENS[0]} tokens per rank on, the fewest tried."]
-    return [*lines, f"{best} begins to pay at {answer.pays_from} tokens per rank."]
+        return [*lines, f"{best} is faster from {SWEPT_TOKENS[0]} tokens per rank, the smallest number tried."]
+    return [*lines, f"{best} is faster from {answer.pays_from} tokens per rank."]
 
 
 def _fit(answer: Advice, judge: Evaluator) -> list[str]:
     if answer.found.fits:
         return []
     return [
-        f"Nothing fits: plain {needs(judge, answer.plain.choice)}. So nothing was refused, and times are those of "
-        "ranks with more memory. Give a rank fewer layers (pipeline parallelism), or split the optimizer's state over "
-        "groups and say so: step: {optimizer_bytes: 0}."
+        f"No choice fits in memory: plain {needs(judge, answer.plain.choice)}. Times assume more memory per rank. "
+        "Reduce the layers per rank (pipeline parallelism), or shard the optimizer state over groups and set "
+        "step: {optimizer_bytes: 0}."
     ]
 
 
@@ -156,46 +153,46 @@ def _assumed(answer: Advice, judge: Evaluator, workloads: Sequence[Workload]) ->
     first = workloads[0].counts
     if first is None:
         return [
-            f"Assumed: uniform routing, since {judge.cluster.num_ranks} ranks are more than {MOST_PLANNED_RANKS}, and "
-            "no part of them stands for all: nothing that plans was tried, and there is no range. --trace plans for "
-            "recorded counts."
+            f"Assumed: uniform routing, because {judge.cluster.num_ranks} ranks exceed {MOST_PLANNED_RANKS} and no "
+            "sample represents them. Systems with a planner were not tried, and times have no range. Pass --trace to "
+            "plan for recorded counts."
         ]
     before = answer.plain.report.imbalance_before
     sampled = []
     if judge.sample is not None:
         part, level = judge.sample.levels[0].size, judge.cluster.levels[0]
         sampled = [
-            f"Planned for a sample: {part} of the {level.size} members of level {level.name}, which stand for all of "
-            f"them. Expert domains of more than {part // 2} were not tried."
+            f"Planned for a sample: {part} of the {level.size} members of level {level.name} represent all of them. "
+            f"Expert domains of more than {part // 2} were not tried."
         ]
     return [
         *sampled,
         f"Workloads: {'; '.join(workload.name for workload in workloads)}; layers of each: {len(first)}; "
-        f"imbalance at home {before:.2f}. The search looked at {len(answer.found.glances)} choices.",
+        f"imbalance without balancing {before:.2f}. The search tried {len(answer.found.glances)} choices.",
     ]
 
 
 def _first_look(answer: Advice) -> list[str]:
-    """Tells what each system alone took in one layer, so that those that lost are not passed over in silence."""
+    """Return the time of one layer of each system without composition, relative to plain."""
     glances, best = answer.found.glances, dict[str, float]()
     for choice, took in glances.items():
         if choice.system != "plain" and choice.family == Choice(choice.system):
             best[choice.system] = min(took, best.get(choice.system, math.inf))
     plain = glances[Choice()]
     parts = [f"{name} {took / plain:.3f}" for name, took in sorted(best.items(), key=lambda one: one[1])]
-    return [f"Alone, one layer of plain's: {', '.join(parts)}."] if parts and plain else []
+    return [f"Time of one layer over plain's, by system: {', '.join(parts)}."] if parts and plain else []
 
 
 def _sizes(answer: Advice, judge: Evaluator) -> list[str]:
-    """Lists what other degrees of expert parallelism and microbatches would do, beside what was asked for."""
-    asked = judge.cluster.num_ranks, judge.model.tokens
-    own = [size for size in answer.sizes if (size.ranks, size.tokens) == asked]
+    """Return the predicted time of other degrees of expert parallelism and other microbatches."""
+    given = judge.cluster.num_ranks, judge.model.tokens
+    own = [size for size in answer.sizes if (size.ranks, size.tokens) == given]
     shown = [size for size in answer.sizes if not size.refused and size not in own][:SHOWN_SIZES]
     if not own or not shown:
         return []
     lines = [
-        "Other sizes, without expert domains: time of a layer for each token over that of "
-        f"{asked[0]} ranks that share experts and {asked[1]} tokens; sums of gradients over groups are not hidden:"
+        f"Other sizes, without expert domains: time of a layer per token, relative to {given[0]} expert-parallel ranks "
+        f"and {given[1]} tokens; gradient reductions over groups are exposed:"
     ]
     for size in shown:
         took, total = size.token_s / own[0].token_s, decimal(round(size.total_bytes))
@@ -217,39 +214,50 @@ def _refused(answer: Advice) -> list[str]:
     refused = list(answer.found.refused.items())
     lines = [f"Refused: {choice.name} {why}." for choice, why in refused[:MOST_REFUSED]]
     more = len(refused) - MOST_REFUSED
-    return [*lines, f"Refused for their memory, too: {more} others (--json)."] if more > 0 else lines
+    return [*lines, f"Refused for their memory: {more} more; see --json."] if more > 0 else lines
 
 
 DRAWS = 2
-"""So many workloads of each shape are drawn."""
+"""Synthetic workloads of each shape."""
 
 MOST_STEPS, MOST_LAYERS = 8, 4
-"""Of a trace so many steps and layers are judged."""
+"""Steps and layers of a trace to evaluate."""
 
 LOOKS = 120
-"""A search simulates a layer about so often for each shape, as it did for presets."""
+"""Approximate simulated layers of a search per load shape, from searches of the presets."""
+
+MODEL_PRESETS, CLUSTER_PRESETS = (", ".join(preset_names(section)) for section in ("model", "cluster"))
 
 
 def advise(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help=f"A preset or a file with a model; presets are {PRESETS}.")
+        str, typer.Argument(metavar="MODEL", help=f"Configuration .yaml with a model, or a preset: {MODEL_PRESETS}.")
     ],
-    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="A preset or a file with a cluster.")],
+    cluster: Annotated[
+        str,
+        typer.Argument(metavar="CLUSTER", help=f"Configuration .yaml with a cluster, or a preset: {CLUSTER_PRESETS}."),
+    ],
     trace: TraceFile = None,
     imbalance: Imbalance = None,
     tokens: TokensOption = None,
     replica_slots: Annotated[
-        str | None, typer.Option("--replica-slots", metavar="N", help="Of each rank, at most; 8 by default.")
+        str | None,
+        typer.Option("--replica-slots", metavar="N", help="Most replica slots per rank.", show_default=str(max(SLOTS))),
     ] = None,
     ratio: Annotated[
         float,
-        typer.Option("--ratio", metavar="X", help="Try gathered experts compressed so many times, too, and list them."),
+        typer.Option(
+            "--ratio", metavar="X", help="Compression ratio of gathered experts, tried beside no compression."
+        ),
     ] = 1.0,
     as_json: Json = False,
 ) -> None:
-    """Search systems, their options and compositions for the fastest predicted step; plain is the baseline."""
-    with one_line_errors():
-        of_model, of_cluster = load_config("MODEL", model), load_config("CLUSTER", cluster)
+    """Find the system with the fastest predicted step.
+
+    The search covers systems, their options and their compositions. The baseline is plain expert parallelism.
+    """
+    with one_line_errors(imbalance=imbalance, tokens=tokens):
+        of_model, of_cluster = load_config("MODEL", model, "model"), load_config("CLUSTER", cluster, "cluster")
         shape, machine = model_of("MODEL", model, of_model, tokens), cluster_of("CLUSTER", cluster, of_cluster)
         slots = slots_of(replica_slots, None, shape, machine)
         most_slots = shape.experts - shape.experts // machine.num_ranks if slots is None else slots
@@ -265,7 +273,7 @@ def advise(
             shapes = workloads[: len({workload.name.split(", draw")[0] for workload in workloads})]
         space = Space(
             sample or machine,
-            # A sample has fewer experts that could be elsewhere.
+            # A sample has fewer experts to replicate.
             min(most_slots, experts_of(shape, machine, sample or machine) - shape.experts // machine.num_ranks),
             planned=workloads[0].counts is not None,
             with_exact=has_planning_module(),
@@ -273,7 +281,7 @@ def advise(
             sampled=sample is not None,
             with_history=sample is None and all(workload.before is not None for workload in workloads),
         )
-        _tell(workloads, shapes)
+        _note_forecast(workloads, shapes)
         step = of_cluster.step.build()
         judge = Evaluator(step.parallel.share(shape, machine), machine, step, sample)
         with working("searching"):
@@ -299,8 +307,8 @@ def _drawn(
     return drawn_workloads(model, cluster.num_ranks, wanted, layers, list(LoadShape), DRAWS, seed, drift)
 
 
-def _tell(workloads: Sequence[Workload], shapes: Sequence[Workload]) -> None:
-    """Says what a large search needs before it starts."""
+def _note_forecast(workloads: Sequence[Workload], shapes: Sequence[Workload]) -> None:
+    """Print the expected time and memory of a large search."""
     first = workloads[0].counts
     if first is not None:
         layers, num_ranks, num_experts = first.shape

@@ -1,6 +1,6 @@
-"""The commands read arguments, call the library and print.
+"""The program `jax-moe-lb` and its commands, which parse arguments, call the library and print.
 
-Bad input ends in one line on stderr and exit code 2, whichever command it was given to.
+Bad input prints one line on stderr and sets exit code 2, for every command.
 """
 
 import logging
@@ -16,7 +16,7 @@ from jax_moe_lb.balancers.base import LayerCost
 from jax_moe_lb.cli.advise import advise
 from jax_moe_lb.cli.compile import compile_command
 from jax_moe_lb.cli.convert import convert, drift
-from jax_moe_lb.cli.doctor import diagnosis, facts_table, ops_table, products_table, version
+from jax_moe_lb.cli.doctor import balancers_table, diagnosis, facts_table, ops_table, products_table, version
 from jax_moe_lb.cli.output import (
     BAD_INPUT,
     BalancerOption,
@@ -25,9 +25,10 @@ from jax_moe_lb.cli.output import (
     Json,
     Out,
     RanksPerDomain,
-    SlotsOption,
+    ReplicaSlots,
     one_line_errors,
-    positive,
+    parse_integer,
+    parse_replica_slots,
     print_effects,
     print_error,
     print_json,
@@ -35,35 +36,38 @@ from jax_moe_lb.cli.output import (
     printing,
     with_progress,
 )
-from jax_moe_lb.cli.planning import PlanRunner, load_balancer, mean_effect
+from jax_moe_lb.cli.planning import PlanRunner, load_balancer, mean_effect, no_op_reason
 from jax_moe_lb.cli.simulate import calibrate, simulate
 from jax_moe_lb.core.topology import Topology
 from jax_moe_lb.recordings.counts_files import read_counts, read_trace, write_plans
 
 INTERRUPTED = 130
 UsageError: Any = typer.BadParameter.__mro__[1]
-"""It is click's, which typer imports or ships a copy of, depending on its version."""
+"""`UsageError` of click, which typer imports or vendors, depending on its version."""
 
-# Without markup, which would take the [R, E] of a help text for a style.
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+# Without markup, because rich would parse the [R, E] of a help text as a style.
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; it is what the program `jax-moe-lb` calls.
+    """Run one command; entry point of the program `jax-moe-lb`.
 
     Args:
-        argv: the arguments after the program's name; `None` takes those of the process.
+        argv: arguments after the program name; `None` (default) takes those of the process.
 
     Returns:
-        The exit code: 0, 1 where stdout takes no more, 2 after bad input, or 130 after an interrupt.
+        The exit code: 0; 1 if stdout cannot be written; 2 after bad input or without arguments; 130 after an interrupt.
     """
-    # JAX warns of accelerators that it does not find; a line of that is no part of the answer.
+    # Suppress JAX's warnings about absent accelerators.
     logging.getLogger("jax").setLevel(logging.ERROR)
     try:
-        # What commands print says so itself; help and version are printed here.
+        # Commands check their own output; this covers the help and the version.
         with printing():
             return app(argv, prog_name="jax-moe-lb", standalone_mode=False) or 0
     except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            return BAD_INPUT
         print_error(error.format_message())
         return BAD_INPUT
     except typer.Abort:
@@ -72,77 +76,81 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended.exit_code
 
 
-@app.command()
+@app.command(no_args_is_help=True)
 def plan(
-    counts_file: Annotated[Path, typer.Argument(metavar="COUNTS.npy", help="Integers; or an npz with counts.")],
+    counts_file: Annotated[
+        Path, typer.Argument(metavar="COUNTS.npy", help="Integer token counts; or an npz with the array counts.")
+    ],
     balancer: BalancerOption,
     ranks_per_domain: RanksPerDomain = None,
-    slots: SlotsOption = None,
+    replica_slots: ReplicaSlots = None,
     out: Out = None,
     expert_bytes: ExpertBytes = None,
     as_json: Json = False,
 ) -> None:
-    """Plan for the counts [R, E] or [layers, R, E] of one microbatch, layer by layer.
+    """Plan each layer of one microbatch of recorded counts.
 
-    Planner time is that of the compiled planner for one layer on the default device, after a warm-up call.
+    Counts have the shape [R, E] or [layers, R, E]. The planner time excludes a warm-up call.
     """
-    with one_line_errors():
-        counts, one_expert = read_counts(counts_file), positive("--expert-bytes", expert_bytes)
-        planner = _planner(balancer, counts, ranks_per_domain, slots)
+    with one_line_errors(ranks_per_domain=ranks_per_domain):
+        counts, one_expert = read_counts(counts_file), parse_integer("--expert-bytes", expert_bytes)
+        planner = _planner(balancer, counts, ranks_per_domain, replica_slots)
         (planned,) = planner.replay(counts[None])
         if out is not None:
             write_plans(out, [layer.plan for layer in planned], counts.shape[:1])
         effects = [layer.effect for layer in planned]
-        print_effects("layer", range(len(planned)), effects, _head(balancer, planner, counts), one_expert, as_json)
+        reason = None if any(layer.changed for layer in planned) else no_op_reason(planner, counts[None])
+        head = _head(balancer, planner, counts)
+        print_effects("layer", range(len(planned)), effects, head, reason, one_expert, as_json)
 
 
-@app.command()
+@app.command(no_args_is_help=True)
 def replay(
     trace_file: Annotated[
-        Path,
-        typer.Argument(metavar="TRACE.npz", help="With integers counts and steps; or an npy of counts."),
+        Path, typer.Argument(metavar="TRACE.npz", help="Integer arrays counts and steps; or an npy of counts.")
     ],
     balancer: BalancerOption,
     ranks_per_domain: RanksPerDomain = None,
-    slots: SlotsOption = None,
+    replica_slots: ReplicaSlots = None,
     out: Out = None,
     expert_bytes: ExpertBytes = None,
     as_json: Json = False,
 ) -> None:
-    """Plan for a trace [steps, layers, R, E], step by step; a balancer that keeps history carries it along.
+    """Plan every step of a recorded trace, with history.
 
-    Every row is the mean over a step's layers. Planner time is that of the compiled planner for one layer on the
-    default device, after a warm-up call.
+    Counts have the shape [steps, layers, R, E]. Each layer carries the balancer's state from step to step. Each row is
+    the mean over the layers of a step. The planner time excludes a warm-up call.
     """
-    with one_line_errors():
-        (steps, counts), one_expert = read_trace(trace_file), positive("--expert-bytes", expert_bytes)
-        planner = _planner(balancer, counts, ranks_per_domain, slots)
-        effects, plans = [], []
+    with one_line_errors(ranks_per_domain=ranks_per_domain):
+        (steps, counts), one_expert = read_trace(trace_file), parse_integer("--expert-bytes", expert_bytes)
+        planner = _planner(balancer, counts, ranks_per_domain, replica_slots)
+        effects, plans, changed = [], [], False
         for planned in with_progress(planner.replay(counts), len(steps)):
             effects.append(mean_effect([layer.effect for layer in planned]))
-            # Plans of a long trace are large: they are kept only to be written.
+            changed = changed or any(layer.changed for layer in planned)
+            # Plans of a long trace are large, so keep them only for the output file.
             plans.extend([] if out is None else [layer.plan for layer in planned])
         if out is not None:
             write_plans(out, plans, counts.shape[:2])
-        print_effects("step", steps, effects, _head(balancer, planner, counts), one_expert, as_json)
+        reason = None if changed else no_op_reason(planner, counts)
+        print_effects("step", steps, effects, _head(balancer, planner, counts), reason, one_expert, as_json)
 
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """Show versions, devices, and which implementation of each operation will run here."""
+    """Show versions, devices and the implementations in use."""
     with one_line_errors():
         found = diagnosis()
         if as_json:
             print_json(found)
         else:
-            print_table(facts_table(found))
-            print_table(ops_table(found))
-            print_table(products_table(found))
+            for table in (facts_table(found), balancers_table(found), ops_table(found), products_table(found)):
+                print_table(table)
 
 
 for command in (convert, simulate, advise, calibrate, drift):
-    app.command()(command)
-app.command("compile")(compile_command)
+    app.command(no_args_is_help=True)(command)
+app.command("compile", no_args_is_help=True)(compile_command)
 
 
 def _print_version(wanted: bool) -> bool:
@@ -158,22 +166,21 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Load balance of Mixture-of-Experts layers, from recorded counts."""
+    """Plan, simulate and compile load-balanced MoE layers."""
 
 
-def _planner(balancer: str, counts: np.ndarray, ranks_per_domain: str | None, slots: str | None) -> PlanRunner:
+def _planner(balancer: str, counts: np.ndarray, ranks_per_domain: str | None, replica_slots: str | None) -> PlanRunner:
     num_ranks, num_experts = counts.shape[-2:]
-    topology = Topology.flat(num_ranks, positive("--ranks-per-domain", ranks_per_domain))
-    wanted = positive("--slots", slots)
-    if wanted is not None and wanted > num_experts:
-        raise ValueError(f"--slots is {wanted}; expected at most the {num_experts} experts, each once on a rank")
-    # On average over layers and steps.
+    topology = Topology.flat(num_ranks, parse_integer("--ranks-per-domain", ranks_per_domain))
+    num_home = num_experts // num_ranks
+    wanted = parse_replica_slots("--replica-slots", replica_slots, None, num_experts, num_home)
+    slots = min(num_home + 2, num_experts) if wanted is None else num_home + wanted
+    # Mean token copies of a rank over layers and steps.
     sizes = LayerCost(num_copies=max(1, round(counts.sum(dtype=np.float64) / math.prod(counts.shape[:-1]))))
-    return PlanRunner(
-        load_balancer(balancer).sized(sizes), topology, wanted or min(num_experts // num_ranks + 2, num_experts)
-    )
+    return PlanRunner(load_balancer(balancer).sized(sizes), topology, slots)
 
 
 def _head(balancer: str, planner: PlanRunner, counts: np.ndarray) -> Head:
     num_ranks, num_experts = counts.shape[-2:]
-    return {"balancer": balancer, "num_ranks": num_ranks, "num_experts": num_experts, "slots": planner.slots}
+    replica_slots = planner.slots - num_experts // num_ranks
+    return {"balancer": balancer, "num_ranks": num_ranks, "num_experts": num_experts, "replica_slots": replica_slots}

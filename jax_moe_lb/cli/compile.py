@@ -1,4 +1,4 @@
-"""The command `compile`, and systems composed by `+`: `ultraep`, `hybridep+exact`, `ultraep+rails`."""
+"""Command `compile`, and systems composed by `+`, such as `hybridep+exact` and `ultraep+rails`."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +12,7 @@ from jax_moe_lb.aot.compile import quiet_stderr
 from jax_moe_lb.aot.layer import LayerSizes, compile_layer
 from jax_moe_lb.aot.report import print_report
 from jax_moe_lb.aot.targets import Target, use_no_accelerators
-from jax_moe_lb.cli.output import Json, one_line_errors, positive, print_json
+from jax_moe_lb.cli.output import Json, SystemReplicaSlots, one_line_errors, parse_integer, print_json
 from jax_moe_lb.layer import systems
 from jax_moe_lb.layer.systems import System, system_named, system_names
 from jax_moe_lb.recordings.yaml_file import shown
@@ -22,7 +22,7 @@ from jax_moe_lb.sim.work import Migration
 from jax_moe_lb.transport.exchange import Kernels
 
 GATHERED, SPRAYED = "hybridep", "rails"
-"""The first may stand before a system, the second behind it."""
+"""Parts of a composed name: `hybridep` precedes another system and `rails` follows it."""
 
 
 def compose(
@@ -33,106 +33,126 @@ def compose(
     replica_slots: int | None = None,
     migration: Migration = Migration(),
 ) -> Candidate:
-    """Makes what a name stands for on a cluster.
+    """Construct the candidate of a composed system name.
 
     Args:
-        name: one of `system_names()`, with `hybridep+` before it and `+rails` behind it if wanted. `hybridep` gathers
-            experts in expert domains, as `GatherExpertDomain` does.
-        model: the model for which `hybridep` chooses expert domains.
-        cluster: the machine for which it does.
-        step: the passes for which it does.
-        replica_slots: slots of a rank beyond its home experts, for systems that have replicas; `None` takes theirs.
-        migration: its expert domains, if it has some, replace the chosen ones; its codec is used in any case.
+        name: one of `system_names()`, optionally after `hybridep+` and before `+rails`. `hybridep` gathers the experts
+            of an expert domain, as `GatherExpertDomain` does.
+        model: model shape, from which `hybridep` chooses expert domains.
+        cluster: cluster, from which `hybridep` chooses expert domains.
+        step: passes of a step, from which `hybridep` chooses expert domains.
+        replica_slots: replica slots per rank; `None` (default) keeps those of the system.
+        migration: codec of gathered experts. Its expert domains, if given, replace the chosen ones.
+
+    Returns:
+        The system with its migration.
 
     Raises:
-        ValueError: there is no such system, or its parts do not fit together; the message says what there is.
+        ValueError: if a part is unknown or the parts cannot be combined; the message lists the valid names.
     """
     parts = name.split("+")
-    # `True` counts as 1: this is the name without its first part, if that is hybridep.
+    # Drop the first part if it is hybridep: True is index 1.
     middle = parts[parts[0] == GATHERED :]
     sprayed = middle[-1:] == [SPRAYED]
     middle = middle[: len(middle) - sprayed]
     known = [other for other in system_names() if other not in (GATHERED, SPRAYED)]
     if len(middle) > 1 or (middle and middle[0] not in known):
         raise ValueError(
-            f"--system is {name!r}; expected one of {', '.join(known)}, with {GATHERED}+ before it, +{SPRAYED} behind "
-            f"it, or {GATHERED} or {SPRAYED} alone"
+            f"--system is {name!r}; expected one of {', '.join(known)}, optionally after {GATHERED}+ and before "
+            f"+{SPRAYED}, or {GATHERED} or {SPRAYED} alone"
         )
     system = with_slots(systems.system_named(middle[0]) if middle else systems.plain(), replica_slots)
     if sprayed:
         system = with_spray(name, system)
     if parts[0] == GATHERED and not migration.domain_sizes:
         chosen = chosen_migration(model, cluster, migration.codec, step)
-        # A user may ask to gather again where memory would allow to keep, not the reverse.
+        # A configuration may request a second gather although memory suffices, but not the reverse.
         again = migration.gather_again or chosen.gather_again
         migration = replace(migration, domain_sizes=chosen.domain_sizes, gather_again=again)
-    # It raises for sizes that do not fit the cluster, before anything is simulated.
+    # Raise for invalid sizes before the simulation starts.
     migration.sizes(cluster)
     return Candidate(name, system, migration)
 
 
 def with_slots(system: System, replica_slots: int | None) -> System:
-    """Returns the system with another number of replica slots, `None` for its own.
+    """Return the system with another number of replica slots.
+
+    Args:
+        system: system to change.
+        replica_slots: replica slots per rank; `None` keeps those of the system.
 
     Raises:
-        ValueError: it has no replicas.
+        ValueError: if the system has no replicas.
     """
     if replica_slots is None or (system == systems.plain() and not replica_slots):
         return system
     if not system.replica_slots:
-        raise ValueError(f"--replica-slots is {replica_slots}; expected none, as this system has no replicas")
+        raise ValueError(f"--replica-slots is {replica_slots}; expected 0, because this system has no replicas")
     return replace(system, replica_slots=replica_slots)
 
 
 def with_spray(name: str, system: System) -> System:
-    """Returns the system with its tokens sprayed over rails.
+    """Return the system with its tokens sprayed over rails.
 
     Args:
-        name: what the user called it, for the message.
-        system: one whose tokens travel directly.
+        name: name of the system on the command line, for the message.
+        system: system with direct dispatch.
 
     Raises:
-        ValueError: they do not.
+        ValueError: if the system has another dispatch.
     """
     try:
         return with_rails(system)
     except ValueError as error:
-        wanted = f"expected a system whose tokens travel directly before +{SPRAYED}"
+        wanted = f"expected a system with direct dispatch before +{SPRAYED}"
         raise ValueError(f"--system is {name!r}; {wanted}") from error
 
 
 def compile_command(
     target: Annotated[
-        str, typer.Option("--target", metavar="TARGET", help="h100:1x8, gb200:1x18x4, v5e:2x4 or the like.")
+        str,
+        typer.Option(
+            "--target", metavar="TARGET", help="Machine: GPU:NODESxGPUS such as h100:1x8, or a slice, v5e:2x4."
+        ),
     ],
     system: Annotated[
-        str, typer.Option("--system", metavar="NAME", help="exact, ultraep, exact+rails or the like.")
+        str, typer.Option("--system", metavar="NAME", help="System, such as ultraep or exact+rails.")
     ] = "exact",
     sizes: Annotated[
         list[str] | None,
-        typer.Option("--sizes", metavar="H=N,...", help="H=2048,F=768,E=128,T=4096,K=8 by default."),
+        typer.Option(
+            "--sizes",
+            metavar="H=N,F=N",
+            help="Hidden and inner width, experts, tokens per rank, experts per token.",
+            show_default="H=2048,F=768,E=128,T=4096,K=8",
+        ),
     ] = None,
-    train: Annotated[bool, typer.Option("--train", help="The gradients too.")] = False,
-    fused: Annotated[bool, typer.Option("--fused", help="Gate and up projection in one weight.")] = False,
-    replica_slots: Annotated[str | None, typer.Option("--replica-slots", metavar="N", help="Of each rank.")] = None,
+    train: Annotated[bool, typer.Option("--train", help="Compile the gradients too.")] = False,
+    fused: Annotated[bool, typer.Option("--fused", help="Store gate and up projection in one weight.")] = False,
+    replica_slots: SystemReplicaSlots = None,
     headroom: Annotated[
-        str | None, typer.Option("--headroom", metavar="X", help="Receive buffer over the mean load.")
+        str | None,
+        typer.Option(
+            "--headroom", metavar="X", help="Receive buffer over the mean load.", show_default="from the system"
+        ),
     ] = None,
     max_rounds: Annotated[
-        str | None, typer.Option("--max-rounds", metavar="N", help="As many as a plan needs by default.")
+        str | None,
+        typer.Option("--max-rounds", metavar="N", help="Most dispatch rounds.", show_default="as many as a plan needs"),
     ] = None,
     own_kernels: Annotated[
-        bool, typer.Option("--own-kernels", help="Products on Hopper by kernels of this library, not tokamax's.")
+        bool, typer.Option("--own-kernels", help="Use this library's kernels on Hopper instead of tokamax.")
     ] = False,
     options: Annotated[
-        list[str] | None, typer.Option("--xla", metavar="NAME=VALUE", help="An option of XLA; may be repeated.")
+        list[str] | None, typer.Option("--xla", metavar="NAME=VALUE", help="Option of XLA; may be repeated.")
     ] = None,
-    logs: Annotated[bool, typer.Option("--logs", help="Let the compiler write on stderr.")] = False,
+    logs: Annotated[bool, typer.Option("--logs", help="Show the compiler's log on stderr.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compile a layer for a machine that need not be there: what each device holds, computes, sends and waits for.
+    """Compile a layer for an absent machine and report its cost.
 
-    It needs the compiler of the machine: jax_moe_lb[cuda] or jax_moe_lb[tpu].
+    The report has the memory, FLOPs, traffic and waits of each device. The compiler of the machine is required: run
+    pip install '.[cuda]' or pip install '.[tpu]' in a checkout.
     """
     with one_line_errors():
         machine, layer = Target.parse(target), LayerSizes.parse(",".join(sizes)) if sizes else LayerSizes()
@@ -153,19 +173,19 @@ def compile_command(
 
 
 def _system(name: str, replica_slots: str | None, headroom: str | None, max_rounds: str | None) -> System:
-    first, _, behind = name.partition("+")
-    if first not in system_names() or behind not in ("", SPRAYED):
+    first, _, rest = name.partition("+")
+    if first not in system_names() or rest not in ("", SPRAYED):
         raise ValueError(
-            f"--system is {shown(name)}; expected one of {', '.join(system_names())}, with +{SPRAYED} behind it or not"
+            f"--system is {shown(name)}; expected one of {', '.join(system_names())}, optionally before +{SPRAYED}"
         )
-    system = with_slots(system_named(first), positive("--replica-slots", replica_slots))
+    system = with_slots(system_named(first), parse_integer("--replica-slots", replica_slots))
     if headroom is not None:
         buffers = replace(system.dispatch.buffers, headroom=_number("--headroom", headroom))
         system = system.replace(buffers=buffers)
     if max_rounds is not None:
-        buffers = replace(system.dispatch.buffers, max_rounds=positive("--max-rounds", max_rounds))
+        buffers = replace(system.dispatch.buffers, max_rounds=parse_integer("--max-rounds", max_rounds))
         system = system.replace(buffers=buffers)
-    return with_spray(name, system) if behind else system
+    return with_spray(name, system) if rest else system
 
 
 def _number(argument: str, text: str) -> float:
@@ -183,5 +203,5 @@ def _options(given: list[str] | None) -> dict[str, str | bool]:
     for name, equals, _ in pairs:
         if not name or not equals:
             raise ValueError(f"--xla is {shown(name)}; expected NAME=VALUE, such as xla_gpu_autotune_level=0")
-    words: dict[str, str | bool] = {"true": True, "false": False}
-    return {name.removeprefix("--"): words.get(value.lower(), value) for name, _, value in pairs}
+    booleans: dict[str, str | bool] = {"true": True, "false": False}
+    return {name.removeprefix("--"): booleans.get(value.lower(), value) for name, _, value in pairs}

@@ -1,4 +1,4 @@
-"""The commands `convert`, which reads recordings of other programs, and `drift`, which fits a drift to a trace."""
+"""Commands `convert`, which reads recordings of other programs, and `drift`, which fits a drift to a trace."""
 
 import io
 from dataclasses import asdict
@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from jax_moe_lb.cli.output import Json, one_line_errors, positive, print_json, print_text
+from jax_moe_lb.cli.output import Json, one_line_errors, parse_integer, print_json, print_text
 from jax_moe_lb.core.plan_file import whole_file
 from jax_moe_lb.core.topology import INT32_MAX
 from jax_moe_lb.recordings.counts_files import naming, read_trace
@@ -17,38 +17,53 @@ from jax_moe_lb.sim.drift import fitted_drift, moments
 
 
 def convert(
-    recording: Annotated[Path, typer.Argument(metavar="RECORDING", help="A .pt file, or a folder of all ranks.")],
-    out: Annotated[Path, typer.Option("--out", metavar="TRACE.npz", help="Where counts and steps go.")],
-    ranks: Annotated[str | None, typer.Option("--ranks", metavar="R", help="Where the recording has none.")] = None,
-    experts: Annotated[str | None, typer.Option("--experts", metavar="E", help="Where the recording has none.")] = None,
+    recording: Annotated[
+        Path, typer.Argument(metavar="RECORDING", help="A .pt file, or the folder with the files of all ranks.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="TRACE.npz", help="Output file of counts and steps.")],
+    ranks: Annotated[
+        str | None,
+        typer.Option("--ranks", metavar="R", help="Number of ranks; required if the recording does not store it."),
+    ] = None,
+    experts: Annotated[
+        str | None,
+        typer.Option("--experts", metavar="E", help="Number of experts; required if the recording does not store it."),
+    ] = None,
 ) -> None:
-    """Make a trace of SGLang's expert distribution dumps, or of Megatron-LM's router traces."""
+    """Convert a recording of SGLang or Megatron-LM to a trace.
+
+    Recordings are expert distribution dumps of SGLang or router traces of Megatron-LM.
+    """
     with one_line_errors():
-        trace = read_recording(recording, positive("--ranks", ranks, 2**20), positive("--experts", experts, 2**16))
+        num_ranks, num_experts = parse_integer("--ranks", ranks, 2**20), parse_integer("--experts", experts, 2**16)
+        trace = read_recording(recording, num_ranks, num_experts)
         packed = io.BytesIO()
         np.savez_compressed(packed, steps=np.array(trace.steps), counts=trace.counts)
         with naming("--out", out), whole_file(out) as part:
             part.write_bytes(packed.getvalue())
-        num_steps, layers, num_ranks, num_experts = trace.counts.shape
-        typer.echo(f"{out}: {num_steps} steps, {layers} layers, {num_ranks} ranks, {num_experts} experts")
+        sizes = dict(zip(("steps", "layers", "ranks", "experts"), trace.counts.shape, strict=True))
+        typer.echo(f"{out}: {', '.join(f'{size} {name}' for name, size in sizes.items())}")
 
 
 LAGS = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Recording and fit are compared at these lags, as far as half of the steps."""
+"""Lags of the comparison between recording and fit, in steps, up to half the steps."""
 
 
 def drift(
-    trace_file: Annotated[Path, typer.Argument(metavar="TRACE.npz", help="Counts [steps, layers, R, E].")],
-    per_token: Annotated[str, typer.Option("--per-token", metavar="K", help="The experts of a token.")],
+    trace_file: Annotated[Path, typer.Argument(metavar="TRACE.npz", help="Counts of shape [steps, layers, R, E].")],
+    per_token: Annotated[str, typer.Option("--per-token", metavar="K", help="Experts per token.")],
     skip: Annotated[
-        str | None, typer.Option("--skip", metavar="N", help="Leave out the first steps, in which routers still learn.")
+        str | None, typer.Option("--skip", metavar="N", help="Number of first steps to skip.", show_default="0")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Fit how the popularity of experts drifts, for `routing: drift` of a file, and say how well it fits."""
+    """Fit the drift of expert popularity to a trace.
+
+    The output has the key `routing: drift` of a configuration file and the autocorrelation of recording and fit.
+    """
     with one_line_errors():
-        counts, choices = read_trace(trace_file).counts, positive("--per-token", per_token, INT32_MAX) or 1
-        counts = counts[positive("--skip", skip, INT32_MAX) or 0 :]
+        counts, choices = read_trace(trace_file).counts, parse_integer("--per-token", per_token, INT32_MAX) or 1
+        counts = counts[parse_integer("--skip", skip, INT32_MAX) or 0 :]
         if choices > counts.shape[3]:
             raise ValueError(f"--per-token is {choices}; expected at most the {counts.shape[3]} experts")
         found = fitted_drift(counts, choices)

@@ -1,9 +1,12 @@
-"""The command `doctor`: installed modules, and the implementation of each operation."""
+"""Command `doctor`: installed modules, and the implementation of each balancer and operation."""
 
 import importlib
 import importlib.util
+import os
 import platform
 import re
+import shutil
+import sysconfig
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -17,18 +20,42 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+import jax_moe_lb
 from jax_moe_lb.aot.compiler_options import compiler_options
-from jax_moe_lb.aot.targets import EXTRAS, has_compiler
+from jax_moe_lb.aot.targets import EXTRAS, has_compiler, how_to_install
+from jax_moe_lb.cli.planning import balancer_names, load_balancer
 from jax_moe_lb.core import custom_calls as _custom_calls
+from jax_moe_lb.core.plan import Plan, plain_plan
+from jax_moe_lb.core.topology import Topology
+from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.kernels.backends import KINDS, NOT_INSTALLED, PLATFORMS, BackendChoice, Kind, Product, choose_backend
 
-IN_A_CHECKOUT = "in a checkout, `pip install .` where there is a C++17 compiler"
-HOW_TO_BUILD = {"cpu": IN_A_CHECKOUT, "cuda": f"{IN_A_CHECKOUT} and the CUDA toolkit"}
-"""It says how to get the custom calls of each platform."""
+IN_A_CHECKOUT = "with a C++17 compiler, run pip install . in a checkout"
+HOW_TO_BUILD = {
+    "cpu": IN_A_CHECKOUT,
+    "cuda": "with a C++17 compiler and the CUDA toolkit, run pip install . in a checkout",
+}
+"""Remedies for missing custom calls, by platform."""
+
+COMPILERS = ("c++", "g++", "clang++", "CC", "icpx", "xlC")
+"""C++ compilers searched on the path, as in CMakeLists.txt."""
+
+
+def pure_jax_message() -> str | None:
+    """Return the missing build tools and the remedy of an installation without extension modules, else `None`."""
+    if not _custom_calls.is_pure_jax() or shadowed_install_message() is not None:
+        return None
+    tools = []
+    if not any(map(shutil.which, (os.environ.get("CXX") or "c++", *COMPILERS))):
+        tools.append("a C++17 compiler (Debian, Ubuntu: apt install g++)")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        tools.append("the Python headers (Debian, Ubuntu: apt install python3-dev)")
+    first = f"install {' and '.join(tools)}, then " if tools else ""
+    return f"pure JAX, without extension modules; for faster planners {first}run pip install . in a checkout"
 
 
 def build_states() -> dict[str, str]:
-    """Says of each extension module in words whether it is there."""
+    """Return the state of each extension module as text, by module name."""
     modules = {_custom_calls.MODULES[platform]: how for platform, how in HOW_TO_BUILD.items()} | {
         _custom_calls.PLANNING_MODULE: IN_A_CHECKOUT
     }
@@ -36,9 +63,9 @@ def build_states() -> dict[str, str]:
 
 
 def _state(module: str, how_to_build: str) -> str:
-    # A module that is missing is another fault than one that is there and cannot be loaded.
+    # Distinguish an absent module from a module with a load error.
     if importlib.util.find_spec(module) is None:
-        return f"missing; to get it: {how_to_build}"
+        return f"missing; {how_to_build}"
     try:
         loaded = importlib.import_module(module)
     except ImportError as error:
@@ -52,30 +79,30 @@ def _state(module: str, how_to_build: str) -> str:
 
 
 def _lacks(module: ModuleType) -> list[str]:
-    # What a driver may lack, and the module then does without.
-    asked = (getattr(module, name, None) for name in ("why_not_batched", "why_not_between_processes"))
-    return [reason for ask in asked if ask is not None and (reason := ask()) is not None]
+    # Optional features of the driver; the module works without them.
+    checks = (getattr(module, name, None) for name in ("why_not_batched", "why_not_between_processes"))
+    return [reason for check in checks if check is not None and (reason := check()) is not None]
 
 
 def _registrations_state(registrations: dict) -> str:
     built, accepted = registrations["api_version"], newest_api_version()
     state = f"built, {len(registrations['handlers'])} custom calls, XLA FFI {_dotted(built)}"
-    # XLA takes handlers of its own version or older ones.
+    # XLA accepts handlers of its own version and older ones.
     if built > accepted:
-        return f"{state}; this jaxlib takes at most {_dotted(accepted)}: build it again"
+        return f"{state}; this jaxlib accepts at most {_dotted(accepted)}; run pip install . in a checkout"
     return state
 
 
 def newest_api_version() -> tuple[int, int]:
-    """Reads the version of XLA's foreign function interface that the installed jaxlib has; it takes older ones too.
+    """Return the version of XLA's foreign function interface in the installed jaxlib, which accepts older ones too.
 
     Raises:
-        ValueError: the headers of jaxlib do not say it.
+        ValueError: if the headers of jaxlib do not define it.
     """
     header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
     major, minor = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", header) for part in ("MAJOR", "MINOR"))
     if major is None or minor is None:
-        raise ValueError("the headers of jaxlib do not say their version; expected XLA_FFI_API_MAJOR and _MINOR")
+        raise ValueError("the headers of jaxlib have no version; expected XLA_FFI_API_MAJOR and _MINOR")
     return int(major[1]), int(minor[1])
 
 
@@ -85,22 +112,22 @@ def _dotted(number: tuple[int, int]) -> str:
 
 PACKAGES = ("jax_moe_lb", "jax", "jaxlib", "flax", "numpy")
 CUSTOM_CALL_PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
-"""Custom calls exist on these platforms, by JAX's name of the backend."""
+"""Platforms with custom calls, by JAX's name of the backend."""
 LOWERING_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
-"""Platforms that programs are lowered for, by JAX's name of the backend."""
-HOW_TO_MULTIPLY = {"custom call": HOW_TO_BUILD["cpu"], "tokamax.ragged_dot": "pip install tokamax"}
-"""Ways to get the backends of grouped products that may be missing."""
+"""Lowering platforms, by JAX's name of the backend."""
+HOW_TO_MULTIPLY = {"custom call": HOW_TO_BUILD["cpu"], "tokamax.ragged_dot": "run pip install tokamax"}
+"""Remedies for missing backends of grouped products."""
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """This is what an operation runs on one backend.
+    """Implementation of a balancer or operation on one backend.
 
     Args:
-        op: the operation's name.
-        implementation: what it is made of, in words.
-        why: the reason for this one.
-        faster: how to get a faster one; `None` where there is none.
+        op: name of the balancer or operation.
+        implementation: its implementation, as text.
+        why: reason for this implementation.
+        faster: remedy for a faster implementation; `None` if this is the fastest.
     """
 
     op: str
@@ -111,15 +138,15 @@ class Implementation:
 
 @dataclass(frozen=True)
 class OperationForms:
-    """This is what an operation can be made of.
+    """Possible implementations of an operation.
 
     Args:
-        name: the operation's name.
-        plain: its form in plain JAX, on backends that have nothing better.
-        why: the reason for that form.
-        on_accelerators: what XLA has for it on GPUs and TPUs.
-        target: its custom call, without the prefix.
-        backends: the backends where it uses the custom call, if that was built.
+        name: name of the operation.
+        plain: its implementation in plain JAX.
+        why: reason for plain JAX.
+        on_accelerators: its XLA operation on GPUs and TPUs, if any.
+        target: its custom call without the prefix, if any.
+        backends: backends with the custom call.
     """
 
     name: str
@@ -130,21 +157,10 @@ class OperationForms:
     backends: tuple[str, ...] = ()
 
 
-def _planner(name: str) -> OperationForms:
-    return OperationForms(name, "a loop in jnp", "it runs on every backend", None, f"plan_{name}", ("cpu", "gpu"))
-
-
 NO_RAGGED = "XLA:CPU cannot run lax.ragged_all_to_all"
 GROUPED_FFN = "grouped_ffn"
 OPERATIONS = (
-    _planner("greedy"),
-    _planner("eplb_plus"),
-    _planner("feplb"),
-    _planner("fastermoe"),
-    _planner("ultraep"),
-    _planner("relay"),
-    _planner("spray"),
-    _planner("exact"),
+    OperationForms("relay", "a loop in jnp", "it runs on every backend", None, "plan_relay", ("cpu", "gpu")),
     OperationForms(
         "ragged_all_to_all", "padded all_to_all", NO_RAGGED, "lax.ragged_all_to_all", "ragged_exchange", ("cpu",)
     ),
@@ -165,24 +181,54 @@ OPERATIONS = (
 
 
 def version(package: str) -> str:
-    """Tells the installed version of a package, or that it is not installed."""
+    """Return the version of a package, or "not installed"."""
+    # A checkout on the path has no metadata, or the metadata of another installation.
+    if package == "jax_moe_lb":
+        return jax_moe_lb.__version__
     try:
-        return metadata.version(package)
+        found: str | None = metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+    return found or "unknown"  # None if the metadata is incomplete
 
 
 def compiler_states() -> dict[str, str]:
-    """Says of each compiler for accelerators whether `compile` can use it."""
+    """Return the state of each compiler of accelerators for `compile`."""
     return {
-        f"for {extra}": "installed" if has_compiler(extra) else f"missing; to get it: pip install 'jax_moe_lb[{extra}]'"
-        for extra in EXTRAS
+        f"for {extra}": "installed" if has_compiler(extra) else f"missing; {how_to_install(extra)}" for extra in EXTRAS
     }
 
 
 def implementations(backend: str) -> list[Implementation]:
-    """Tells what each operation runs on `backend`, one of JAX's platform names."""
+    """Return the implementation of each operation on `backend`, one of JAX's platform names."""
     return [_implementation(operation, backend) for operation in OPERATIONS]
+
+
+def balancer_implementations(backend: str) -> list[Implementation]:
+    """Return the implementation of each balancer of `balancers.__all__` on `backend`, from its lowered program."""
+    return [_of_balancer(name, backend) for name in balancer_names()]
+
+
+def _of_balancer(name: str, backend: str) -> Implementation:
+    balancer, topology, counts = load_balancer(name), Topology.flat(4, 2), jnp.ones((4, 8), jnp.int32)
+    if not balancer.needs_counts:
+        return Implementation(name, "no planner", "the placement does not depend on the load", None)
+    start = jax.tree.map(jnp.asarray, plain_plan(counts, topology, 3))
+
+    def rebalance(counts: Counts, plan: Plan, state: State) -> tuple[Plan, State]:
+        return balancer.rebalance(counts, plan, topology, state)
+
+    traced = jax.jit(rebalance).trace(counts, start, balancer.init((4, 8)))
+    if "pure_callback" in str(traced.jaxpr):
+        return Implementation(name, "a callback on the host", "it plans with NumPy and SciPy", None)
+    lowered = traced.lower(lowering_platforms=(LOWERING_PLATFORMS[backend],)).as_text()
+    if calls := sorted(set(re.findall(r"moe_lb_plan_\w+", lowered))):
+        built = f"built for {CUSTOM_CALL_PLATFORMS[backend]}"
+        return Implementation(name, f"custom call {', '.join(calls)}", built, None)
+    if backend in CUSTOM_CALL_PLATFORMS:
+        remedy = HOW_TO_BUILD[CUSTOM_CALL_PLATFORMS[backend]]
+        return Implementation(name, "a loop in jnp", "it runs on every backend; no custom call was built", remedy)
+    return Implementation(name, "a loop in jnp", "it runs on every backend", None)
 
 
 def _implementation(op: OperationForms, backend: str) -> Implementation:
@@ -193,9 +239,9 @@ def _implementation(op: OperationForms, backend: str) -> Implementation:
         choice = _choose("product", LOWERING_PLATFORMS[backend])
         faster = (how for name, how in HOW_TO_MULTIPLY.items() if choice.rejected.get(name) == NOT_INSTALLED)
         return Implementation(op.name, choice.backend.name, choice.why, next(faster, None))
-    # XLA has CPU forms of these names, which are slower than this package's or do not run.
+    # On CPUs these XLA operations are unsupported, or slower than the custom calls.
     if op.on_accelerators and backend != "cpu":
-        why = f"XLA has it for {backend}, and only what is needed travels"
+        why = f"XLA has it for {backend}, and it transfers only the needed rows"
         return Implementation(op.name, op.on_accelerators, why, HOW_TO_BUILD[platform] if platform else None)
     if platform:
         return Implementation(op.name, op.plain, f"{op.why}; no custom call was built", HOW_TO_BUILD[platform])
@@ -203,7 +249,7 @@ def _implementation(op: OperationForms, backend: str) -> Implementation:
 
 
 def _choose(kind: Kind, platform: str, *, in_parts: bool = False) -> BackendChoice:
-    # All kernels take these sizes, so only the installation and the device decide.
+    # All kernels support these sizes, so the choice depends on the installation and the device.
     dtypes = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.bfloat16)
     return choose_backend(Product(kind, 1024, (256, 512), (6, 2) if in_parts else 8, dtypes, dtypes[0]), platform)
 
@@ -226,41 +272,41 @@ def grouped_products() -> list[dict[str, str]]:
 
 
 def diagnosis() -> dict:
-    """Collects versions, extension modules, compilers, devices, what `compiler_options` returns for all of them, and
-    implementations, as JSON holds them.
-    """
+    """Return versions, extension modules, compilers, devices, compiler options and implementations as JSON."""
     backend = jax.default_backend()
     return {
         "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
         "build": build_states(),
         "compilers": compiler_states(),
+        "pure_jax": pure_jax_message(),
         "shadowed": shadowed_install_message(),
         "backend": backend,
         "devices": [f"{device} ({device.device_kind})" for device in jax.devices()],
         "compiler_options": compiler_options(Mesh(np.array(jax.devices()), ("devices",))),
+        "balancers": [asdict(implementation) for implementation in balancer_implementations(backend)],
         "ops": [asdict(implementation) for implementation in implementations(backend)],
         "grouped_products": grouped_products(),
     }
 
 
 def shadowed_install_message() -> str | None:
-    """Says in a line what to do where the source folder hides an installation; `None`, which is usual, elsewhere."""
+    """Return the remedy if the source folder shadows an installation with custom calls, else `None`."""
     hidden = _custom_calls.shadowed_installation()
     if hidden is None:
         return None
     here = Path(__file__).parents[1]
-    return f"{hidden} is passed by for {here}, which has no custom calls: pip install -e ., or run from another folder"
+    return f"{here} shadows {hidden} and has no custom calls; run pip install -e ., or run from another folder"
 
 
 def facts_table(found: dict) -> Table:
-    """Makes a table of versions, extension modules, compilers and devices."""
+    """Return a table of versions, extension modules, compilers and devices."""
     table = Table(show_header=False, box=SIMPLE_HEAD)
     for part in ("versions", "build", "compilers"):
         for name, value in found[part].items():
             table.add_row(name, escape(value))
         table.add_section()
-    if found["shadowed"]:
-        table.add_row("installation", escape(found["shadowed"]))
+    for message in filter(None, (found["pure_jax"], found["shadowed"])):
+        table.add_row("installation", escape(message))
     table.add_row("backend", found["backend"])
     table.add_row("devices", "\n".join(found["devices"]))
     options = "\n".join(f"{name}={value}" for name, value in found["compiler_options"].items())
@@ -268,18 +314,27 @@ def facts_table(found: dict) -> Table:
     return table
 
 
+def balancers_table(found: dict) -> Table:
+    """Return a table with one row per balancer."""
+    return _implementations_table("balancer", found["balancers"])
+
+
 def ops_table(found: dict) -> Table:
-    """Makes a table with one row per operation."""
+    """Return a table with one row per operation."""
+    return _implementations_table("op", found["ops"])
+
+
+def _implementations_table(kind: str, rows: list[dict]) -> Table:
     table = Table(box=SIMPLE_HEAD, show_lines=True)
-    for header in ("op", "implementation", "why", "how to get a faster one"):
-        table.add_column(header, overflow="fold", no_wrap=header == "op")
-    for op in found["ops"]:
-        table.add_row(*map(escape, (op["op"], op["implementation"], op["why"], op["faster"] or "this is the fastest")))
+    for header in (kind, "implementation", "why", "faster"):
+        table.add_column(header, overflow="fold", no_wrap=header == kind)
+    for row in rows:
+        table.add_row(*map(escape, (row["op"], row["implementation"], row["why"], row["faster"] or "-")))
     return table
 
 
 def products_table(found: dict) -> Table:
-    """Make a table with one row per platform, form of the weights and backend of grouped products."""
+    """Return a table with one row per platform, form of the weights and backend of grouped products."""
     table = Table(title="grouped products of bfloat16", title_justify="left", box=SIMPLE_HEAD, show_lines=True)
     for header in ("platform", "weights", "product", "backend", "why"):
         table.add_column(header, overflow="fold")

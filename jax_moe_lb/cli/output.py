@@ -1,7 +1,7 @@
 """Output, errors and shared options of the commands.
 
-Commands print a table, or one JSON object. Bad input gives one line on stderr and an exit code. Numeric options arrive
-as text: the message of typer about a bad number depends on its version.
+Commands print a table or one JSON object. Bad input prints one line on stderr and sets the exit code. Numeric options
+are parsed from text here, because the messages of typer depend on its version.
 """
 
 import json
@@ -23,31 +23,41 @@ from rich.progress import Progress
 from rich.table import Table
 
 from jax_moe_lb.cli.planning import Effect, mean_effect
+from jax_moe_lb.core.topology import INT32_MAX
 from jax_moe_lb.recordings.yaml_file import shown
 
 BAD_INPUT, CANNOT_PRINT = 2, 1
 
 MOST_CHARACTERS = 500
-"""A line on stderr has so many characters of a longer message: names and lists of strangers may have any length."""
+"""Maximum characters of a line on stderr; a longer message loses its middle, since file contents have any length."""
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turns the errors of bad input into one line and `BAD_INPUT`."""
+def one_line_errors(**options: str | None) -> Iterator[None]:
+    """Report a ValueError or OSError as one line on stderr and exit with `BAD_INPUT`.
+
+    Args:
+        **options: values of options by the name of their field, such as `ranks_per_domain`. A message about the field
+            of a given option names the option instead, such as `--ranks-per-domain`.
+    """
     try:
         yield
     except (ValueError, OSError) as error:
-        print_error(str(error))
+        message = str(error)
+        field = message.partition(" is ")[0].rpartition(".")[2]  # such as Topology.ranks_per_domain
+        if options.get(field) is not None:
+            message = f"--{field.replace('_', '-')}{message.partition(field)[2]}"
+        print_error(message)
         raise typer.Exit(BAD_INPUT) from error
 
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Ends a command whose stdout takes no more with `CANNOT_PRINT`: in one line, or in none if its reader has gone."""
+    """Exit with `CANNOT_PRINT` if stdout cannot be written: silently after a broken pipe, else with one line."""
     try:
         yield
     except OSError as error:
-        # The interpreter's last flush must not complain of what is still to be printed.
+        # Redirect stdout, or the interpreter's final flush fails on buffered output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             print_error(f"standard output cannot be written: {error.strerror}; expected room for the answer")
@@ -55,10 +65,10 @@ def printing() -> Iterator[None]:
 
 
 def print_error(message: str) -> None:
-    """Prints one line on stderr: without its middle if it is long, and without what a terminal would obey."""
+    """Print one line on stderr, with control characters escaped and the middle of a long message removed."""
     line = " ".join(message.split())
     if len(line) > MOST_CHARACTERS:
-        # What was expected stands at the end.
+        # Keep the end, which has the expected value.
         line = f"{line[: MOST_CHARACTERS // 2]} ... {line[-MOST_CHARACTERS // 2 :]}"
     typer.echo(f"error: {''.join(map(_printable, line))}", err=True)
 
@@ -71,57 +81,95 @@ BalancerOption = Annotated[
     str,
     typer.Option(
         "--balancer",
-        metavar="NAME[:KEY=VALUE,...]",
-        help="It plans: plain, greedy, exact:eps=0.05, ultraep+rails or another file of balancers/.",
+        metavar="NAME[:KEY=VALUE]",
+        help="Balancer with options, such as exact:eps=0.05 or ultraep+rails; doctor lists the names.",
     ),
 ]
 RanksPerDomain = Annotated[
     str | None,
-    typer.Option("--ranks-per-domain", metavar="M", help="Ranks among which experts may move; R by default."),
+    typer.Option(
+        "--ranks-per-domain", metavar="M", help="Ranks per replication domain.", show_default="all ranks in one domain"
+    ),
 ]
-SlotsOption = Annotated[
-    str | None, typer.Option("--slots", metavar="S", help="Slots per rank; home experts + 2 by default.")
+ReplicaSlots = Annotated[
+    str | None, typer.Option("--replica-slots", metavar="N", help="Replica slots per rank.", show_default="2")
+]
+SystemReplicaSlots = Annotated[
+    str | None,
+    typer.Option("--replica-slots", metavar="N", help="Replica slots per rank.", show_default="from the system"),
 ]
 ExpertBytes = Annotated[
-    str | None, typer.Option("--expert-bytes", metavar="N", help="Show weights moved, at N bytes per expert.")
+    str | None,
+    typer.Option("--expert-bytes", metavar="N", help="Bytes of one expert, to show the weights moved."),
 ]
-Out = Annotated[Path | None, typer.Option("--out", metavar="PLAN.npz", help="Write all plans there, for Plan.load.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="PLAN.npz", help="Output file of all plans, for Plan.load.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
-MOST = 10**18
-"""No number of an option is larger: an expert of so many bytes, which is the largest that anybody may ask for."""
+MAX_INTEGER = 10**18
+"""Largest integer of an option: the bytes of one expert."""
 
 
-def positive(argument: str, text: str | None, most: int = MOST) -> int | None:
-    """Parses the number of an option, `None` if the option was not given.
+def parse_integer(argument: str, text: str | None, most: int = MAX_INTEGER, *, least: int = 1) -> int | None:
+    """Parse the integer of an option.
 
     Args:
-        argument: the option's name, for the message.
-        text: what the user wrote.
-        most: the largest number that the option takes.
+        argument: name of the option, for the message.
+        text: text on the command line; `None` if the option is absent.
+        most: largest accepted value.
+        least: smallest accepted value, 0 or 1.
+
+    Returns:
+        The integer, or `None` if `text` is `None`.
 
     Raises:
-        ValueError: it is no integer, below 1, or above `most`.
+        ValueError: if `text` is not an integer from `least` to `most`.
     """
     if text is None:
         return None
-    # Without leading zeros; Python refuses to read thousands of digits.
-    digits = text.lstrip("0") if text.isdecimal() else ""
-    if not digits or len(digits) > len(str(most)) or not 1 <= int(digits) <= most:
-        wanted = f"from 1 to {most}" if digits else "at least 1"
+    # Python refuses to convert thousands of digits, so count them without leading zeros first.
+    digits = (text.lstrip("0") or "0") if text.isdecimal() else ""
+    if not digits or len(digits) > len(str(most)) or not least <= int(digits) <= most:
+        wanted = f"from {least} to {most}" if digits not in ("", "0") else f"at least {least}"
         raise ValueError(f"{argument} is {shown(text)}; expected an integer, {wanted}")
     return int(digits)
 
 
+def parse_replica_slots(
+    argument: str, text: str | None, given: int | None, num_experts: int, num_home: int
+) -> int | None:
+    """Parse the replica slots per rank of an option, or check those of a configuration file.
+
+    Args:
+        argument: name of the option, for the message.
+        text: text on the command line; `None` if the option is absent.
+        given: `replica_slots` of the file, used if `text` is `None`.
+        num_experts: `E`, the experts of a layer.
+        num_home: `L`, the home experts of a rank.
+
+    Returns:
+        The number of slots, or `None` if neither is given.
+
+    Raises:
+        ValueError: if the number is not an integer from 0 to `E - L`.
+    """
+    name, wanted = "replica_slots", given
+    if text is not None:
+        name, wanted = argument, parse_integer(argument, text, INT32_MAX, least=0)
+    most = num_experts - num_home
+    if wanted is not None and wanted > most:
+        raise ValueError(f"{name} is {wanted}; expected at most {most}, the experts without a home on the rank")
+    return wanted
+
+
 BAR_AFTER_S = 2.0
-"""A user is asked to bear so many seconds without a word."""
+"""Seconds before a progress bar appears."""
 
 MOST_COLUMNS = 1000
-"""No table needs more."""
+"""Upper bound of the width of a table, in characters."""
 
 Head = dict[str, str | int]
-"""It has the balancer and the sizes, which hold for all rows."""
+"""Balancer and sizes common to all rows."""
 
 Item = TypeVar("Item")
 
@@ -131,27 +179,31 @@ def print_effects(
     numbers: Sequence[int],
     effects: Sequence[Effect],
     head: Head,
+    no_op_reason: str | None,
     expert_bytes: int | None,
     as_json: bool,
 ) -> None:
-    """Prints a row per layer or step, and their mean.
+    """Print one row per layer or step, and their mean.
 
     Args:
-        index: what the rows are, "layer" or "step".
-        numbers: the number of each row.
-        effects: the effect of each row.
-        head: what holds for all rows.
-        expert_bytes: the bytes of one expert's weights; `None` leaves out what replicas cost.
-        as_json: whether to print one object instead of a table.
+        index: kind of the rows, "layer" or "step".
+        numbers: number of each row.
+        effects: effect of each row.
+        head: balancer and sizes common to all rows.
+        no_op_reason: reason why no plan differs from plain expert parallelism; `None` if a plan differs.
+        expert_bytes: bytes of one expert's weights; `None` omits the column of moved weights.
+        as_json: if True, print one JSON object instead of a table.
     """
     mean = mean_effect(effects)
     if as_json:
         rows = [_effect_json(effect, expert_bytes) for effect in effects]
         if index == "step":
             rows = [{"step": number, **row} for number, row in zip(numbers, rows, strict=True)]
-        print_json({**head, f"{index}s": rows, "mean": _effect_json(mean, expert_bytes)})
+        mean_row = _effect_json(mean, expert_bytes)
+        print_json({**head, "no_op_reason": no_op_reason, f"{index}s": rows, "mean": mean_row})
         return
-    table = _effect_table(", ".join(f"{name} {value}" for name, value in head.items()), index, expert_bytes is not None)
+    title = ", ".join(f"{name} {value}" for name, value in head.items())
+    table = _effect_table(title, index, expert_bytes is not None, no_op_reason)
     for number, effect in zip(numbers, effects, strict=True):
         table.add_row(str(number), *_cells(effect, expert_bytes))
     table.add_section()
@@ -160,18 +212,18 @@ def print_effects(
 
 
 def print_json(value: dict) -> None:
-    """Prints one object on one line of stdout."""
+    """Print one JSON object on one line of stdout."""
     print_text(json.dumps(value))
 
 
 def print_text(text: str) -> None:
-    """Prints a line on stdout, or several."""
+    """Print text on stdout."""
     with printing():
         typer.echo(text)
 
 
 def print_table(table: Table) -> None:
-    """Prints a table on stdout, however narrow the terminal: what does not wrap, as numbers, is not cut."""
+    """Print a table on stdout; columns without wrapping keep their width on a narrow terminal."""
     console = Console()
     if all(column.no_wrap for column in table.columns):
         needed = Measurement.get(console, console.options.update_width(MOST_COLUMNS), table).maximum
@@ -181,29 +233,29 @@ def print_table(table: Table) -> None:
 
 
 def note(message: str | None) -> None:
-    """Prints a line on stderr, for what a user should know before a long wait; nothing for `None`."""
+    """Print a note on stderr, such as the expected duration, unless it is `None`."""
     if message is not None:
         typer.echo(f"note: {message}", err=True)
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """Shows on a terminal's stderr that something is being done, and elsewhere nothing."""
+def working(label: str) -> Iterator[None]:
+    """Show a spinner on stderr while the block runs, if stderr is a terminal."""
     console = Console(stderr=True)
-    with console.status(what) if console.is_terminal else nullcontext():
+    with console.status(label) if console.is_terminal else nullcontext():
         yield
 
 
-def with_progress(items: Iterable[Item], num_items: int, what: str = "planning") -> Iterator[Item]:
-    """Yields the same items, with a bar on a terminal's stderr once they take longer than `BAR_AFTER_S`."""
+def with_progress(items: Iterable[Item], num_items: int, label: str = "planning") -> Iterator[Item]:
+    """Yield the items, with a progress bar on stderr after `BAR_AFTER_S` seconds if stderr is a terminal."""
     console = Console(stderr=True)
     progress = Progress(console=console, transient=True)
-    task, start, shown = progress.add_task(what, total=num_items), time.monotonic(), False
+    task, start, shown = progress.add_task(label, total=num_items), time.monotonic(), False
     try:
         for item in items:
             yield item
             progress.advance(task)
-            # A bar in a file or a pipe would be noise.
+            # Files and pipes get no bar.
             if not shown and console.is_terminal and time.monotonic() - start > BAR_AFTER_S:
                 progress.start()
                 shown = True
@@ -217,10 +269,11 @@ def _effect_json(effect: Effect, expert_bytes: int | None) -> dict[str, int | fl
     return fields if expert_bytes is None else {**fields, "weight_bytes": effect.replicas * expert_bytes}
 
 
-def _effect_table(title: str, index: str, with_bytes: bool) -> Table:
+def _effect_table(title: str, index: str, with_bytes: bool, no_op_reason: str | None) -> Table:
     headers = ("imbalance\nbefore", "\nafter", "straggler\nbefore", "\nafter", "\nreplicas", "max\nfan-out")
     weights = ("weights\nmoved",) if with_bytes else ()
-    caption = "imbalance: max / mean of the load; straggler: max - mean, in token copies"
+    caption = "imbalance: max / mean of the ranks' load; straggler: max - mean, in token copies"
+    caption += f"\nno plan changes the load: {no_op_reason}" if no_op_reason else ""
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     table.box, table.pad_edge = SIMPLE_HEAD, False
     for header in (f"\n{index}", *headers, *weights, "planner\n(us)"):

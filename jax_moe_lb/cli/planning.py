@@ -1,6 +1,6 @@
-"""Balancers by name, and plans of recorded counts, layer by layer and step by step.
+"""Balancers by name, and plans of recorded counts by layer and step.
 
-Names are those of the classes that `jax_moe_lb.balancers` exports.
+The names are derived from `jax_moe_lb.balancers.__all__`.
 """
 
 import ast
@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_moe_lb import balancers
-from jax_moe_lb.balancers.base import Balancer, Chain
+from jax_moe_lb.balancers.base import Balancer, Chain, Plain
 from jax_moe_lb.balancers.exact import Exact
 from jax_moe_lb.core.custom_calls import has_planning_module
 from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, straggler, traffic
@@ -26,19 +26,21 @@ from jax_moe_lb.core.types import Counts, State
 from jax_moe_lb.core.validation import check_plan
 from jax_moe_lb.recordings.yaml_file import shown
 
-WORDS = {"true": True, "false": False, "none": None}
+LITERALS = {"true": True, "false": False, "none": None}
 
 
 def load_balancer(text: str) -> Balancer:
-    """Makes what the option `--balancer` names.
+    """Construct the balancer of the option `--balancer`.
 
     Args:
-        text: `NAME`, a class of `jax_moe_lb.balancers` in lower case, such as `greedy`; with options
-            `NAME:key=value,key=value`; or several joined by `+`, of which each edits the plan of the one before, as in
-            `ultraep+rails`.
+        text: `NAME` or `NAME:key=value,key=value`, with the name of a balancer in lower case, such as `greedy`. Names
+            joined by `+` form a `Chain`, such as `ultraep+rails`.
+
+    Returns:
+        The balancer, or a `Chain` of several.
 
     Raises:
-        ValueError: there is no such balancer or option, or a value is out of range; the message says what there is.
+        ValueError: if a name or option is unknown, or a value is out of range; the message lists the valid names.
 
     Examples:
         >>> load_balancer("exact:eps=0.05,localize=false").eps
@@ -66,11 +68,11 @@ def _option(kind: type[Balancer], name: str, pair: str) -> tuple[str, Any]:
     if key not in known:
         raise ValueError(f"--balancer {name} has no option {shown(key)}; expected one of {', '.join(known)}")
     try:
-        value = WORDS[text] if text in WORDS else ast.literal_eval(text)
+        value = LITERALS[text] if text in LITERALS else ast.literal_eval(text)
     except (ValueError, SyntaxError):
         value = text
     wanted = known[key].default
-    # What may be left out has no default to compare with, and then it is a number.
+    # Every option with the default None is a number.
     kinds = (
         (int, float, type(None)) if wanted is None else (int, float) if isinstance(wanted, float) else (type(wanted),)
     )
@@ -80,7 +82,7 @@ def _option(kind: type[Balancer], name: str, pair: str) -> tuple[str, Any]:
 
 
 def balancer_names() -> list[str]:
-    """List every name that `load_balancer` accepts: those of `balancers.__all__` that need no arguments."""
+    """List the names accepted by `load_balancer`: balancers of `balancers.__all__` without required arguments."""
     return sorted(_classes())
 
 
@@ -103,17 +105,17 @@ def _is_usable(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Effect:
-    """An effect says what a plan does, or what several do on average.
+    """Effect of one plan, or the mean over several plans.
 
     Args:
-        imbalance_before: `max / mean` of the load under plain expert parallelism.
-        imbalance_after: `max / mean` of the load under the plan.
-        straggler_before: `max - mean` of the load under plain expert parallelism, in token copies.
-        straggler_after: `max - mean` of the load under the plan, in token copies.
-        replicas: the slots that hold an expert of another rank.
-        max_fan_out: the most copies of expert weights that one rank sends.
-        planner_us: the wall-clock time of the planner once it is warm, in microseconds: in C++ on the host, or, where
-            that was not built, of the compiled loop on the default device.
+        imbalance_before: `max / mean` of the ranks' load under plain expert parallelism.
+        imbalance_after: `max / mean` of the ranks' load under the plan.
+        straggler_before: `max - mean` of the ranks' load under plain expert parallelism, in token copies.
+        straggler_after: `max - mean` of the ranks' load under the plan, in token copies.
+        replicas: number of slots holding an expert of another rank.
+        max_fan_out: maximum over ranks of the expert copies sent.
+        planner_us: wall-clock time of the planner after a warm-up call, in microseconds. The planner in C++ runs on
+            the host; without it, the jitted planner runs on the default device.
     """
 
     imbalance_before: float
@@ -126,21 +128,22 @@ class Effect:
 
 
 class Planned(NamedTuple):
-    """This is a legal plan of one layer, with its effect and what the balancer remembers of it."""
+    """Legal plan of one layer, its effect, the next state of the balancer, and whether the plan differs from plain."""
 
     plan: Plan
     effect: Effect
     state: State
+    changed: bool
 
 
 @dataclass(frozen=True)
 class PlanRunner:
-    """A planner runs one balancer for one machine.
+    """One balancer applied to recorded counts.
 
     Args:
-        balancer: edits the plans.
-        topology: the ranks and domains of the machine.
-        slots: `S`, slots per rank.
+        balancer: balancer of the plans.
+        topology: ranks and domains of the machine.
+        slots: `S`, slots per rank, with those of home experts.
     """
 
     balancer: Balancer
@@ -148,19 +151,22 @@ class PlanRunner:
     slots: int
 
     def replay(self, counts: Int[np.ndarray, "steps layers R E"]) -> Iterator[list[Planned]]:
-        """Yields the plans of each step's layers; every layer's state is carried from step to step.
+        """Plan every layer of every step; each layer carries its balancer state from step to step.
 
         Args:
-            counts: `[steps, layers, R, E]` int32.
+            counts: `[steps, layers, R, E]` int32 token copies.
+
+        Yields:
+            The plans of the layers of one step.
 
         Raises:
-            ValueError: the slots or domains do not fit the counts, or a plan is illegal.
+            ValueError: if the slots or domains do not fit the counts, or a plan is illegal.
         """
         _, num_layers, *counts_shape = counts.shape
         state = self.balancer.init(tuple(counts_shape))
         if not has_planning_module():
             state = jax.device_put(state)
-        # Outside what is reported: what is compiled or loaded only once.
+        # Warm up: planner times exclude compilation and loading.
         self._timed(counts[0, 0], plain_plan(counts[0, 0], self.topology, self.slots), state)
         states = [state] * num_layers
         for step in counts:
@@ -176,13 +182,20 @@ class PlanRunner:
             check_plan(after, counts)
         except ValueError as error:
             raise ValueError(f"{type(self.balancer).__name__} made an illegal plan: {error}") from error
-        return Planned(after, _effect(counts, before, after, planner_us), state)
+        return Planned(after, _effect(counts, before, after, planner_us), state, self._differs(before, after))
+
+    def _differs(self, before: Plan, after: Plan) -> bool:
+        if not np.array_equal(before.placement, after.placement) or not np.array_equal(before.quota, after.quota):
+            return True
+        # On one node or one rail per node, rails have no choice.
+        num_home = after.num_home
+        return after.rails is not None and self.balancer.no_op_reason(self.topology, num_home, self.slots) is None
 
     def _timed(self, counts: Counts, before: Plan, state: State) -> tuple[Plan, State, float]:
         args = (counts, before, state)
         rebalance = partial(_on_host, self.balancer, self.topology)
         if not has_planning_module():
-            # In training, counts are on the device already: their way there is no part of the time.
+            # During training the counts are on the device, so exclude the transfer from the planner time.
             args = jax.block_until_ready(jax.device_put(args))
             rebalance = partial(_compiled, self.balancer, self.topology)
         start = time.perf_counter()
@@ -198,7 +211,7 @@ _compiled = jax.jit(_on_host, static_argnums=(0, 1))
 
 
 def mean_effect(effects: Sequence[Effect]) -> Effect:
-    """Averages every number."""
+    """Return the mean of each field."""
     rows = [asdict(effect) for effect in effects]
     return Effect(**{key: float(np.mean([row[key] for row in rows])) for key in rows[0]})
 
@@ -214,3 +227,30 @@ def _effect(counts: Counts, before: Plan, after: Plan, planner_us: float) -> Eff
         max_fan_out=int(moved.fan_out.max()),
         planner_us=planner_us,
     )
+
+
+def no_op_reason(runner: PlanRunner, counts: Int[np.ndarray, "steps layers R E"]) -> str:
+    """Return the reason why no plan of these counts differs from plain expert parallelism.
+
+    Args:
+        runner: balancer, topology and slots of the plans.
+        counts: `[steps, layers, R, E]` int32 token copies.
+
+    Returns:
+        The most specific known reason, as a clause.
+    """
+    balancer, topology = runner.balancer, runner.topology
+    num_steps, _, num_ranks, num_experts = counts.shape
+    if isinstance(balancer, Plain):
+        return "plain serves every expert on its home rank"
+    if num_ranks == 1:
+        return "the counts have one rank"
+    if reason := balancer.no_op_reason(topology, num_experts // num_ranks, runner.slots):
+        return reason
+    load_of_ranks = counts.sum(2, dtype=np.int64).reshape(-1, num_ranks, num_experts // num_ranks).sum(-1)
+    if (load_of_ranks == load_of_ranks[:, :1]).all():
+        return "the load of the ranks is already equal"
+    if jax.tree.leaves(balancer.init((num_ranks, num_experts))):
+        name = type(balancer).__name__
+        return f"{name} plans from the counts of earlier steps, and the input has {num_steps - 1} of them"
+    return f"{balancer} found no better plan within its limits"

@@ -1,4 +1,4 @@
-"""The commands of the simulator, their arguments and their tables."""
+"""Commands `simulate` and `calibrate`, with their arguments and tables."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,9 +15,11 @@ from rich.table import Table
 from jax_moe_lb.cli.compile import compose
 from jax_moe_lb.cli.output import (
     Json,
+    SystemReplicaSlots,
     note,
     one_line_errors,
-    positive,
+    parse_integer,
+    parse_replica_slots,
     print_json,
     print_table,
     print_text,
@@ -36,45 +38,49 @@ from jax_moe_lb.sim.run import Report, keeps_history, mean_report, remembered, r
 from jax_moe_lb.sim.trace import write_png, write_trace
 from jax_moe_lb.sim.work import Migration
 
-PRESETS = ", ".join(preset_names())
-
 CYCLE = 3
-"""Systems that keep history plan every so many steps."""
+"""Steps between two plans of a system with history."""
 
 CountsOption = Int[np.ndarray, "steps layers R E"]
 
 TraceFile = Annotated[
     Path | None,
-    typer.Option("--trace", metavar="COUNTS", help="Recorded counts, an npy or npz; drawn ones by default."),
+    typer.Option("--trace", metavar="COUNTS", help="Recorded counts, npy or npz.", show_default="synthetic counts"),
 ]
 TokensOption = Annotated[
-    str | None, typer.Option("--tokens", metavar="T", help="Tokens per rank, instead of the model's.")
+    str | None, typer.Option("--tokens", metavar="T", help="Tokens per rank.", show_default="from the model")
 ]
 Imbalance = Annotated[
-    str | None, typer.Option("--imbalance", metavar="X", help="Of drawn counts: max / mean of the ranks' load.")
+    str | None,
+    typer.Option(
+        "--imbalance",
+        metavar="X",
+        help="Imbalance (max/mean rank load) of the synthetic counts.",
+        show_default="from the configuration",
+    ),
 ]
 
 
 def model_of(argument: str, source: str, config: SimulationConfig, tokens: str | None) -> ModelShape:
-    """Makes the model of a file, with other tokens per rank if some were given."""
+    """Return the model of a configuration, with the tokens per rank of `--tokens` if given."""
     if config.model is None:
-        raise ValueError(f"{argument} {source} has no model; expected one, or the name of a preset")
+        raise ValueError(f"{argument} {source} has no model; expected a configuration with one")
     model = config.model.build()
-    wanted = positive("--tokens", tokens, INT32_MAX)
+    wanted = parse_integer("--tokens", tokens, INT32_MAX)
     return model if wanted is None else replace(model, tokens=wanted)
 
 
 def cluster_of(argument: str, source: str, config: SimulationConfig) -> Cluster:
-    """Makes the machine of a file."""
+    """Return the cluster of a configuration."""
     if config.cluster is None:
-        raise ValueError(f"{argument} {source} has no cluster; expected one, or the name of a preset")
+        raise ValueError(f"{argument} {source} has no cluster; expected a configuration with one")
     return config.cluster.build()
 
 
 def counts_of(
     config: SimulationConfig, model: ModelShape, cluster: Cluster, trace: Path | None, imbalance: str | None
 ) -> CountsOption:
-    """Reads recorded counts, or draws those that a file describes."""
+    """Return the recorded counts of a trace, or the synthetic counts of a configuration."""
     if trace is not None:
         return recorded_counts(model, cluster, trace)
     layers = min(config.routing.layers, model.layers)
@@ -85,14 +91,14 @@ def counts_of(
 def drifted_counts_of(
     config: SimulationConfig, model: ModelShape, cluster: Cluster, imbalance: str | None
 ) -> CountsOption:
-    """Draws steps for systems that plan from earlier ones: a cycle of theirs that is only remembered, and one more."""
+    """Return synthetic counts of two cycles: one for the history of the system, and one to simulate."""
     layers, routing = min(config.routing.layers, model.layers), config.routing
     wanted, times = imbalance_of(config, imbalance), range(2 * CYCLE)
     return drifting_counts(model, cluster.num_ranks, times, layers, routing.drift, wanted, routing.seed, routing.shape)
 
 
 def recorded_counts(model: ModelShape, cluster: Cluster, trace: Path) -> CountsOption:
-    """Reads the counts of a trace, which must have the machine's ranks and the model's experts."""
+    """Return the counts of a trace with the ranks of the cluster and the experts of the model."""
     counts = read_routing(trace)
     if counts.shape[2:] != (cluster.num_ranks, model.experts):
         raise ValueError(
@@ -103,16 +109,16 @@ def recorded_counts(model: ModelShape, cluster: Cluster, trace: Path) -> CountsO
 
 
 def as_recorded(model: ModelShape, counts: CountsOption, trace: Path | None) -> ModelShape:
-    """Gives the model as many tokens as the rank of a trace that has most."""
+    """Return the model with the maximum tokens of a rank in a trace."""
     if trace is None:
         return model
     tokens = -(-int(counts.sum(3).max()) // model.per_token)
-    # A trace may hold no tokens at all, a model has at least one.
+    # A trace may have no tokens, but a model has at least one.
     return replace(model, tokens=max(tokens, 1))
 
 
 def imbalance_of(config: SimulationConfig, text: str | None) -> float:
-    """Reads the number of `--imbalance`; without one, the file's."""
+    """Return the imbalance of `--imbalance`, or of the configuration."""
     if text is None:
         return config.routing.imbalance
     try:
@@ -125,38 +131,32 @@ def imbalance_of(config: SimulationConfig, text: str | None) -> float:
 
 
 def slots_of(text: str | None, given: int | None, model: ModelShape, cluster: Cluster) -> int | None:
-    """Reads the number of `--replica-slots`, or takes the file's; no rank has a slot for an expert that it has at home.
+    """Return the replica slots per rank of `--replica-slots`, or those of the configuration.
 
     Args:
-        text: what the user wrote, `None` for nothing.
-        given: `replica_slots` of the file.
-        model: `E` is its experts.
-        cluster: `L` is how many of them each of its ranks has at home.
+        text: value of the option; `None` if absent.
+        given: `replica_slots` of the configuration.
+        model: model with `E` experts.
+        cluster: cluster whose ranks have `L` home experts each.
 
     Raises:
-        ValueError: it is more than `E - L`, or no number.
+        ValueError: if the number is not an integer from 0 to `E - L`.
     """
-    name, wanted = "replica_slots", given
-    if text is not None:
-        # No slots may be asked for, where a system has replicas by default.
-        name, wanted = "--replica-slots", 0 if text == "0" else positive("--replica-slots", text, INT32_MAX)
-    most = model.experts - home_experts_per_rank(model.experts, cluster.num_ranks, "model")
-    if wanted is not None and wanted > most:
-        raise ValueError(f"{name} is {wanted}; expected at most {most}, the experts that a rank does not have at home")
-    return wanted
+    num_home = home_experts_per_rank(model.experts, cluster.num_ranks, "model")
+    return parse_replica_slots("--replica-slots", text, given, model.experts, num_home)
 
 
 UNITS = (("ms", 1e3, 10.0), ("s", 1.0, 600.0), ("min", 1 / 60, 7200.0), ("h", 1 / 3600, float("inf")))
-"""Each with how many there are in a second, and up to how many seconds it is used."""
+"""Time units: name, units per second, and exclusive upper bound in seconds."""
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """Chooses the unit in which a step of so many seconds reads well, for all times of a table."""
-    return next((name, per_s) for name, per_s, most_s in UNITS if seconds < most_s)
+    """Return the name and units per second of the time unit for a table whose step takes `seconds`."""
+    return next((name, per_s) for name, per_s, bound_s in UNITS if seconds < bound_s)
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """Collects all numbers of a report, without its timeline."""
+    """Return the numbers of a report, without its timeline, as JSON."""
     stages = {name: asdict(stage) | {"hidden_s": stage.hidden_s} for name, stage in report.stages.items()}
     return {
         "step_s": report.step_s,
@@ -169,8 +169,8 @@ def report_json(report: Report) -> dict[str, Any]:
     }
 
 
-def layer_table(head: dict[str, Any], report: Report, hbm: HbmTraffic) -> Table:
-    """Makes a table with a line for every stage, and one for the step."""
+def layer_table(head: dict[str, Any], report: Report, hbm: HbmTraffic, no_op_reason: str | None) -> Table:
+    """Return a table with one row per stage and one for the step."""
     title = ", ".join(f"{name} {value}" for name, value in head.items())
     moved = ", ".join(f"{name} {decimal(round(total))}" for name, total in report.level_bytes.items())
     parts = ", ".join(f"{name} {decimal(round(value))}" for name, value in report.memory.by_name.items())
@@ -178,8 +178,9 @@ def layer_table(head: dict[str, Any], report: Report, hbm: HbmTraffic) -> Table:
     caption = (
         f"imbalance {report.imbalance_before:.3f} -> {report.imbalance_after:.3f}, rounds {report.rounds}\n"
         f"sent over all links: {moved}\nmemory of a rank: {decimal(round(report.memory.total))} ({parts})\n"
-        f"read and written in its memory in a layer: {decimal(round(hbm.total))} ({in_memory})"
+        f"memory traffic of a rank and layer: {decimal(round(hbm.total))} ({in_memory})"
     )
+    caption += f"\nno plan changes the load: {no_op_reason}" if no_op_reason else ""
     table = Table(title=escape(title), title_justify="left", caption=caption, caption_justify="left", box=SIMPLE_HEAD)
     table.add_column("stage", no_wrap=True)
     unit, per_s = time_unit(report.step_s)
@@ -187,7 +188,7 @@ def layer_table(head: dict[str, Any], report: Report, hbm: HbmTraffic) -> Table:
         table.add_column(header, justify="right", no_wrap=True)
     for name, stage in report.stages.items():
         times = (f"{value * per_s:.3f}" for value in (stage.busy_s, stage.exposed_s, stage.hidden_s))
-        # Of a step that takes no time there are no shares.
+        # A step of duration 0 has no shares.
         share = f"{stage.exposed_s / report.step_s:.1%}" if report.step_s else "-"
         table.add_row(name, *times, share, decimal(round(stage.bytes)) if stage.bytes else "-")
     table.add_section()
@@ -195,31 +196,47 @@ def layer_table(head: dict[str, Any], report: Report, hbm: HbmTraffic) -> Table:
     return table
 
 
+CONFIG_PRESETS = ", ".join(preset_names("cluster", "model"))
+
+
 def simulate(
     config: Annotated[
         str,
-        typer.Argument(metavar="CONFIG.yaml|PRESET", help=f"A machine, a model and a system; presets are {PRESETS}."),
+        typer.Argument(metavar="CONFIG", help=f"Configuration .yaml, or a preset: {CONFIG_PRESETS}."),
     ],
     system: Annotated[
-        str | None, typer.Option("--system", metavar="NAME", help="plain, ultraep, hybridep+exact, ultraep+rails ...")
+        str | None,
+        typer.Option(
+            "--system",
+            metavar="NAME",
+            help="System, such as ultraep, hybridep+exact or ultraep+rails.",
+            show_default="from the configuration",
+        ),
     ] = None,
     trace: TraceFile = None,
     imbalance: Imbalance = None,
     tokens: TokensOption = None,
-    replica_slots: Annotated[str | None, typer.Option("--replica-slots", metavar="N", help="Of each rank.")] = None,
+    replica_slots: SystemReplicaSlots = None,
     domain_sizes: Annotated[
         str | None,
-        typer.Option("--domain-sizes", metavar="S,S", help="Expert domains of hybridep, a number per level."),
+        typer.Option(
+            "--domain-sizes", metavar="S,S", help="Ranks per expert domain of hybridep, one number per cluster level."
+        ),
     ] = None,
     timeline: Annotated[
-        Path | None, typer.Option("--timeline", metavar="OUT.json", help="Write a trace for Perfetto or Chrome.")
+        Path | None, typer.Option("--timeline", metavar="OUT.json", help="Output trace for Perfetto or Chrome.")
     ] = None,
-    png: Annotated[Path | None, typer.Option("--png", metavar="OUT.png", help="Draw the first layers.")] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="OUT.png", help="Output picture of the first layers.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict a training step: its time, what of every stage is exposed, what travels, what memory it takes."""
-    with one_line_errors():
-        read = load_config("CONFIG", config)
+    """Predict the time, traffic and memory of a training step.
+
+    The table has the busy and exposed time of each stage, the bytes sent and the memory of a rank.
+    """
+    with one_line_errors(imbalance=imbalance, tokens=tokens, domain_sizes=domain_sizes):
+        read = load_config("CONFIG", config, "cluster", "model")
         cluster, model = cluster_of("CONFIG", config, read), model_of("CONFIG", config, read, tokens)
         counts = counts_of(read, model, cluster, trace, imbalance)
         step, name = read.step.build(), system or read.system
@@ -240,39 +257,55 @@ def simulate(
         )
         report = mean_report(list(with_progress(steps, len(counts), "simulating")))
         _write(report, timeline, png, f"{config}, {name}")
+        reason = candidate.system.no_op_reason(cluster.topology(), model.experts)
         hbm = traffic_of(candidate.system, model, cluster, backward=step.backward)
         head = {"config": config, "system": name, "num_ranks": cluster.num_ranks, "layers": model.layers}
         if as_json:
             domains = list(candidate.migration.sizes(cluster))
-            print_json({**head, "domain_sizes": domains, **report_json(report), "hbm_bytes": asdict(hbm)})
+            print_json(
+                {
+                    **head,
+                    "no_op_reason": reason,
+                    "domain_sizes": domains,
+                    **report_json(report),
+                    "hbm_bytes": asdict(hbm),
+                }
+            )
         else:
-            print_table(layer_table(head, report, hbm))
+            print_table(layer_table(head, report, hbm, reason))
 
 
 def calibrate(
-    out: Annotated[Path, typer.Argument(metavar="OUT.yaml", help="Written; `simulate` and `advise` read it.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT.yaml", help="Output configuration for simulate and advise.")],
     ranks: Annotated[
-        str | None, typer.Option("--ranks", metavar="R", help="Virtual devices if there is only a CPU; 2, at most 256.")
+        str | None,
+        typer.Option("--ranks", metavar="R", help="Virtual devices of a CPU, 2 to 256.", show_default="2"),
     ] = None,
     coordinator: Annotated[
         str | None,
-        typer.Option("--coordinator", metavar="HOST:PORT", help="Of several processes, which measure nodes, too."),
+        typer.Option("--coordinator", metavar="HOST:PORT", help="Address of process 1, to measure several nodes."),
     ] = None,
-    processes: Annotated[str | None, typer.Option("--processes", metavar="N", help="With a coordinator.")] = None,
+    processes: Annotated[
+        str | None, typer.Option("--processes", metavar="N", help="Number of processes; requires --coordinator.")
+    ] = None,
     process: Annotated[
-        str | None, typer.Option("--process", metavar="I", help="This one, from 1 on; the first writes OUT.")
+        str | None,
+        typer.Option("--process", metavar="I", help="Number of this process, from 1; process 1 writes OUT."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure this machine: grouped FFNs, exchanges, copies of weights and a planner, through the library's calls."""
+    """Measure this machine for the simulator.
+
+    The measurements are grouped FFNs, exchanges, weight copies and a planner, through the calls of the library.
+    """
     with one_line_errors():
-        # It sets up devices, and what it imports is only for them.
+        # Import here, because the measurement configures JAX's devices.
         from jax_moe_lb.calibrate.machine_profile import to_yaml, warnings
         from jax_moe_lb.calibrate.measure import HIDDEN, INNER, MOST_RANKS, measure
 
         if out.is_dir() or not out.parent.is_dir():
-            raise ValueError(f"OUT is {out}; expected a file in a folder that exists")
-        most_ranks = positive("--ranks", ranks, MOST_RANKS) or 2
+            raise ValueError(f"OUT is {out}; expected a file in an existing folder")
+        most_ranks = parse_integer("--ranks", ranks, MOST_RANKS) or 2
         number = _join(coordinator, processes, process)
         found = measure(most_ranks)
         if number > 1:
@@ -282,7 +315,7 @@ def calibrate(
             note(line)
         with naming("OUT", out), whole_file(out) as part:
             part.write_text(text)
-        # It is read again at once: what `simulate` would refuse is found here.
+        # Validate the file as `simulate` will.
         load_config("OUT", str(out) if out.suffix in (".yaml", ".yml") else f"./{out}")
         if as_json:
             print_json({"out": str(out), **asdict(found)})
@@ -291,30 +324,31 @@ def calibrate(
 
 
 def _join(coordinator: str | None, processes: str | None, process: str | None) -> int:
-    """Joins the other processes if there are some, and returns the number of this one."""
-    given = positive("--processes", processes, INT32_MAX), positive("--process", process, INT32_MAX)
+    """Join the other processes, if any, and return the number of this one."""
+    given = parse_integer("--processes", processes, INT32_MAX), parse_integer("--process", process, INT32_MAX)
     if coordinator is None and given == (None, None):
         return 1
     number, this = given
     if coordinator is None or number is None or this is None or this > number:
-        raise ValueError("--coordinator, --processes and --process go together; expected all three, I at most N")
+        raise ValueError("--coordinator, --processes and --process must be given together, with I at most N")
     import jax
 
     try:
         jax.distributed.initialize(coordinator, number, this - 1)
     except RuntimeError as error:
-        raise ValueError(f"--coordinator is {coordinator}: {error}; expected the address of the first") from error
+        raise ValueError(f"--coordinator is {coordinator}: {error}; expected the address of process 1") from error
     return this
 
 
 def _migration(config: SimulationConfig, name: str, domain_sizes: str | None) -> Migration:
-    found = config.migration.build()
+    found, named = config.migration.build(), "migration.domain_sizes"
     if domain_sizes is not None:
-        sizes = tuple(positive("--domain-sizes", size, INT32_MAX) or 1 for size in domain_sizes.split(","))
+        named = "--domain-sizes"
+        sizes = tuple(parse_integer(named, size, INT32_MAX) or 1 for size in domain_sizes.split(","))
         found = replace(found, domain_sizes=sizes)
     if found.domain_sizes and not name.startswith("hybridep"):
         raise ValueError(
-            f"domain_sizes is {found.domain_sizes} for {name!r}; expected a system that starts with hybridep"
+            f"{named} is {found.domain_sizes} for system {name!r}; expected a system whose name starts with hybridep"
         )
     return found
 
@@ -328,4 +362,4 @@ def _write(report: Report, timeline: Path | None, png: Path | None, title: str) 
             with naming("--png", png), whole_file(png) as part:
                 write_png(part, report.timeline, title)
     except ImportError as error:
-        raise ValueError("--png needs matplotlib; install jax_moe_lb[train]") from error
+        raise ValueError("--png requires matplotlib; run pip install matplotlib") from error

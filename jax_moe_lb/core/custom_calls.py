@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,23 @@ def by_platform(
         The result of the selected function.
     """
     built = {platform: native for platform in platforms if is_built(platform)}
+    if reference is not None and not built:
+        _warn_of_pure_jax()
     return jax.lax.platform_dependent(*args, **built, default=reference)
+
+
+def is_pure_jax() -> bool:
+    """Return whether this installation has no extension module, so that every operation runs in plain JAX."""
+    modules = (*MODULES.values(), PLANNING_MODULE)
+    return all(importlib.util.find_spec(module) is None for module in modules)
+
+
+@functools.cache
+def _warn_of_pure_jax() -> None:
+    # TPUs have no custom calls, so a pure installation loses nothing there.
+    if is_pure_jax() and jax.default_backend() != "tpu":
+        message = "jax_moe_lb was installed without extension modules and runs in plain JAX; run jax-moe-lb doctor"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def call(name: str, out: Any, *args: jax.Array, aliases: dict[int, int] | None = None, **attributes: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_moe_lb.core.plan import Plan
-from jax_moe_lb.core.types import AnyArray, pytree
+from jax_moe_lb.core.types import AnyArray, namespace, pytree
 from jax_moe_lb.core.validation import check_homes, check_plan, check_routed
 
 OnFault = Literal["raise", "record"]
@@ -182,6 +182,37 @@ class Stats:
     weight_bytes_moved: Float[Array, "*D"]
     loss: Float[Array, "*D"]
     fault: Fault
+
+    @property
+    def overload_factor(self) -> Float[AnyArray, "*D"]:
+        """`[*D]`, `max / mean` of the ranks' load as served: the name in Megatron-LM of `imbalance_after`."""
+        return self.imbalance_after
+
+    @property
+    def max_violation(self) -> Float[AnyArray, "*D"]:
+        """`[*D]`, MaxVio: `(max - mean) / mean` of the token copies routed to each expert; 0 without tokens.
+
+        A balancer does not change it, because it depends on the router alone.
+
+        Reference: Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts (arXiv 2408.15664),
+        with the copies of one microbatch and group.
+
+        Examples:
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> from flax import nnx
+            >>> from jax.sharding import AxisType
+            >>> from jax_moe_lb import ExpertConfig, MoE, TopK
+            >>> mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+            >>> layer = MoE(8, 4, TopK(1), mesh=mesh, experts=ExpertConfig(16), rngs=nnx.Rngs(0))
+            >>> _, stats = layer(jnp.ones((8, 8)))  # equal tokens select one expert of four
+            >>> stats.max_violation.tolist(), stats.overload_factor.tolist() == stats.imbalance_after.tolist()
+            ([3.0], True)
+        """
+        copies = self.counts.sum(-2).astype(self.imbalance_after.dtype)
+        mean = copies.mean(-1)
+        xp = namespace(copies)
+        return xp.where(mean > 0, copies.max(-1) / xp.where(mean > 0, mean, 1) - 1, xp.zeros_like(mean))
 
 
 def raise_on_fault(stats: Stats) -> None:

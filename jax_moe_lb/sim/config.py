@@ -287,26 +287,41 @@ class SimulationConfig(_Section):
     step: StepSection = StepSection()
 
 
-def preset_names() -> list[str]:
-    """List the presets of the package, without `.yaml`."""
-    found = (resources.files(__package__) / "presets").iterdir()
-    return sorted(file.name.removesuffix(".yaml") for file in found if file.name.endswith(".yaml"))
+def preset_names(*sections: str) -> list[str]:
+    """List the presets of the package, without `.yaml`.
+
+    Args:
+        *sections: Required keys of a listed file, such as `"cluster"`; no keys (default) list all files.
+    """
+    found = [file for file in (resources.files(__package__) / "presets").iterdir() if file.name.endswith(".yaml")]
+    if sections:
+        keys = {file.name: {line.partition(":")[0] for line in file.read_text().splitlines()} for file in found}
+        found = [file for file in found if keys[file.name].issuperset(sections)]
+    return sorted(file.name.removesuffix(".yaml") for file in found)
 
 
-def load_config(argument: str, source: str) -> SimulationConfig:
-    """Read a YAML file, or a preset by its name.
+def load_config(argument: str, source: str, *sections: str) -> SimulationConfig:
+    """Read a configuration file or a preset.
 
     Args:
         argument: Name of the option, for messages.
-        source: Path of a file if it ends in `.yaml` or `.yml` or contains a `/`; else the name of a preset.
+        source: Path with a `/` or the suffix `.yaml` or `.yml`; otherwise the name of a preset.
+        *sections: Required keys, `"cluster"` or `"model"`.
 
     Returns:
         The validated contents.
 
     Raises:
-        ValueError: The file or preset does not exist, or an entry is invalid; the message names the key.
+        ValueError: There is no such file or preset, a required key is missing, or a value is invalid; the message
+            names the key, and the presets with the required keys.
     """
-    data = _read(argument, source)
+    data = _read(argument, source, sections)
+    missing = [section for section in sections if data.get(section) is None]
+    if missing:
+        raise ValueError(
+            f"{argument} {source} has no {' and no '.join(missing)}; expected a .yaml file with it, or one of the "
+            f"presets {', '.join(preset_names(*sections))}"
+        )
     for section in ("cluster", "model"):
         if isinstance(data.get(section), str):
             data = data | {section: _of_preset(argument, source, section, data[section])}
@@ -327,19 +342,23 @@ def load_config(argument: str, source: str) -> SimulationConfig:
 
 
 def _of_preset(argument: str, source: str, section: str, name: str) -> Any:
-    found = _read(f"{argument} {source}: {section}", name).get(section)
+    found = _read(f"{argument} {source}: {section}", name, (section,)).get(section)
     if found is None:
-        raise ValueError(f"{argument} {source}: {section} is {shown(name)}; expected a preset with a {section}")
+        raise ValueError(
+            f"{argument} {source}: {section} is {shown(name)}; expected a preset with a {section}, one of "
+            f"{', '.join(preset_names(section))}"
+        )
     return found
 
 
-def _read(argument: str, source: str) -> dict[str, Any]:
+def _read(argument: str, source: str, sections: tuple[str, ...]) -> dict[str, Any]:
     is_file = source.endswith((".yaml", ".yml")) or "/" in source
     if not is_file and source not in preset_names():
-        near = difflib.get_close_matches(source[:MOST_NAME], preset_names(), 3, 0.4)
+        known = preset_names(*sections)
+        near = difflib.get_close_matches(source[:MOST_NAME], known, 3, 0.4)
         hint = f"near ones are {', '.join(near)}, " if near else ""
         raise ValueError(
-            f"{argument} is {shown(source)}, no preset and no .yaml file; {hint}presets are {', '.join(preset_names())}"
+            f"{argument} is {shown(source)}, no preset and no .yaml file; {hint}presets are {', '.join(known)}"
         )
     try:
         if is_file:
@@ -353,8 +372,10 @@ def _read(argument: str, source: str) -> dict[str, Any]:
         raise ValueError(f"{argument} {source} {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{argument} {source} contains {type(data).__name__}; expected keys, the first one version")
-    if data.get("version") != VERSION:
-        raise ValueError(f"{argument} {source}: version is {shown(data.get('version'))}; expected {VERSION}")
+    if "version" not in data:
+        raise ValueError(f"{argument} {source}: version is missing; expected the key version: {VERSION}")
+    if data["version"] != VERSION:
+        raise ValueError(f"{argument} {source}: version is {shown(data['version'])}; expected {VERSION}")
     return data
 
 

@@ -25,7 +25,14 @@ from jax_moe_lb.balancers import LayerCost
 from jax_moe_lb.core import plain_plan
 from models.run_folder.files import free_sibling, move_into, naming, part, write_whole
 
-MEANS = ("imbalance_before", "imbalance_after", "straggler_before", "straggler_after")
+MEANS = (
+    "imbalance_before",
+    "imbalance_after",
+    "overload_factor",
+    "max_violation",
+    "straggler_before",
+    "straggler_after",
+)
 SUMS = ("rows_moved", "weight_bytes_moved")
 
 
@@ -91,7 +98,7 @@ class CountsTrace:
         write_whole(path, packed.getvalue())
 
 
-PER_LAYER = ("imbalance_before", "imbalance_after")
+PER_LAYER = ("imbalance_before", "imbalance_after", "overload_factor", "max_violation")
 """Statistics recorded as mean and maximum over layers."""
 
 PER_STEP = ("counts", "quota", "load_before", "load_after")

@@ -18,7 +18,7 @@ from jax_moe_lb.cli.planning import balancer_names, load_balancer
 from jax_moe_lb.core import check_plan, plain_plan
 
 ROOT = Path(__file__).parents[2]
-HEAD = ["balancer", "num_ranks", "num_experts", "slots"]
+HEAD = ["balancer", "num_ranks", "num_experts", "replica_slots"]
 EFFECT = [
     "imbalance_before",
     "imbalance_after",
@@ -82,9 +82,10 @@ def as_json(capsys, *argv):
 
 
 def test_plan_json(capsys, counts_file):
-    found = as_json(capsys, "plan", counts_file, "--balancer", "greedy", "--ranks-per-domain", 2, "--slots", 3)
-    assert list(found) == [*HEAD, "layers", "mean"]
-    assert [found[key] for key in HEAD] == ["greedy", 4, 8, 3]
+    found = as_json(capsys, "plan", counts_file, "--balancer", "greedy", "--ranks-per-domain", 2, "--replica-slots", 1)
+    assert list(found) == [*HEAD, "no_op_reason", "layers", "mean"]
+    assert [found[key] for key in HEAD] == ["greedy", 4, 8, 1]
+    assert found["no_op_reason"] is None
     assert len(found["layers"]) == 3
     for row in (*found["layers"], found["mean"]):
         assert list(row) == EFFECT
@@ -106,7 +107,7 @@ def test_plan_numbers(capsys, counts_file):
 
 def test_defaults(capsys, counts_file):
     found = as_json(capsys, "plan", counts_file, "--balancer", "plain")
-    assert found["slots"] == 4
+    assert found["replica_slots"] == 2
     for row in found["layers"]:
         assert row["imbalance_before"] == row["imbalance_after"]
         assert (row["replicas"], row["max_fan_out"]) == (0, 0)
@@ -167,7 +168,7 @@ def test_out_holds_legal_plans(capsys, counts_file, tmp_path, name):
 @pytest.mark.parametrize("name", ["greedy", "ultraep", "rails"])
 def test_plan_load_reads_what_out_wrote(capsys, counts_file, tmp_path, name):
     """All plan contents of a balancer, including its own split and rails."""
-    output(capsys, "plan", counts_file, "--balancer", name, "--slots", 3, "--out", tmp_path / "plan.npz")
+    output(capsys, "plan", counts_file, "--balancer", name, "--replica-slots", 1, "--out", tmp_path / "plan.npz")
     stacked = Plan.load(tmp_path / "plan.npz")
     balancer, topology = load_balancer(name), Topology.flat(4)
     for layer, counts in enumerate(skewed_counts(3).astype(np.int32)):
@@ -187,7 +188,8 @@ def test_out_of_one_layer_has_the_dimension_too(capsys, tmp_path):
 
 def test_replay_json(capsys, trace_file):
     found = as_json(capsys, "replay", trace_file, "--balancer", "greedy")
-    assert list(found) == [*HEAD, "steps", "mean"]
+    assert list(found) == [*HEAD, "no_op_reason", "steps", "mean"]
+    assert found["no_op_reason"] is None
     assert [row["step"] for row in found["steps"]] == [10, 20, 30]
     assert list(found["mean"]) == EFFECT
     for row in found["steps"]:
@@ -260,3 +262,32 @@ def test_a_balancer_takes_options_and_others_behind_it():
 def test_bad_options_of_a_balancer(capsys, trace_file, text, message):
     assert main(["replay", str(trace_file), "--balancer", text]) == 2
     assert message in capsys.readouterr().err
+
+
+NO_OPS = {
+    "plain": (("--balancer", "plain"), "plain serves every expert on its home rank"),
+    "no replica slots": (("--balancer", "greedy", "--replica-slots", "0"), "replica_slots is 0"),
+    "domains of one rank": (("--balancer", "greedy", "--ranks-per-domain", "1"), "domains have one rank each"),
+    "one node": (("--balancer", "rails"), "all ranks are in one node"),
+    "history": (("--balancer", "eplb"), "EPLB plans from the counts of earlier steps, and the input has 0 of them"),
+    "limits": (("--balancer", "greedy:min_tokens=100000"), "Greedy(min_tokens=100000) found no better plan"),
+}
+
+
+@pytest.mark.parametrize("name", NO_OPS)
+def test_plans_that_change_nothing_have_a_reason(capsys, tmp_path, name):
+    argv, reason = NO_OPS[name]
+    np.save(tmp_path / "plan.npy", skewed_counts())
+    np.save(tmp_path / "replay.npy", skewed_counts(1, 2))
+    for command in ("plan", "replay"):
+        found = as_json(capsys, command, tmp_path / f"{command}.npy", *argv)
+        assert reason in found["no_op_reason"]
+        assert found["mean"]["imbalance_after"] == found["mean"]["imbalance_before"]
+    table = " ".join(output(capsys, "plan", tmp_path / "plan.npy", *argv).split())
+    assert f"no plan changes the load: {reason}" in table
+
+
+def test_a_level_load_is_a_reason(capsys, tmp_path):
+    np.save(tmp_path / "counts.npy", np.full((4, 8), 5))
+    found = as_json(capsys, "plan", tmp_path / "counts.npy", "--balancer", "greedy")
+    assert found["no_op_reason"] == "the load of the ranks is already equal"

@@ -11,7 +11,7 @@ from jax_moe_lb.cli import main
 from tests.cli.test_refusals import refusal
 
 BAD = {
-    "no target": ((), "--target"),
+    "no target": (("--train",), "--target"),
     "half a target": (("--target", "h100"), "target is 'h100'; expected NAME:NODESxGPUS"),
     "no devices": (("--target", "h100:0x8"), "target is 'h100:0x8'; expected"),
     "letters": (("--target", "h100:axb"), "target is 'h100:axb'; expected"),
@@ -19,8 +19,8 @@ BAD = {
     "a terminal's bell": (("--target", "\a"), "target is '\\x07'; expected"),
     "pages": (("--target", "x" * 10**6), "expected NAME:NODESxGPUS"),
     "unknown system": (("--target", "h100:1x8", "--system", "nope"), "--system is 'nope'; expected one of eplb, "),
-    "two systems": (("--target", "h100:1x8", "--system", "exact+ultraep"), "with +rails behind it or not"),
-    "sprayed waves": (("--target", "h100:1x8", "--system", "feplb+rails"), "expected a system whose tokens travel"),
+    "two systems": (("--target", "h100:1x8", "--system", "exact+ultraep"), "optionally before +rails"),
+    "sprayed waves": (("--target", "h100:1x8", "--system", "feplb+rails"), "expected a system with direct dispatch"),
     "a size of 0": (("--target", "h100:1x8", "--sizes", "H=0"), "sizes is 'H=0'; expected some of H, F, E, T and K"),
     "a size twice": (("--target", "h100:1x8", "--sizes", "H=64", "--sizes", "H=32"), "sizes is 'H=64,H=32'"),
     "no replicas": (("--target", "h100:1x8", "--system", "plain", "--replica-slots", "2"), "--replica-slots is 2;"),
@@ -45,7 +45,7 @@ def test_a_compiler_that_is_missing_is_named(target, extra, capsys, monkeypatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in modules else found(name))
     message = refusal(capsys, "compile", "--target", target)
     assert message == (
-        f"error: target {target} needs the compiler of {extra}, which is not installed; expected jax_moe_lb[{extra}]\n"
+        f"error: target {target} requires the compiler of {extra}; run pip install '.[{extra}]' in a checkout\n"
     )
 
 

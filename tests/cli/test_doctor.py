@@ -12,43 +12,34 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+import jax_moe_lb
 from jax_moe_lb import Experts, Plan, Topology, _ffi
 from jax_moe_lb.cli import main
 from jax_moe_lb.cli.doctor import (
     HOW_TO_BUILD,
+    balancer_implementations,
     build_states,
     grouped_products,
     implementations,
     newest_api_version,
+    pure_jax_message,
     version,
 )
+from jax_moe_lb.cli.planning import balancer_names
 from jax_moe_lb.collectives.peer_copy import Route, copy_expert_weights, join
 from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.collectives.ragged_all_to_all import ragged_all_to_all
 from jax_moe_lb.core import custom_calls
 from jax_moe_lb.kernels import backends as grouped_kernels
 from jax_moe_lb.kernels.grouped_ffn import grouped_ffn
-from jax_moe_lb.planners.eplb import eplb_plus
-from jax_moe_lb.planners.exact import exact
-from jax_moe_lb.planners.fastermoe import fastermoe
-from jax_moe_lb.planners.feplb import feplb
-from jax_moe_lb.planners.greedy import greedy, greedy_planner
+from jax_moe_lb.planners.greedy import greedy_planner
 from jax_moe_lb.planners.relay import relay
-from jax_moe_lb.planners.spray import spray
-from jax_moe_lb.planners.ultraep import ultraep
 from jax_moe_lb.transport import Gather
 
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 RANKS = 8
 OPERATIONS = (
-    "greedy",
-    "eplb_plus",
-    "feplb",
-    "fastermoe",
-    "ultraep",
     "relay",
-    "spray",
-    "exact",
     "ragged_all_to_all",
     "grouped_ffn",
     "gather",
@@ -100,17 +91,7 @@ def operation(name):
     """Return a function running the operation, and its arguments."""
     placement, full_quota = integers(RANKS, 4), integers(2 * RANKS, RANKS)
     return {
-        "greedy": (lambda *plan: greedy(*plan, domain=RANKS, min_tokens=1), (placement, full_quota)),
-        "eplb_plus": (lambda *plan: eplb_plus(*plan, domain=RANKS), (integers(2 * RANKS), placement)),
-        "feplb": (lambda *plan: feplb(*plan, RANKS, 4, 8, 1, False), (placement, integers(2 * RANKS, RANKS))),
-        "fastermoe": (
-            lambda *plan: fastermoe(*plan, RANKS, 1),
-            (placement, integers(2 * RANKS, RANKS), integers(RANKS, 2 * RANKS)),
-        ),
-        "ultraep": (lambda *plan: ultraep(*plan, RANKS, eps=0.01, min_tokens=1), (placement, full_quota)),
         "relay": (lambda placement: relay(placement, 2, 4, 8, 2), (placement,)),
-        "spray": (lambda *rows: spray(*rows, RANKS, 16), (integers(2 * RANKS, 2 * RANKS), integers(RANKS))),
-        "exact": (lambda counts: exact(counts, 4, RANKS), (integers(RANKS, 2 * RANKS),)),
         "ragged_all_to_all": (sharded(exchange, 1), (floats(8 * RANKS, 4), integers(RANKS))),
         "grouped_ffn": (lambda *args: grouped_ffn(*args), (floats(32, 4), experts(2), integers(2))),
         "gather": (sharded(gather, 1), (experts(2 * RANKS), placement)),
@@ -132,10 +113,12 @@ def test_json(capsys):
         "versions",
         "build",
         "compilers",
+        "pure_jax",
         "shadowed",
         "backend",
         "devices",
         "compiler_options",
+        "balancers",
         "ops",
         "grouped_products",
     ]
@@ -145,6 +128,9 @@ def test_json(capsys):
     assert (found["backend"], len(found["devices"])) == ("cpu", 8)
     assert [op["op"] for op in found["ops"]] == list(OPERATIONS)
     assert all(list(op) == ["op", "implementation", "why", "faster"] for op in found["ops"])
+    assert [balancer["op"] for balancer in found["balancers"]] == balancer_names()
+    assert (found["pure_jax"], found["shadowed"]) == (None, None)
+    assert found["versions"]["jax_moe_lb"] == jax_moe_lb.__version__
     assert found["grouped_products"] == grouped_products()
 
 
@@ -161,6 +147,19 @@ def test_tables(capsys):
         "jax_moe_lb._planning",
     ):
         assert word in captured.out
+
+
+@pytest.mark.parametrize("backend", PLATFORMS)
+def test_planners_of_balancers_are_named(backend):
+    native = {"cpu": "custom call moe_lb_plan_greedy", "gpu": "custom call moe_lb_plan_greedy", "tpu": "a loop in jnp"}
+    found = {op.op: op for op in balancer_implementations(backend)}
+    assert list(found) == balancer_names()
+    assert found["greedy"].implementation == native[backend]
+    assert found["lplb"].implementation == "a callback on the host"
+    assert found["hybridep"].implementation == "no planner"
+    names = {name for name, op in found.items() if op.implementation.startswith("custom call")}
+    all_native = {"eplb", "eplb_plus", "exact", "fastermoe", "feplb", "greedy", "rails", "ultraep"}
+    assert names == (set() if backend == "tpu" else all_native)
 
 
 @pytest.mark.slow
@@ -199,7 +198,10 @@ def test_without_custom_calls_it_says_how_to_get_them(monkeypatch):
         assert state.startswith("missing")
         assert "pip install ." in state
     assert {op.op: op.faster for op in implementations("cpu")}["ragged_all_to_all"] == HOW_TO_BUILD["cpu"]
-    assert {op.op: op.faster for op in implementations("gpu")}["greedy"] == HOW_TO_BUILD["cuda"]
+    found = {op.op: op for op in balancer_implementations("cpu")}
+    assert (found["greedy"].implementation, found["greedy"].faster) == ("a loop in jnp", HOW_TO_BUILD["cpu"])
+    assert (found["plain"].implementation, found["plain"].faster) == ("no planner", None)
+    assert {op.op: op.faster for op in balancer_implementations("gpu")}["greedy"] == HOW_TO_BUILD["cuda"]
 
 
 def test_custom_calls_that_the_driver_cannot_run_are_not_used(monkeypatch):
@@ -211,7 +213,7 @@ def test_custom_calls_that_the_driver_cannot_run_are_not_used(monkeypatch):
     monkeypatch.setitem(custom_calls.MODULES, "cuda", module.__name__)
     assert not custom_calls.is_built("cuda")
     assert build_states()[module.__name__].endswith("not used: the driver here is for CUDA 12.4")
-    greedy = {op.op: op for op in implementations("gpu")}["greedy"]
+    greedy = {op.op: op for op in balancer_implementations("gpu")}["greedy"]
     assert not greedy.implementation.startswith("custom call")
 
 
@@ -228,10 +230,12 @@ def test_what_the_driver_lacks_is_named(monkeypatch):
 
 
 def test_a_build_against_newer_headers_is_named(monkeypatch):
-    assert "build it again" not in build_states()["jax_moe_lb._ffi"]
+    assert "run pip install . in a checkout" not in build_states()["jax_moe_lb._ffi"]
     assert _ffi.registrations()["api_version"] <= newest_api_version()
     monkeypatch.setattr("jax_moe_lb.cli.doctor.newest_api_version", lambda: (0, 1))
-    assert build_states()["jax_moe_lb._ffi"].endswith("this jaxlib takes at most 0.1: build it again")
+    assert build_states()["jax_moe_lb._ffi"].endswith(
+        "this jaxlib accepts at most 0.1; run pip install . in a checkout"
+    )
 
 
 def test_a_module_that_cannot_be_loaded_is_named(monkeypatch, tmp_path):
@@ -263,7 +267,7 @@ def test_tokamax(monkeypatch):
 
     monkeypatch.setattr(grouped_kernels, "has_tokamax", lambda: False)
     assert on_gpu().implementation == "blocks of rows"
-    assert on_gpu().faster == "pip install tokamax"
+    assert on_gpu().faster == "run pip install tokamax"
     monkeypatch.undo()
     install_tokamax(monkeypatch)
     assert on_gpu().implementation == "tokamax.ragged_dot"
@@ -315,9 +319,27 @@ def test_grouped_products_of_other_platforms(built, monkeypatch):
         assert found["tpu", kind] == "lax.ragged_dot"
 
 
-def test_version_and_help(capsys):
+@pytest.mark.parametrize("metadata_version", [None, "0.0.1"], ids=["incomplete metadata", "another installation"])
+def test_the_version_is_that_of_the_code(capsys, monkeypatch, metadata_version):
+    monkeypatch.setattr("importlib.metadata.version", lambda package: metadata_version)
+    assert version("jax_moe_lb") == jax_moe_lb.__version__
+    assert version("jax") == (metadata_version or "unknown")
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == version("jax_moe_lb") + "\n"
+    assert capsys.readouterr().out == jax_moe_lb.__version__ + "\n"
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_pure_jax_names_the_missing_tools(monkeypatch, compiler):
+    assert pure_jax_message() is None
+    monkeypatch.setattr(custom_calls, "is_pure_jax", lambda: True)
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/c++" if compiler else None)
+    message = pure_jax_message()
+    assert message.startswith("pure JAX, without extension modules; for faster planners ")
+    assert message.endswith("run pip install . in a checkout")
+    assert ("install a C++17 compiler (Debian, Ubuntu: apt install g++), then run" in message) != compiler
+
+
+def test_version_and_help(capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(command in printed for command in ("plan", "replay", "doctor"))

@@ -56,7 +56,7 @@ TEXTS = {
     "depth of keys in braces": ("{a: " * 3000 + "}" * 3000, "; expected at most 32"),
     "many values": ("a: [" + "0, " * 20_000 + "]", "expected at most 10000"),
     "a long number": ("version: " + "9" * 5000, "5000 characters in a value by line 1; expected at most 1000"),
-    "a long key": ("k" * 900 + ": 1", "version is None; expected 1"),
+    "a long key": ("k" * 900 + ": 1", "version is missing; expected the key version: 1"),
     "a large file": ("# nothing\n" * 100_000, "has more than 262144 bytes"),
     "an unknown alias": ("a: *" + "b" * 5000, "found undefined alias"),
     "a day that is none": ("version: 2000-99-99", "is not valid YAML: a value cannot be read"),
@@ -94,10 +94,10 @@ CONFIGS = {
 
 OPTIONS = {
     "tokens": (("--tokens", "17179869248"), "--tokens is '17179869248'; expected an integer, from 1 to 2147483647"),
-    "tokens in 32 bits": (("--tokens", "2147483647"), "tokens is 2147483647; expected at most 268435455"),
+    "tokens in 32 bits": (("--tokens", "2147483647"), "--tokens is 2147483647; expected at most 268435455"),
     "digits": (("--tokens", "9" * 5000), "expected an integer, from 1 to 2147483647"),
     "letters": (("--tokens", "x" * 5000), "expected an integer, at least 1"),
-    "slots": (("--system", "ultraep", "--replica-slots", "9" * 400), "expected an integer, from 1 to 2147483647"),
+    "slots": (("--system", "ultraep", "--replica-slots", "9" * 400), "expected an integer, from 0 to 2147483647"),
     "imbalance": (("--imbalance", "9" * 5000), "expected a number, at least 1"),
     "domains": (("--system", "hybridep", "--domain-sizes", "9" * 400), "expected an integer, from 1 to 2147483647"),
 }

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+import typer
 
 from jax_moe_lb.cli import main
+from jax_moe_lb.cli.app import app
 
 
 def save(path, array):
@@ -34,13 +36,13 @@ OPTIONS = {
     "balancer with arguments": (("--balancer", "host"), "greedy, hybridep, lplb, plain, rails"),
     "balancer of elsewhere": (("--balancer", "../plan"), "greedy, hybridep, lplb, plain, rails"),
     "no balancer": ((), "--balancer"),
-    "slots below home": ((*PLAIN, "--slots", "1"), "slots is 1; expected 2, a rank's home"),
-    "slots beyond experts": ((*PLAIN, "--slots", "99999999999"), "at most the 8 experts"),
-    "no slots": ((*PLAIN, "--slots", "0"), "--slots is '0'"),
-    "negative slots": ((*PLAIN, "--slots", "-4"), "--slots is '-4'"),
-    "slots in words": ((*PLAIN, "--slots", "four"), "--slots is 'four'; expected an integer"),
-    "domain no divisor": ((*PLAIN, "--ranks-per-domain", "3"), "ranks_per_domain is 3; expected a divisor of the 4"),
-    "domain beyond ranks": ((*PLAIN, "--ranks-per-domain", "8"), "ranks_per_domain is 8"),
+    "slots beyond experts": ((*PLAIN, "--replica-slots", "7"), "--replica-slots is 7; expected at most 6, the experts"),
+    "slots beyond int32": ((*PLAIN, "--replica-slots", "99999999999"), "expected an integer, from 0 to 2147483647"),
+    "negative slots": ((*PLAIN, "--replica-slots", "-4"), "--replica-slots is '-4'; expected an integer, at least 0"),
+    "slots in words": ((*PLAIN, "--replica-slots", "four"), "--replica-slots is 'four'; expected an integer"),
+    "slots by their old name": ((*PLAIN, "--slots", "4"), "--slots"),
+    "domain no divisor": ((*PLAIN, "--ranks-per-domain", "3"), "--ranks-per-domain is 3; expected a divisor of the 4"),
+    "domain beyond ranks": ((*PLAIN, "--ranks-per-domain", "8"), "--ranks-per-domain is 8"),
     "empty domain": ((*PLAIN, "--ranks-per-domain", "0"), "--ranks-per-domain is '0'"),
     "free experts": ((*PLAIN, "--expert-bytes", "0"), "--expert-bytes is '0'"),
     "unknown option": ((*PLAIN, "--slot", "4"), "--slot"),
@@ -144,6 +146,51 @@ class TestFiles:
         )
 
 
-@pytest.mark.parametrize("argv", [(), ("nope",), ("plan",), ("replay",), ("doctor", "extra"), ("--nope",)])
+@pytest.mark.parametrize("argv", [("nope",), ("plan", "--json"), ("replay", "x"), ("doctor", "extra"), ("--nope",)])
 def test_usage(capsys, argv):
     refusal(capsys, *argv)
+
+
+COMMANDS = typer.main.get_command(app).commands
+
+
+@pytest.mark.parametrize("name", ["", *(name for name in COMMANDS if name != "doctor")])
+def test_a_bare_command_prints_its_help(capsys, name):
+    argv = [name] if name else []
+    assert main([*argv, "--help"]) == 0
+    help_text = capsys.readouterr().out
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", help_text)
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_no_help_is_cut_in_80_columns(capsys, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([name, "--help"] if name else ["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    # The first line is click's usage, such as [ARGS]...
+    assert not [line for line in lines[1:] if "..." in line or "…" in line]
+
+
+def test_the_first_line_of_every_help_is_short():
+    for command in COMMANDS.values():
+        first = command.help.partition("\n\n")[0]
+        assert len(first) <= 60
+        assert first.endswith(".")
+
+
+def test_one_name_for_replica_slots():
+    names = {
+        name: {option for parameter in command.params for option in parameter.opts}
+        for name, command in COMMANDS.items()
+    }
+    assert {name for name, options in names.items() if "--replica-slots" in options} == {
+        "plan",
+        "replay",
+        "simulate",
+        "advise",
+        "compile",
+    }
+    assert not any("--slots" in options for options in names.values())

@@ -142,7 +142,7 @@ def test_advise_ranks_by_the_step(capsys, one_level, tmp_path):
     text = output(capsys, *argv)
     assert f"Use {found['best']}: " in text
     assert all(line in text for line in best["usage"]["code"])
-    assert "Workloads: step 1; step 2; layers of each: 1; imbalance at home " in text
+    assert "Workloads: step 1; step 2; layers of each: 1; imbalance without balancing " in text
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_advise_lists_compressed_experts_apart_and_what_was_refused(capsys, one_
     assert {row["choice"]["ratio"] for row in found["compressed"]} == {4}
     assert "gathered experts" in found["refused"]["hybridep(4)"]
     text = output(capsys, *argv)
-    assert "with experts that lose what their codec leaves out" in text
+    assert "with lossy compression of experts" in text
     assert "Refused: hybridep(4) needs 0.0 GB of 0.0: weights" in text
 
 
@@ -171,7 +171,7 @@ def large(tmp_path, *levels):
 def test_advise_takes_more_ranks_than_counts_can_have(capsys, tmp_path):
     path = large(tmp_path, {"name": "gpu", "size": 8000, "rate": "50 GB/s"})
     text = output(capsys, "advise", path, path)
-    assert "Assumed: uniform routing, since 8000 ranks are more than 256" in text
+    assert "Assumed: uniform routing, because 8000 ranks exceed 256" in text
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ def test_advise_plans_for_a_sample_of_many_datacenters(capsys, tmp_path, monkeyp
     monkeypatch.setattr(module, "DRAWS", 1)
     text = output(capsys, "advise", path, path, "--replica-slots", "1")
     assert "Planned for a sample: 2 of the 1000 members of level dc" in text
-    assert "Alone, one layer of plain's: " in text
+    assert "Time of one layer over plain's, by system: " in text
     assert "exact" in text
 
 
@@ -227,7 +227,7 @@ def test_calibrate_writes_what_simulate_reads(capsys, tmp_path, monkeypatch):
 def test_calibrate_names_processes_together(capsys, tmp_path):
     out = tmp_path / "machine.yaml"
     for argv in (("--coordinator", "host:1"), ("--processes", "2"), ("--coordinator", "h:1", *JOINS, "--process", "3")):
-        assert "expected all three, I at most N" in refusal(capsys, "calibrate", out, *argv)
+        assert "must be given together, with I at most N" in refusal(capsys, "calibrate", out, *argv)
 
 
 JOINS = ("--processes", "2")
@@ -235,19 +235,22 @@ JOINS = ("--processes", "2")
 REFUSED = {
     "unknown system": (("--system", "ultra"), "--system is 'ultra'; expected one of eplb"),
     "two systems": (("--system", "greedy+ultraep"), "--system is 'greedy+ultraep'"),
-    "waves over rails": (("--system", "feplb+rails"), "tokens travel directly"),
-    "slots of plain": (("--system", "plain", "--replica-slots", "2"), "expected none, as this system has no replicas"),
+    "waves over rails": (("--system", "feplb+rails"), "expected a system with direct dispatch before +rails"),
+    "slots of plain": (
+        ("--system", "plain", "--replica-slots", "2"),
+        "expected 0, because this system has no",
+    ),
     "slots in words": (("--replica-slots", "two"), "--replica-slots is 'two'"),
     "slots beyond all experts": (
         ("--replica-slots", "7"),
-        "--replica-slots is 7; expected at most 6, the experts that",
+        "--replica-slots is 7; expected at most 6, the experts without",
     ),
-    "domains of ultraep": (("--domain-sizes", "1,2"), "expected a system that starts with hybridep"),
-    "too few domains": (("--system", "hybridep", "--domain-sizes", "2"), "domain_sizes is (2,)"),
-    "no divisors": (("--system", "hybridep", "--domain-sizes", "3,1"), "domain_sizes is (3, 1)"),
+    "domains of ultraep": (("--domain-sizes", "1,2"), "--domain-sizes is (1, 2) for system 'ultraep'"),
+    "too few domains": (("--system", "hybridep", "--domain-sizes", "2"), "--domain-sizes is (2,)"),
+    "no divisors": (("--system", "hybridep", "--domain-sizes", "3,1"), "--domain-sizes is (3, 1)"),
     "no imbalance": (("--imbalance", "0.5"), "--imbalance is '0.5'; expected a number, at least 1"),
     "imbalance in words": (("--imbalance", "much"), "--imbalance is 'much'"),
-    "impossible imbalance": (("--imbalance", "99"), "imbalance is 99.0; expected at most"),
+    "impossible imbalance": (("--imbalance", "99"), "--imbalance is 99.0; expected at most"),
     "no tokens": (("--tokens", "0"), "--tokens is '0'"),
     "missing trace": (("--trace", "none.npy"), "--trace is none.npy: No such file"),
     "no folder": (("--timeline", "no/such/t.json"), "--timeline is no/such/t.json: No such file or directory"),
@@ -262,7 +265,7 @@ def test_bad_options(capsys, config, name):
 
 def test_slots_beyond_all_experts_are_refused_wherever_they_stand(capsys, config, tmp_path):
     said = refusal(capsys, "advise", config, config, "--replica-slots", "7")
-    assert "--replica-slots is 7; expected at most 6, the experts that a rank does not have at home" in said
+    assert "--replica-slots is 7; expected at most 6, the experts without a home on the rank" in said
     (tmp_path / "many.yaml").write_text(CONFIG + "replica_slots: 100\n")
     assert "replica_slots is 100; expected at most 6" in refusal(capsys, "simulate", tmp_path / "many.yaml")
 
@@ -285,6 +288,11 @@ def test_files_that_are_none(capsys, config, tmp_path):
     data = yaml.safe_load(CONFIG)
     del data["model"]
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(data))
+    advised = refusal(capsys, "advise", "nvl72", "mixtral_8x7b")
+    assert "CLUSTER mixtral_8x7b has no cluster; expected a .yaml file with it, or one of the presets cpu_2" in advised
+    assert "qwen3_235b" not in advised
+    said = refusal(capsys, "simulate", "deepseek_v3")
+    assert "CONFIG deepseek_v3 has no cluster; expected" in said
     assert "has no model" in refusal(capsys, "simulate", tmp_path / "cluster.yaml")
     assert "OUT is" in refusal(capsys, "calibrate", tmp_path)
     assert "--ranks is 1" in refusal(capsys, "calibrate", tmp_path / "out.yaml", "--ranks", "1")

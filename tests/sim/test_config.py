@@ -82,7 +82,7 @@ def test_a_rate_needs_its_unit(value):
 
 BAD = {
     "another version": ((), {"version": 2}, "version is 2; expected 1"),
-    "no version": ((), {"remove": "version"}, "version is None; expected 1"),
+    "no version": ((), {"remove": "version"}, "version is missing; expected the key version: 1"),
     "unknown section": ((), {"clutser": 1}, "clutser is unknown"),
     "unknown key": (LEVEL, {"siz": 3}, "cluster.levels[0].siz is unknown"),
     "unknown key of a part": ((), {"routing": {"drift": {"stedy": 1}}}, "routing.drift.stedy is unknown"),

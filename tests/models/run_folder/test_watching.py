@@ -87,6 +87,7 @@ def test_a_run_is_watched_and_ends_with_a_nan(tmp_path, monkeypatch):
     layers = folder.rows("layers")
     assert [row["step"] for row in layers] == [2, 4]
     assert len(layers[0]["imbalance_before"]) == CONFIG.model.num_layers
+    assert len(layers[0]["max_violation"]) == CONFIG.model.num_layers
     assert layers[0]["planner_s"] > 0
     assert list(folder.tensorboard.glob("events.out.tfevents.*"))
     traces = [path.name for path in folder.profile.rglob("*") if path.is_file()]

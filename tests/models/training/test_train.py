@@ -41,6 +41,8 @@ def test_what_a_step_records(trained_run):
     assert [row["step"] for row in rows] == list(range(1, CONFIG.steps + 1))
     for row in rows:
         assert 1 <= row["imbalance_after_mean"] <= row["imbalance_after_max"] <= row["imbalance_before_max"]
+        assert row["overload_factor_mean"] == row["imbalance_after_mean"]
+        assert 0 <= row["max_violation_mean"] <= row["max_violation_max"] < CONFIG.model.num_experts
         assert 0 <= row["straggler_after"] <= row["straggler_before"]
         assert row["rounds_max"] >= 1
         assert row["rows_moved"] > 0

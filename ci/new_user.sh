@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# The first hour of a new user: clone, install without and then with a C++ compiler, train a step of a small layer, and
+# run every program of the README. `new_user.sh --pages` also runs the programs and checks the commands of all pages, by
+# tests/test_readme.py and tests/test_pages.py in the clone.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+checkout=$PWD
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+git clone -q . "$work/clone"
+"$checkout/.venv/bin/python" -m venv --without-pip "$work/venv"
+python=$work/venv/bin/python
+install() { "$checkout/.venv/bin/uv" pip install -q --python "$python" "$@"; }
+# Outside the clone, which would shadow the installation.
+run() { (cd "$work" && JAX_PLATFORMS=cpu PATH="$work/venv/bin:$PATH" "$@"); }
+expect() { grep -qF "$2" "$1" || { cat "$1"; echo "expected in $1: $2"; exit 1; }; }
+binaries() { find "$work/venv/lib" -path '*/jax_moe_lb/*.so'; }
+
+# All programs of the path except compilers. CMake searches system folders too, unless told otherwise.
+mkdir "$work/bin"
+IFS=: read -ra folders <<< "$PATH"
+for folder in "${folders[@]}"; do
+  for program in "$folder"/*; do
+    case ${program##*/} in c++* | g++* | gcc* | cc | CC | *clang* | icpx | xlC | *-g++* | *-gcc* | *-c++*) ;;
+      *) [ -e "$work/bin/${program##*/}" ] || ln -s "$program" "$work/bin/" 2> /dev/null || true ;;
+    esac
+  done
+done
+without_compilers() {
+  (unset CC CXX; PATH=$work/bin CMAKE_ARGS=-DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF "$@")
+}
+cat > "$work/step.py" <<'PY'
+import jax
+from flax import nnx
+from jax.sharding import AxisType
+
+from jax_moe_lb import ExpertConfig, MoE, TopK, greedy, use_virtual_cpu_devices
+
+use_virtual_cpu_devices(4)
+mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,))
+layer = MoE(16, 8, TopK(2), mesh=mesh, system=greedy(2), experts=ExpertConfig(32), rngs=nnx.Rngs(0))
+x = jax.random.normal(jax.random.key(0), (64, 16)) + 1
+
+
+@nnx.jit
+def step(layer, x):
+    def loss(layer):
+        y, stats = layer(x)
+        return ((y - x) ** 2).mean(), stats
+
+    (value, stats), gradients = nnx.value_and_grad(loss, has_aux=True)(layer)
+    parameters = nnx.state(layer, nnx.Param)
+    nnx.update(layer, jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, parameters, gradients))
+    return value, stats
+
+
+first, stats = step(layer, x)
+for _ in range(5):
+    last, _ = step(layer, x)
+assert last < first and stats.imbalance_after[0] < stats.imbalance_before[0], (first, last, stats)
+print(f"loss {first:.4f} -> {last:.4f}")
+PY
+
+echo "== without a compiler =="
+without_compilers install "$work/clone" --no-cache-dir
+[ -z "$(binaries)" ] || { echo "an installation without a compiler has $(binaries)"; exit 1; }
+without_compilers run jax-moe-lb doctor --json > "$work/doctor"
+expect "$work/doctor" "pure JAX, without extension modules; for faster planners install a C++17 compiler"
+run python "$work/step.py" 2> "$work/warnings"
+expect "$work/warnings" "jax_moe_lb was installed without extension modules and runs in plain JAX; run jax-moe-lb doctor"
+
+echo "== with a compiler that fails =="
+if CXX=/bin/false install --reinstall --no-deps "$work/clone" > "$work/log" 2>&1; then
+  echo "a build with a broken compiler did not fail"
+  exit 1
+fi
+
+echo "== with a compiler =="
+install --reinstall --no-deps "$work/clone"
+[ "$(binaries | wc -l)" -ge 2 ] || { echo "no extension modules: $(binaries)"; exit 1; }
+run jax-moe-lb doctor --json > "$work/doctor"
+expect "$work/doctor" '"pure_jax": null'
+run python "$work/step.py" 2> "$work/warnings"
+if grep -q "extension modules" "$work/warnings"; then cat "$work/warnings"; exit 1; fi
+
+echo "== the README =="
+"$python" - "$work/clone/README.md" "$work/readme.py" <<'PY'
+import re
+import sys
+from pathlib import Path
+
+blocks = re.findall(r"```python\n(.*?)```", Path(sys.argv[1]).read_text(), re.DOTALL)
+assert blocks, "the README has no program"
+for i, block in enumerate(blocks):
+    Path(f"{sys.argv[2]}.{i}").write_text(block)
+PY
+for program in "$work"/readme.py.*; do run python "$program"; done
+if [ "${1:-}" = --pages ]; then
+  install "jax_moe_lb[dev] @ file://$work/clone"
+  # The clone's folder shadows the installation, so it needs the extension modules.
+  cp $(binaries) "$work/clone/jax_moe_lb"
+  (cd "$work/clone" && JAX_PLATFORMS=cpu "$python" -m pytest -q -n 2 -p no:cacheprovider tests/test_readme.py \
+    tests/test_pages.py)
+fi
