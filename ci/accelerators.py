@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 
 from jax_moe_lb.aot import LayerSizes, ProgramReport, Target, compile_layer, quiet_stderr, use_no_accelerators
+from jax_moe_lb.collectives.one_shot_lists import MOST_BLOCKS
 from jax_moe_lb.layer.systems import system_named, system_names
 from jax_moe_lb.transport import Kernels
 
@@ -106,8 +107,8 @@ LIMITS = {
     Case("h100:1x8", "exact", train=True, max_rounds=1, fused=True, own_kernels=True): Limits(760, 6.1, 1.29, 0),
     Case("h100:1x8", "ultraep", train=True, max_rounds=1, fused=True): Limits(612, 7.5, 1.29, 0),
     Case("h100:1x8", "feplb", train=True, max_rounds=1): Limits(1690, 14.4, 3.6, 0),
-    Case("h100:8x8", "plain", max_rounds=1): Limits(345, 1.81, 1.06, 0),
-    Case("h100:8x8", "exact", train=True): Limits(1400, 6.15, 1.29, 2),
+    Case("h100:8x8", "plain", max_rounds=1): Limits(438, 2.33, 1.06, 0),
+    Case("h100:8x8", "exact", train=True): Limits(1103, 7.55, 1.29, 2),
     Case("b200:1x8", "plain", train=True, max_rounds=1): Limits(635, 6.4, 1.29, 0),
     Case("v5e:2x4", "exact", train=True, max_rounds=1): Limits(1000, 9.98, 1.29, 0),
 }
@@ -154,6 +155,8 @@ def _bad_form(report: ProgramReport) -> Iterator[str]:
     for one in report.collectives:
         if one.axes is None:
             yield f"{one.kind} goes over groups that are no axes of the mesh"
+        if one.exchange and one.exchange.blocks_per_peer not in (None, MOST_BLOCKS):
+            yield f"an exchange has {one.exchange.blocks_per_peer} thread blocks per peer; expected {MOST_BLOCKS}"
 
 
 def _numbers(report: ProgramReport) -> str:

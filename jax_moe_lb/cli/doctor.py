@@ -24,6 +24,7 @@ import jax_moe_lb
 from jax_moe_lb.aot.compiler_options import compiler_options
 from jax_moe_lb.aot.targets import EXTRAS, has_compiler, how_to_install
 from jax_moe_lb.cli.planning import balancer_names, load_balancer
+from jax_moe_lb.collectives.exchange_paths import exchange_path
 from jax_moe_lb.core import custom_calls as _custom_calls
 from jax_moe_lb.core.plan import Plan, plain_plan
 from jax_moe_lb.core.topology import Topology
@@ -283,10 +284,18 @@ def diagnosis() -> dict:
         "backend": backend,
         "devices": [f"{device} ({device.device_kind})" for device in jax.devices()],
         "compiler_options": compiler_options(Mesh(np.array(jax.devices()), ("devices",))),
+        "exchange": exchange_of_all_devices(),
         "balancers": [asdict(implementation) for implementation in balancer_implementations(backend)],
         "ops": [asdict(implementation) for implementation in implementations(backend)],
         "grouped_products": grouped_products(),
     }
+
+
+def exchange_of_all_devices() -> dict[str, str]:
+    """Return the path of an exchange over all devices as one group, and the reason for it."""
+    mesh = Mesh(np.array(jax.devices()), ("expert",))
+    choice = exchange_path(Topology.from_mesh(mesh))
+    return {"path": choice.path.value, "why": choice.reason}
 
 
 def shadowed_install_message() -> str | None:
@@ -309,6 +318,7 @@ def facts_table(found: dict) -> Table:
         table.add_row("installation", escape(message))
     table.add_row("backend", found["backend"])
     table.add_row("devices", "\n".join(found["devices"]))
+    table.add_row("exchange of rows", escape(f"{found['exchange']['path']}: {found['exchange']['why']}"))
     options = "\n".join(f"{name}={value}" for name, value in found["compiler_options"].items())
     table.add_row("options for XLA", options or "none needed")
     return table

@@ -36,3 +36,40 @@ def test_every_option_is_known_to_the_compiler(mesh, between):
 
 def test_other_devices_get_none():
     assert compiler_options(make_mesh((8,), ("expert",))) == {}
+
+
+def test_other_options_take_precedence():
+    assert compiler_options(gpus(0, 1), {BETWEEN_DOMAINS: True})[BETWEEN_DOMAINS] is True
+    assert compiler_options(make_mesh((8,), ("expert",)), {"xla_dump_to": "x"}) == {"xla_dump_to": "x"}
+
+
+def test_more_ranks_than_the_one_shot_kernel_has_do_not_use_it():
+    one_shot = "xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel"
+    assert one_shot not in compiler_options(gpus(*[0] * 32))
+    assert compiler_options(gpus(*[0] * 33))[one_shot] is False
+    with pytest.raises(ValueError, match=r"is on for 33 devices of one process; expected at most 32"):
+        compiler_options(gpus(*[0] * 33), {one_shot: True})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "others", "message"),
+    [
+        (
+            gpus(0, 0),
+            {
+                "xla_gpu_experimental_ragged_all_to_all_zero_copy": True,
+                "xla_gpu_enable_latency_hiding_scheduler": "true",
+            },
+            "they give NaN gradients",
+        ),
+        (
+            gpus(0, 1),
+            {"xla_gpu_experimental_enable_nccl_symmetric_buffers": False},
+            "without symmetric input the device kernel is not used",
+        ),
+    ],
+)
+def test_known_bad_combinations_are_refused(mesh, others, message, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    with pytest.raises(ValueError, match=message):
+        compiler_options(mesh, others)

@@ -118,6 +118,7 @@ def test_json(capsys):
         "backend",
         "devices",
         "compiler_options",
+        "exchange",
         "balancers",
         "ops",
         "grouped_products",
@@ -130,6 +131,7 @@ def test_json(capsys):
     assert all(list(op) == ["op", "implementation", "why", "faster"] for op in found["ops"])
     assert [balancer["op"] for balancer in found["balancers"]] == balancer_names()
     assert (found["pure_jax"], found["shadowed"]) == (None, None)
+    assert found["exchange"] == {"path": "custom call in one process", "why": "all ranks are devices of one process"}
     assert found["versions"]["jax_moe_lb"] == jax_moe_lb.__version__
     assert found["grouped_products"] == grouped_products()
 
