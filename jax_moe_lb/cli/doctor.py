@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import os
 import platform
 import re
 import shutil
@@ -47,7 +46,7 @@ def pure_jax_message() -> str | None:
     if not _custom_calls.is_pure_jax() or shadowed_install_message() is not None:
         return None
     tools = []
-    if not any(map(shutil.which, (os.environ.get("CXX") or "c++", *COMPILERS))):
+    if not any(map(shutil.which, COMPILERS)):
         tools.append("a C++17 compiler (Debian, Ubuntu: apt install g++)")
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         tools.append("the Python headers (Debian, Ubuntu: apt install python3-dev)")

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jax_moe_lb import balancers
-from jax_moe_lb.balancers.base import Balancer, Chain, Plain
+from jax_moe_lb.balancers.base import Balancer, Chain
 from jax_moe_lb.balancers.exact import Exact
 from jax_moe_lb.core.custom_calls import has_planning_module
 from jax_moe_lb.core.plan import Plan, imbalance, load, plain_plan, straggler, traffic
@@ -241,12 +241,12 @@ def no_op_reason(runner: PlanRunner, counts: Int[np.ndarray, "steps layers R E"]
     """
     balancer, topology = runner.balancer, runner.topology
     num_steps, _, num_ranks, num_experts = counts.shape
-    if isinstance(balancer, Plain):
-        return "plain serves every expert on its home rank"
     if num_ranks == 1:
         return "the counts have one rank"
     if reason := balancer.no_op_reason(topology, num_experts // num_ranks, runner.slots):
         return reason
+    if not balancer.needs_counts:
+        return f"{type(balancer).__name__} serves every expert on its home rank, for all counts"
     load_of_ranks = counts.sum(2, dtype=np.int64).reshape(-1, num_ranks, num_experts // num_ranks).sum(-1)
     if (load_of_ranks == load_of_ranks[:, :1]).all():
         return "the load of the ranks is already equal"

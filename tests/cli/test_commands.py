@@ -265,7 +265,7 @@ def test_bad_options_of_a_balancer(capsys, trace_file, text, message):
 
 
 NO_OPS = {
-    "plain": (("--balancer", "plain"), "plain serves every expert on its home rank"),
+    "plain": (("--balancer", "plain"), "Plain serves every expert on its home rank, for all counts"),
     "no replica slots": (("--balancer", "greedy", "--replica-slots", "0"), "replica_slots is 0"),
     "domains of one rank": (("--balancer", "greedy", "--ranks-per-domain", "1"), "domains have one rank each"),
     "one node": (("--balancer", "rails"), "all ranks are in one node"),

@@ -24,7 +24,7 @@ from models.training.step import make_programs
     [
         (["--dry-run", "h100"], "target is 'h100'; expected NAME:NODESxGPUS"),
         (["--dry-run", "h100:1x8", "--set", "batch.size=7"], "batch.size is 7; expected a multiple of the 8 shards"),
-        (["--dry-run", "h100:1x8"], "target h100:1x8 needs the compiler of cuda, which is not installed"),
+        (["--dry-run", "h100:1x8"], "target h100:1x8 requires the compiler of cuda; run pip install"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_in_one_line(arguments, message, monkeypatch):
@@ -61,7 +61,7 @@ def test_devices_of_a_group_lie_side_by_side(monkeypatch):
         (["--dry-run", "h100:8x8", "--set", "relocation.interval=9"], "relocation.interval is 9; expected none with"),
         (["--dry-run", "h100:8x8", "--set", "batch.size=9"], "batch.size is 9; expected a multiple of the 64 shards"),
         (["--dry-run", "h100:8x8", "--mesh", "expert=0"], "parallel.expert_parallel is 0; expected at least 1"),
-        (["--dry-run", "h100:8x8"], "target h100:8x8 needs the compiler of cuda, which is not installed"),
+        (["--dry-run", "h100:8x8"], "target h100:8x8 requires the compiler of cuda; run pip install"),
     ],
 )
 def test_published_models_are_compiled_alone(arguments, message, monkeypatch):
