@@ -14,7 +14,7 @@ from jax_moe_lb.collectives.plan_and_copy import plan_and_copy, post
 from jax_moe_lb.core.custom_calls import is_built
 from jax_moe_lb.planners.eplb import eplb_plus, eplb_plus_reference
 from jax_moe_lb.planners.greedy import greedy, greedy_planner, greedy_reference
-from tests.collectives.test_peer_copy import expected, expected_sums
+from tests.collectives.peer_copy_cases import expected, expected_sums
 from tests.collectives.test_plan_and_copy import GREEDY, HOME, OPTIONS, RANKS, assert_equal, load
 from tests.layer_cases import make_mesh
 

@@ -1,6 +1,3 @@
-import functools
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,92 +7,36 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_moe_lb import (
-    Balancer,
     ExpertConfig,
     Experts,
     Losses,
     MoE,
-    Plan,
-    Precision,
     SharedExpert,
-    System,
     TopK,
     Topology,
-    as_linen,
     exact,
     greedy,
     plain,
     router_loss,
 )
 from jax_moe_lb.kernels import ClampedSwiGLU, relu_squared
-from jax_moe_lb.kernels.grouped_ffn import dense_ffn
 from jax_moe_lb.layer import CHECKPOINT_NAMES
 from jax_moe_lb.layer.systems import eplb
-from jax_moe_lb.nn import logical_axis_rules
-from jax_moe_lb.nn.moe import BalancerState, RouterBias
+from jax_moe_lb.nn.moe import BalancerState
 from tests.layer_cases import assert_close, make_mesh
+from tests.nn.moe_cases import (
+    BIASED,
+    INNER,
+    NUM_EXPERTS,
+    WIDTH,
+    dense_layer,
+    forward,
+    gradients,
+    make,
+    tokens,
+    values_and_gradients,
+)
 from tests.oracle import dense_moe
-
-WIDTH, INNER, NUM_EXPERTS = 16, 24, 8
-BIASED = TopK(2, selection_bias=True)
-
-
-def make(mesh, system=greedy(), router=TopK(2), expert_axis="expert", experts=ExpertConfig(INNER), **options):
-    topology = Topology.from_mesh(mesh, expert_axis)
-    return MoE(
-        WIDTH,
-        NUM_EXPERTS,
-        router,
-        mesh=mesh,
-        topology=topology,
-        system=system,
-        experts=experts,
-        rngs=nnx.Rngs(0),
-        **options,
-    )
-
-
-def tokens(mesh=None, spec=None):
-    x = jax.random.normal(jax.random.key(1), (16, 4, WIDTH))
-    return x if mesh is None else jax.device_put(x, NamedSharding(mesh, spec))
-
-
-@nnx.jit
-def dense_layer(layer, x):
-    """Return the outputs of the oracle, including the shared expert."""
-    flat = x.reshape(-1, WIDTH)
-    gate = None if layer.gate is None else layer.gate[...]
-    experts = Experts(layer.up[...], layer.down[...], gate)
-    bias = None if layer.bias is None else layer.bias[...]
-    y = dense_moe(flat, layer.kernel[...], experts, layer.router, bias=bias)
-    if layer.shared_expert is not None:
-        y = y + dense_ffn(flat, Experts(layer.shared_up[...], layer.shared_down[...], layer.shared_gate[...]))
-    return y.reshape(x.shape)
-
-
-def forward(layer, x):
-    return layer(x)[0]
-
-
-@functools.cache
-def gradients_of(call):
-    return nnx.jit(nnx.grad(lambda layer, x: jnp.square(call(layer, x)).mean()))
-
-
-def gradients(call, layer, x):
-    """Return the gradients of the parameters; programs of equal functions and layers are compiled once."""
-    return gradients_of(call)(layer, x)
-
-
-def values_and_gradients(layer, x):
-    """Return outputs, statistics and the gradients of the mean square, in one program."""
-
-    def loss(layer):
-        y, stats = layer(x)
-        return jnp.square(y).mean(), (y, stats)
-
-    gradient, (y, stats) = nnx.jit(nnx.grad(loss, has_aux=True))(layer)
-    return y, stats, nnx.to_pure_dict(gradient)
 
 
 @pytest.mark.slow
@@ -265,65 +206,6 @@ def test_experts_have_other_activations(activation, gated):
 
 
 @pytest.mark.slow
-def test_parameters_carry_logical_axes_and_are_placed():
-    mesh = make_mesh((2, 2, 2), ("data", "node", "gpu"))
-    layer = make(mesh, expert_axis=("node", "gpu"))
-    assert layer.up[...].sharding.spec == PartitionSpec(("node", "gpu"), None, None)
-    assert layer.up.get_metadata()["out_sharding"] == ("exp", "embed", "mlp")
-    assert layer.down.get_metadata()["out_sharding"] == ("exp", "mlp", "embed")
-    assert layer.kernel[...].sharding.is_fully_replicated
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.thorough), AxisType.Explicit], ids=["auto", "explicit"]
-)
-def test_rules_can_shard_weights_further(axis_type):
-    mesh = make_mesh((2, 4), ("data", "expert"), axis_type)
-    rules = (("embed", "data"), *(rule for rule in logical_axis_rules(Topology.from_mesh(mesh)) if rule[0] != "embed"))
-    layer, x = make(mesh, rules=rules), tokens(mesh, PartitionSpec(("data", "expert")))
-    assert layer.up[...].sharding.spec == PartitionSpec("expert", "data", None)
-    y, _ = nnx.jit(lambda layer, x: layer(x))(layer, x)
-    assert_close(y, dense_layer(make(make_mesh((1,), ("expert",))), tokens()), 1e-5)
-
-
-class CountingSteps(Balancer):
-    """Balancer storing its number of calls and the last counts."""
-
-    def __hash__(self):
-        return 0
-
-    def __eq__(self, other):
-        return isinstance(other, CountingSteps)
-
-    def init(self, counts_shape):
-        return {"steps": np.zeros((), np.int32), "last": np.zeros(counts_shape, np.int32)}
-
-    def rebalance(self, counts, plan: Plan, topology, state):
-        return plan, {"steps": state["steps"] + 1, "last": counts}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 4), pytest.param((1, 8), marks=pytest.mark.thorough)], ids=str)
-def test_balancer_state_lives_outside_the_parameters(sizes):
-    layer = make(make_mesh(sizes, ("data", "expert")), System(CountingSteps()), BIASED)
-    state = nnx.state(layer)
-    assert set(nnx.to_pure_dict(nnx.filter_state(state, nnx.Param))) == {"kernel", "up", "down", "gate"}
-    assert isinstance(state["state"], BalancerState)
-    assert isinstance(state["bias"], RouterBias)
-
-    @nnx.jit
-    def step(layer, x):
-        return nnx.value_and_grad(lambda layer: jnp.square(layer(x)[0]).mean())(layer)
-
-    for _ in range(3):
-        step(layer, tokens())
-    remembered = layer.state.get_value()
-    assert remembered["steps"].tolist() == [3] * sizes[0]
-    assert int(remembered["last"].sum()) == 16 * 4 * 2
-
-
-@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_training_step_needs_no_masks():
     """The optimizer updates parameters only; the bias has its own update rule."""
@@ -404,106 +286,12 @@ def test_scan_over_stacked_layers_with_remat():
 
 
 @pytest.mark.slow
-def test_computing_in_bfloat16_keeps_float32_parameters():
-    layer = make(make_mesh((8,), ("expert",)), precision=Precision(jnp.bfloat16))
-    y, stats = nnx.jit(lambda layer, x: layer(x))(layer, tokens())
-    assert y.dtype == jnp.bfloat16
-    assert layer.up[...].dtype == jnp.float32
-    assert_close(y, dense_layer(make(make_mesh((1,), ("expert",))), tokens()), 5e-2)
-    # Replicas are sent in bfloat16.
-    assert stats.weight_bytes_moved[0] % (3 * WIDTH * INNER * 2) == 0
-
-
-@pytest.mark.slow
 def test_masked_tokens_get_zero():
     layer, x = make(make_mesh((8,), ("expert",))), tokens()
     mask = jnp.arange(64).reshape(16, 4) % 3 > 0
     y, stats = nnx.jit(lambda layer, x, mask: layer(x, mask))(layer, x, mask)
     assert (y[~mask] == 0).all()
     assert int(stats.counts.sum()) == 2 * int(mask.sum())
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_linen_users_get_the_same_layer():
-    mesh = make_mesh((8,), ("expert",))
-    topology = Topology.from_mesh(mesh)
-    linen = as_linen(
-        WIDTH,
-        NUM_EXPERTS,
-        TopK(2, selection_bias=True),
-        mesh=mesh,
-        topology=topology,
-        system=greedy(),
-        experts=ExpertConfig(INNER),
-    )
-    variables = linen.init(jax.random.key(0), tokens())
-    assert set(variables) == {"params", "RouterBias", "nnx"} or set(variables) == {"params", "RouterBias"}
-
-    @jax.jit
-    def loss(params, others, x):
-        y, stats = linen.apply({"params": params, **others}, x)
-        return jnp.square(y).mean(), stats
-
-    others = {name: value for name, value in variables.items() if name != "params"}
-    (value, stats), gradient = jax.value_and_grad(loss, has_aux=True)(variables["params"], others, tokens())
-    assert int(stats.counts.sum()) == 128
-    assert np.isfinite(value)
-    assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda mesh: MoE(
-                4,
-                12,
-                TopK(2),
-                mesh=mesh,
-                topology=Topology.from_mesh(mesh),
-                system=plain(),
-                experts=ExpertConfig(4),
-                rngs=nnx.Rngs(0),
-            ),
-            r"num_experts is 12; expected a positive multiple of the 8 ranks",
-        ),
-        (
-            lambda mesh: MoE(
-                4,
-                8,
-                TopK(2),
-                mesh=make_mesh((8,), ("ep",)),
-                topology=Topology.from_mesh(mesh),
-                system=plain(),
-                experts=ExpertConfig(4),
-                rngs=nnx.Rngs(0),
-            ),
-            r"topology names axis 'expert'; expected an axis of the mesh, one of \('ep',\)",
-        ),
-        (
-            lambda mesh: MoE(
-                4,
-                8,
-                TopK(2),
-                mesh=mesh,
-                topology=Topology.from_mesh(make_mesh((4,), ("expert",))),
-                system=plain(),
-                experts=ExpertConfig(4),
-                rngs=nnx.Rngs(0),
-            ),
-            r"topology has 4 ranks; expected the 8 of mesh axes \('expert',\)",
-        ),
-        (
-            lambda mesh: make(mesh).update_bias(make(mesh)(tokens())[1]),
-            r"router.selection_bias is False; expected True, for update_bias",
-        ),
-    ],
-)
-def test_bad_arguments_are_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(make_mesh((8,), ("expert",)))
 
 
 @pytest.mark.slow
@@ -527,17 +315,6 @@ def test_tokens_on_no_mesh_go_through_a_layer_on_an_explicit_one():
         outs.append(layer(x)[0])
     assert outs[1].sharding.is_fully_replicated
     np.testing.assert_allclose(*outs, rtol=1e-6)
-
-
-def test_the_linen_form_says_what_it_takes():
-    parameters = inspect.signature(as_linen).parameters
-    assert {"system", "experts", "embed_dim"} < set(parameters)
-    assert "rngs" not in parameters
-
-
-def test_a_narrow_dtype_is_refused_when_the_layer_is_made():
-    with pytest.raises(ValueError, match=r"precision.dtype is float8_e4m3fn; expected bfloat16.*Pass transfer_dtype"):
-        make(make_mesh((1,), ("expert",)), precision=Precision(jnp.float8_e4m3fn))
 
 
 @pytest.mark.slow
