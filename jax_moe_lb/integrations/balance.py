@@ -18,6 +18,7 @@ from jax_moe_lb.nn.moe import on_fault_of, resolve_system
 Model = TypeVar("Model", bound=nnx.Module)
 
 ADAPTERS = {
+    ("maxtext.layers.moe", "RoutedMoE"): "jax_moe_lb.integrations.maxtext",
     ("tunix.models.qwen3.model", "MoELayer"): "jax_moe_lb.integrations.tunix",
 }
 """Module of the adapter of each supported block, by the block's module and class. Subclasses count as their base."""
