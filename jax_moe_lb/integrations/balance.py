@@ -19,6 +19,7 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 ADAPTERS = {
     ("maxtext.layers.moe", "RoutedMoE"): "jax_moe_lb.integrations.maxtext",
+    ("easydel.layers.moe._moe_module", "BaseMoeModule"): "jax_moe_lb.integrations.easydel",
     ("tunix.models.qwen3.model", "MoELayer"): "jax_moe_lb.integrations.tunix",
 }
 """Module of the adapter of each supported block, by the block's module and class. Subclasses count as their base."""
